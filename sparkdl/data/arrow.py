@@ -1,0 +1,204 @@
+"""How does an Arrow array become a numpy array of one shape and dtype?
+
+Used while spooling and by ``transform``. A column is uniform when it has no null and all its rows
+have the same shape; then the conversion is a view wherever Arrow's layout allows one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sparkdl.errors import DataError
+
+_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list)
+_BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
+
+
+class NotUniform(ValueError):  # noqa: N818 - a finding, not a failure; callers turn it into one
+    """The array has nulls or rows of different shapes; `examine` says which."""
+
+
+def to_numpy(
+    array: pa.Array | pa.ChunkedArray,
+    dtype: str,
+    shape: tuple[int, ...] | None = None,
+    *,
+    name: str = "column",
+) -> np.ndarray:
+    """Convert a column to a numpy array, without a copy where the layout allows.
+
+    Args:
+        array: numbers, booleans, binary, or (nested) lists of numbers.
+        dtype: numpy name of the wanted dtype.
+        shape: shape of one row; None keeps the shape found.
+        name: the column's name, for the error.
+
+    Returns:
+        An array of shape ``(rows, *shape)``.
+
+    Raises:
+        DataError: a row is null, contains a null, or has another shape.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    try:
+        values = uniform(array)
+    except NotUniform:
+        raise DataError(examine(array).message(name)) from None
+    if shape is not None and values.shape[1:] != shape:
+        if len(values) and int(np.prod(values.shape[1:])) != int(np.prod(shape)):
+            raise DataError(
+                f'column "{name}" has rows of shape {values.shape[1:]}, expected {shape}'
+            )
+        values = values.reshape(len(values), *shape)
+    return values.astype(dtype, copy=False)
+
+
+def uniform(array: pa.Array) -> np.ndarray:
+    """View a uniform Arrow array as ``(rows, *shape)`` in its own dtype.
+
+    Raises:
+        NotUniform: there are nulls, or rows of different shapes.
+    """
+    if array.null_count:
+        raise NotUniform
+    if any(is_type(array.type) for is_type in _LIST_TYPES):
+        width = _common_width(array)
+        inner = uniform(array.flatten())
+        return inner.reshape(len(array), width, *inner.shape[1:])
+    if pa.types.is_fixed_size_list(array.type):
+        inner = uniform(array.flatten())
+        return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
+    if any(is_type(array.type) for is_type in _BINARY_TYPES):
+        return _bytes_matrix(array)
+    return np.asarray(array.to_numpy(zero_copy_only=False))
+
+
+def _offsets(array: pa.Array) -> np.ndarray:
+    """Offsets of a list or binary array, ``(rows + 1,)``, honouring a slice."""
+    large = pa.types.is_large_list(array.type) or pa.types.is_large_binary(array.type)
+    raw = np.frombuffer(array.buffers()[1], dtype=np.int64 if large else np.int32)
+    return raw[array.offset : array.offset + len(array) + 1]
+
+
+def _common_width(array: pa.Array) -> int:
+    if len(array) == 0:
+        return 0
+    widths = np.diff(_offsets(array))
+    if (widths != widths[0]).any():
+        raise NotUniform
+    return int(widths[0])
+
+
+def _bytes_matrix(array: pa.Array) -> np.ndarray:
+    width = _common_width(array)
+    data = array.buffers()[2] if len(array) else None
+    if data is None or width == 0:
+        return np.empty((len(array), width), dtype=np.uint8)
+    start = int(_offsets(array)[0])
+    flat = np.frombuffer(data, dtype=np.uint8)[start : start + width * len(array)]
+    return flat.reshape(len(array), width)
+
+
+@dataclass
+class Findings:
+    """What is wrong with a column: counts that add up over batches and shards."""
+
+    nulls: int = 0
+    """Rows that are null or contain a null."""
+    first_null: str | None = None
+    shapes: Counter[str] = field(default_factory=Counter)
+    """Rows per shape, only kept when a column was found not to be uniform."""
+    first_of_shape: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: Findings) -> None:
+        """Add another part's findings."""
+        self.nulls += other.nulls
+        self.first_null = self.first_null or other.first_null
+        self.shapes.update(other.shapes)
+        for shape, where in other.first_of_shape.items():
+            self.first_of_shape.setdefault(shape, where)
+
+    def message(self, name: str) -> str:
+        """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
+        if self.nulls:
+            return (
+                f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
+                f"(first: {self.first_null}); drop or fill them before fit"
+            )
+        usual, _ = self.shapes.most_common(1)[0]
+        odd = {shape: count for shape, count in self.shapes.items() if shape != usual}
+        example = next(iter(odd))
+        return (
+            f'column "{name}" is ragged: most rows have shape {usual}, but {sum(odd.values())} '
+            f"do not (first: {self.first_of_shape[example]}, of shape {example}); "
+            "pad or drop them before fit"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "nulls": self.nulls,
+            "first_null": self.first_null,
+            "shapes": dict(self.shapes),
+            "first_of_shape": self.first_of_shape,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Findings:
+        """Inverse of `to_dict`."""
+        return cls(
+            nulls=values["nulls"],
+            first_null=values["first_null"],
+            shapes=Counter(values["shapes"]),
+            first_of_shape=dict(values["first_of_shape"]),
+        )
+
+
+def examine(array: pa.Array, *, where: str = "", first_row: int = 0) -> Findings:
+    """Find nulls and shapes row by row; slow, for columns that `uniform` refused.
+
+    Args:
+        array: the column's values.
+        where: suffix of a row's description, such as `` of partition 2``.
+        first_row: number of the array's first row.
+    """
+    findings = Findings()
+    nulls = np.asarray(_has_null(array))
+    findings.nulls = int(nulls.sum())
+    if findings.nulls:
+        findings.first_null = f"row {first_row + int(nulls.argmax())}{where}"
+    for row in np.flatnonzero(~nulls).tolist():
+        shape = str(_shape_of(array[row]))
+        findings.shapes[shape] += 1
+        findings.first_of_shape.setdefault(shape, f"row {first_row + row}{where}")
+    return findings
+
+
+def _has_null(array: pa.Array) -> np.ndarray:
+    own = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    if not any(is_type(array.type) for is_type in _LIST_TYPES):
+        return own
+    inner = _has_null(array.flatten())
+    parents = pc.list_parent_indices(array).to_numpy(zero_copy_only=False)
+    own = own.copy()
+    own[parents[inner]] = True
+    return own
+
+
+def _shape_of(scalar: pa.Scalar) -> tuple[int, ...] | str:
+    if any(is_type(scalar.type) for is_type in _LIST_TYPES):
+        try:
+            inner = uniform(scalar.values)
+        except NotUniform:
+            return "ragged"
+        return inner.shape
+    if any(is_type(scalar.type) for is_type in _BINARY_TYPES):
+        return (len(scalar.as_buffer()),)
+    return ()

@@ -1,0 +1,82 @@
+"""Which errors can sparkdl raise, and what does each one ask of the user?
+
+SparkDLError
+├── ConfigError          a parameter is wrong or two of them contradict (also a ValueError)
+├── DataError            the DataFrame cannot be trained on as it is (also a ValueError)
+├── ClusterError         the cluster cannot run the gang: slots, GPUs, versions, allocation
+├── StorageError         a checkpoint or model directory cannot be read or written
+│   └── CheckpointError  a checkpoint is damaged or belongs to another run
+├── WorkerError          the user's code failed on a worker; carries that worker's traceback
+└── TrainingFailed       workers were lost more often than ``maxRestarts`` allows
+
+Inside the gang, never shown to users unless they exhaust the restarts:
+
+GangError                something that a restart may heal
+├── CommunicationError   a collective failed: a peer died or did not answer in time
+└── ShardLost            a spool file that the shard table promised is not there
+"""
+
+from __future__ import annotations
+
+
+class SparkDLError(Exception):
+    """Base of every error that sparkdl raises on purpose."""
+
+
+class ConfigError(SparkDLError, ValueError):
+    """A parameter is wrong, or two of them contradict each other."""
+
+
+class DataError(SparkDLError, ValueError):
+    """The DataFrame cannot be trained on as it is; names column, count and an example row."""
+
+
+class ClusterError(SparkDLError):
+    """The cluster cannot run the gang as asked; the message names the remedy."""
+
+
+class StorageError(SparkDLError):
+    """A directory for checkpoints or models cannot be read or written."""
+
+
+class CheckpointError(StorageError):
+    """A checkpoint is incomplete, damaged, or belongs to another run."""
+
+
+class WorkerError(SparkDLError):
+    """The user's code failed on a worker.
+
+    Attributes:
+        rank: the rank that failed first.
+        error_type: name of the original exception's class.
+        worker_traceback: the traceback as that worker formatted it.
+    """
+
+    def __init__(self, rank: int, error_type: str, message: str, worker_traceback: str) -> None:
+        super().__init__(
+            f"{error_type} on rank {rank}: {message}\n\n"
+            f"Traceback of rank {rank}:\n{worker_traceback.rstrip()}"
+        )
+        self.rank = rank
+        self.error_type = error_type
+        self.worker_traceback = worker_traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        message = str(self.args[0]).split("\n\n", 1)[0].split(": ", 1)[1]
+        return type(self), (self.rank, self.error_type, message, self.worker_traceback)
+
+
+class TrainingFailed(SparkDLError):
+    """Workers were lost more often than ``maxRestarts`` allows."""
+
+
+class GangError(SparkDLError):
+    """A failure that restarting the gang from the last checkpoint may heal."""
+
+
+class CommunicationError(GangError):
+    """A collective failed: a peer died, closed the connection, or did not answer in time."""
+
+
+class ShardLost(GangError):
+    """A spool file that the shard table promised is not on this host."""

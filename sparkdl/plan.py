@@ -1,0 +1,155 @@
+"""Which numbers of a run follow from its data and configuration, before anything is launched?
+
+Everything here is pure: rows per shard in, steps and batch boundaries out. The driver makes the
+plan, logs it and sends it to the workers, so all ranks agree on it without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparkdl.errors import ConfigError, DataError
+
+Role = Literal["feature", "label", "weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the spool: a contiguous ``(rows, *shape)`` array of one dtype."""
+
+    name: str
+    """Name of the DataFrame column."""
+    role: Role
+    """What the model does with it."""
+    dtype: str
+    """numpy name of the stored dtype: ``float32``, ``int64``, ``uint8``, ``bool`` ..."""
+    shape: tuple[int, ...]
+    """Shape of one sample, ``()`` for a scalar, after ``inputShape`` was applied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Where one shard's spool lies and what it holds; one row of the shard table."""
+
+    shard_id: int
+    host: str
+    path: str
+    """Directory of the spool on that host."""
+    num_rows: int
+    """Training rows."""
+    num_validation_rows: int
+    fingerprint: str
+    """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
+    num_bytes: int
+    executor_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """The derived numbers of a run. Make it with `make_plan`."""
+
+    columns: tuple[Column, ...]
+    shards: tuple[Shard, ...]
+    world_size: int
+    batch_size: int
+    """Largest number of samples that one rank uses in one step."""
+    epochs: int
+    max_steps: int
+    """Steps after which training ends whatever the epoch; -1 for no limit."""
+    steps_per_epoch: int
+    shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
+    """Shard ids of each rank; a rank keeps its shards over restarts."""
+
+    @property
+    def num_rows(self) -> int:
+        """Training rows over all shards."""
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_validation_rows(self) -> int:
+        """Validation rows over all shards."""
+        return sum(shard.num_validation_rows for shard in self.shards)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        steps = self.epochs * self.steps_per_epoch
+        return min(steps, self.max_steps) if self.max_steps >= 0 else steps
+
+    def shards_of(self, rank: int) -> tuple[Shard, ...]:
+        """The shards of ``rank``, in shard-id order."""
+        by_id = {shard.shard_id: shard for shard in self.shards}
+        return tuple(by_id[shard_id] for shard_id in self.shards_by_rank[rank])
+
+    def rows_of(self, rank: int) -> int:
+        """Training rows of ``rank``."""
+        return sum(shard.num_rows for shard in self.shards_of(rank))
+
+    def bounds(self, rank: int, step_in_epoch: int) -> tuple[int, int]:
+        """First and one past the last position, in ``rank``'s epoch order, of a step's batch."""
+        return batch_bounds(self.rows_of(rank), self.steps_per_epoch, step_in_epoch)
+
+    def global_batch_rows(self, step_in_epoch: int) -> int:
+        """Samples of all ranks in one step; at least one."""
+        total = 0
+        for rank in range(self.world_size):
+            start, stop = self.bounds(rank, step_in_epoch)
+            total += stop - start
+        return total
+
+
+def batch_bounds(num_rows: int, num_steps: int, step: int) -> tuple[int, int]:
+    """Cut ``num_rows`` into ``num_steps`` runs whose sizes differ by at most one.
+
+    The runs of all steps are a partition of ``range(num_rows)``: every row exactly once.
+    """
+    return num_rows * step // num_steps, num_rows * (step + 1) // num_steps
+
+
+def steps_per_epoch(rows_by_rank: Sequence[int], batch_size: int) -> int:
+    """Smallest number of steps in which no rank exceeds ``batch_size`` samples a step."""
+    return max(1, -(-max(rows_by_rank) // batch_size))
+
+
+def assign_shards(num_shards: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Give shards to ranks in contiguous, nearly equal runs, in shard-id order."""
+    return tuple(
+        tuple(range(num_shards * r // world_size, num_shards * (r + 1) // world_size))
+        for r in range(world_size)
+    )
+
+
+def make_plan(
+    *,
+    columns: Sequence[Column],
+    shards: Sequence[Shard],
+    world_size: int,
+    batch_size: int,
+    epochs: int,
+    max_steps: int = -1,
+) -> TrainPlan:
+    """Derive the numbers of a run; see `TrainPlan`.
+
+    Raises:
+        ConfigError: there are more ranks than shards, or a count is not positive.
+        DataError: there is no training row at all.
+    """
+    if world_size < 1 or world_size > len(shards):
+        raise ConfigError(f"world_size must be in [1, {len(shards)}]; received {world_size}")
+    ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
+    if not any(shard.num_rows for shard in ordered):
+        raise DataError("the DataFrame has no training rows; check its filter and the validation")
+    shards_by_rank = assign_shards(len(ordered), world_size)
+    rows = [sum(ordered[i].num_rows for i in mine) for mine in shards_by_rank]
+    return TrainPlan(
+        columns=tuple(columns),
+        shards=ordered,
+        world_size=world_size,
+        batch_size=batch_size,
+        epochs=epochs,
+        max_steps=max_steps,
+        steps_per_epoch=steps_per_epoch(rows, batch_size),
+        shards_by_rank=shards_by_rank,
+    )

@@ -1,0 +1,152 @@
+"""Which Spark columns can be trained on, and how does Catalyst prepare them?
+
+Casts happen in the JVM, as part of the query: what reaches Python is already of the wanted dtype.
+Integers, booleans and bytes stay what they are; floating columns take the module's dtype; Spark
+ML vectors become arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import functions as F  # noqa: N812 - pyspark's own convention
+from pyspark.sql import types as T  # noqa: N812
+
+from sparkdl.errors import DataError
+from sparkdl.plan import Role
+
+_INTEGERS = {
+    T.ByteType: "int8",
+    T.ShortType: "int16",
+    T.IntegerType: "int32",
+    T.LongType: "int64",
+}
+_FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
+_SQL_TYPES = {"float32": "float", "float64": "double", "int64": "bigint"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A column as it shall reach Python."""
+
+    name: str
+    role: Role
+    expression: SparkColumn
+    """Casts included; not yet aliased."""
+    dtype: str
+    """numpy name of the dtype in the spool."""
+    as_classes: bool = False
+    """Whether values must be whole, non-negative class indices."""
+
+
+def prepare(
+    schema: T.StructType, name: str, role: Role, *, float_dtype: str, as_classes: bool = False
+) -> Prepared:
+    """Choose cast and dtype of one column.
+
+    Args:
+        schema: schema of the DataFrame.
+        name: the column.
+        role: what the model does with it.
+        float_dtype: dtype of floating columns: ``float32`` or ``float64``.
+        as_classes: the column holds class indices, whatever its numeric type.
+
+    Raises:
+        DataError: the column is missing, or no tensor can be made of its type.
+    """
+    field = require(schema, name)
+    column = F.col(_quoted(name))
+    if isinstance(field.dataType, VectorUDT):
+        if role != "feature":
+            raise _wrong_type(field, role)
+        expression = vector_to_array(column, dtype=float_dtype)
+        return Prepared(name=name, role=role, expression=expression, dtype=float_dtype)
+    if isinstance(field.dataType, T.BinaryType) and role == "feature":
+        return Prepared(name=name, role=role, expression=column, dtype="uint8")
+    depth, element = _unnest(field.dataType)
+    if as_classes and depth == 0 and _is_number(element):
+        sql = "double" if isinstance(element, _FLOATS) else "bigint"
+        return Prepared(
+            name=name, role=role, expression=column.cast(sql), dtype="int64", as_classes=True
+        )
+    dtype = _dtype(element, role, float_dtype)
+    if dtype is None or (role == "weight" and depth):
+        raise _wrong_type(field, role)
+    if dtype in _SQL_TYPES and not _is_exactly(element, dtype):
+        column = column.cast("array<" * depth + _SQL_TYPES[dtype] + ">" * depth)
+    return Prepared(name=name, role=role, expression=column, dtype=dtype)
+
+
+def require(schema: T.StructType, name: str) -> T.StructField:
+    """The field called ``name``.
+
+    Raises:
+        DataError: there is none; lists the ones there are.
+    """
+    for field in schema.fields:
+        if field.name == name:
+            return field
+    known = ", ".join(schema.names)
+    raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
+
+
+def validation_indicator(schema: T.StructType, name: str) -> SparkColumn:
+    """The boolean column that marks validation rows.
+
+    Raises:
+        DataError: it is missing or not boolean.
+    """
+    field = require(schema, name)
+    if not isinstance(field.dataType, T.BooleanType):
+        raise DataError(
+            f'column "{name}" marks validation rows and must be boolean; '
+            f"it is {field.dataType.simpleString()}"
+        )
+    return F.col(_quoted(name))
+
+
+def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
+    depth = 0
+    while isinstance(data_type, T.ArrayType):
+        depth, data_type = depth + 1, data_type.elementType
+    return depth, data_type
+
+
+def _is_number(element: T.DataType) -> bool:
+    return isinstance(element, (T.BooleanType, *_INTEGERS, *_FLOATS))
+
+
+def _dtype(element: T.DataType, role: Role, float_dtype: str) -> str | None:
+    """Dtype of a column's elements; None if they are no numbers."""
+    if not _is_number(element):
+        return None
+    if role == "weight" or isinstance(element, _FLOATS):
+        return float_dtype
+    if role == "label":
+        return "int64"  # what torch's losses accept
+    return "bool" if isinstance(element, T.BooleanType) else _INTEGERS[type(element)]
+
+
+def _is_exactly(element: T.DataType, dtype: str) -> bool:
+    types = {"float32": T.FloatType, "float64": T.DoubleType, "int64": T.LongType}
+    return isinstance(element, types[dtype])
+
+
+def _wrong_type(field: T.StructField, role: Role) -> DataError:
+    advice = {
+        "label": "a label is a number or an array of numbers (index strings with StringIndexer)",
+        "weight": "a weight is a number",
+        "feature": "a feature is a number, a boolean, an array of numbers, a Spark ML vector or "
+        "binary (encode strings first)",
+    }[role]
+    return DataError(
+        f'column "{field.name}" has type {field.dataType.simpleString()}, '
+        f"of which no tensor can be made; {advice}"
+    )
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
