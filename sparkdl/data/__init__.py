@@ -1,0 +1,1 @@
+"""From record batches to batches of tensors."""

@@ -20,7 +20,7 @@ _LIST_TYPES = (pa.types.is_list, pa.types.is_large_list)
 _BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
 
 
-class NotUniform(ValueError):  # noqa: N818 - a finding, not a failure; callers turn it into one
+class NotUniform(ValueError):
     """The array has nulls or rows of different shapes; `examine` says which."""
 
 

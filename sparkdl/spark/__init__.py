@@ -1,0 +1,1 @@
+"""What sparkdl does with Spark: columns, shards, gang and supervision."""

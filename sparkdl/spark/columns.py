@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import functions as F  # noqa: N812 - pyspark's own convention
-from pyspark.sql import types as T  # noqa: N812
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparkdl.errors import DataError
 from sparkdl.plan import Role

@@ -1,0 +1,341 @@
+"""How do driver and workers talk while a gang runs?
+
+One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
+checkpoints that the driver keeps. Every call must show the run's secret. The server lives on the
+driver; where executors cannot reach that (Spark Connect from afar), rank 0 hosts the keys.
+
+Never use a client in a process that forks afterwards: gRPC does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from sparkdl.errors import CommunicationError, StorageError
+
+_HEADER = "authorization"
+_POLL_SECONDS = 5.0
+_CHUNK_BYTES = 8 * 2**20
+_SCHEMA = pa.schema([("data", pa.binary())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a channel listens, and the secret that opens it."""
+
+    host: str
+    port: int
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something a worker said: who, when (driver's monotonic clock), and what."""
+
+    attempt: int
+    rank: int
+    received: float
+    body: Mapping[str, Any]
+
+
+class Files(Protocol):
+    """Where the server keeps files; `checkpoint.storage.Storage` fits."""
+
+    def write(self, path: str, data: Any) -> None:
+        """Store bytes, or an iterable of bytes, under a relative path."""
+
+    def read(self, path: str) -> bytes:
+        """The bytes stored under a path; StorageError if there are none."""
+
+    def list(self, path: str) -> list[str]:
+        """Names directly under a folder; empty if there is no such folder."""
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a folder with all it holds; nothing if absent."""
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or folder is there."""
+
+
+class Hub:
+    """What stands behind the server: keys that can be waited for, and the events received."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key and wake those who wait for it."""
+        with self._changed:
+            self._keys[key] = value
+            self._changed.notify_all()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter (a decimal number; 0 if absent) and return its new value."""
+        with self._changed:
+            value = int(self._keys.get(key, b"0")) + amount
+            self._keys[key] = str(value).encode()
+            self._changed.notify_all()
+            return value
+
+    def missing(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
+        """Wait until all keys are there; returns those that are not when time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(k in self._keys for k in keys), timeout_seconds)
+            return [key for key in keys if key not in self._keys]
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, or None."""
+        with self._changed:
+            return self._keys.get(key)
+
+    def delete(self, key: str) -> bool:
+        """Remove a key. Returns whether it was there."""
+        with self._changed:
+            return self._keys.pop(key, None) is not None
+
+    def clear(self, prefix: str) -> None:
+        """Remove all keys that start with ``prefix``."""
+        with self._changed:
+            for key in [key for key in self._keys if key.startswith(prefix)]:
+                del self._keys[key]
+
+
+class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has no stubs
+    """Serves a hub, and files if given. Use as a context manager; it stops with the block."""
+
+    def __init__(
+        self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Files | None = None
+    ) -> None:
+        token = secrets.token_hex(32)
+        super().__init__(
+            f"grpc://{_bracketed(bind)}:{port}", middleware={"secret": _SecretFactory(token)}
+        )
+        self._hub = hub
+        self._files = files
+        self.address = Address(host=announce, port=self.port, token=token)
+
+    def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
+        """Answer one request; the action's type names it."""
+        header, payload = _unframe(action.body.to_pybytes())
+        handler = getattr(self, f"_on_{action.type}", None)
+        if handler is None:
+            raise flight.FlightServerError(f"unknown request {action.type!r}")
+        yield flight.Result(handler(header, payload))
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Store a file that arrives in chunks."""
+        chunks = (chunk.data.column(0)[0].as_buffer() for chunk in reader)
+        self._storage().write(descriptor.path[0].decode(), chunks)
+
+    def do_get(self, context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
+        """Send a file in chunks."""
+        data = memoryview(self._storage().read(ticket.ticket.decode()))
+        batches = (
+            pa.record_batch([pa.array([data[at : at + _CHUNK_BYTES]], pa.binary())], schema=_SCHEMA)
+            for at in range(0, max(1, len(data)), _CHUNK_BYTES)
+        )
+        return flight.GeneratorStream(_SCHEMA, batches)
+
+    def _storage(self) -> Files:
+        if self._files is None:
+            raise flight.FlightServerError("this channel keeps no files")
+        return self._files
+
+    def _on_set(self, header: dict[str, Any], payload: bytes) -> bytes:
+        self._hub.set(header["key"], payload)
+        return b""
+
+    def _on_add(self, header: dict[str, Any], payload: bytes) -> bytes:
+        return str(self._hub.add(header["key"], header["amount"])).encode()
+
+    def _on_wait(self, header: dict[str, Any], payload: bytes) -> bytes:
+        seconds = min(header["timeout"], _POLL_SECONDS)
+        return json.dumps(self._hub.missing(header["keys"], seconds)).encode()
+
+    def _on_get(self, header: dict[str, Any], payload: bytes) -> bytes:
+        value = self._hub.get(header["key"])
+        return b"-" if value is None else b"+" + value
+
+    def _on_delete(self, header: dict[str, Any], payload: bytes) -> bytes:
+        return json.dumps(self._hub.delete(header["key"])).encode()
+
+    def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
+        now = time.monotonic()
+        for body in json.loads(payload):
+            self._hub.events.put(
+                Event(attempt=header["attempt"], rank=header["rank"], received=now, body=body)
+            )
+        return b""
+
+    def _on_list(self, header: dict[str, Any], payload: bytes) -> bytes:
+        return json.dumps(self._storage().list(header["path"])).encode()
+
+    def _on_remove(self, header: dict[str, Any], payload: bytes) -> bytes:
+        self._storage().remove(header["path"])
+        return b""
+
+    def _on_exists(self, header: dict[str, Any], payload: bytes) -> bytes:
+        return json.dumps(self._storage().exists(header["path"])).encode()
+
+
+class ChannelClient:
+    """A worker's end of the channel. Thread-safe; keys are scoped by ``scope``.
+
+    Raises, from every method:
+        CommunicationError: the server cannot be reached or refuses.
+    """
+
+    def __init__(self, address: Address, *, scope: str = "", timeout_seconds: float = 30.0) -> None:
+        self._scope = scope
+        self._timeout = timeout_seconds
+        self._token = address.token
+        self._client = flight.connect(f"grpc://{_bracketed(address.host)}:{address.port}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._ask("set", {"key": self._scope + key}, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return int(self._ask("add", {"key": self._scope + key, "amount": amount}))
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Return when all keys are set.
+
+        Raises:
+            TimeoutError: they are not after ``timeout_seconds``.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        scoped = [self._scope + key for key in keys]
+        while True:
+            left = deadline - time.monotonic()
+            missing = json.loads(self._ask("wait", {"keys": scoped, "timeout": max(left, 0.0)}))
+            if not missing:
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds} s")
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, or None."""
+        answer = self._ask("get", {"key": self._scope + key})
+        return answer[1:] if answer[:1] == b"+" else None
+
+    def delete(self, key: str) -> bool:
+        """Remove a key. Returns whether it was there."""
+        return bool(json.loads(self._ask("delete", {"key": self._scope + key})))
+
+    def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the driver what happened."""
+        self._ask("report", {"attempt": attempt, "rank": rank}, json.dumps(events).encode())
+
+    def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
+        action = flight.Action(what, _frame(header, payload))
+        try:
+            results = list(self._client.do_action(action, self._options(self._timeout)))
+        except (pa.ArrowException, OSError) as error:
+            raise CommunicationError(f"channel request {what!r} failed: {error}") from error
+        return bytes(results[0].body.to_pybytes())
+
+    def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
+        headers = [(_HEADER.encode(), f"Bearer {self._token}".encode())]
+        return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
+
+
+class ChannelStorage(ChannelClient):
+    """Files that the driver keeps, seen from a worker; fits `checkpoint.storage.Storage`.
+
+    Raises, from every method:
+        StorageError: the driver cannot store or find the file, or cannot be reached.
+    """
+
+    def write(self, path: str, data: Any) -> None:
+        """Store bytes, or an iterable of bytes, under a relative path."""
+        parts = data if not isinstance(data, (bytes, bytearray, memoryview)) else [data]
+        descriptor = flight.FlightDescriptor.for_path(path)
+        try:
+            writer, reader = self._client.do_put(descriptor, _SCHEMA, self._options(None))
+            with writer:
+                for chunk in _chunks(parts):
+                    array = pa.array([chunk], pa.binary())
+                    writer.write_batch(pa.record_batch([array], schema=_SCHEMA))
+                writer.done_writing()
+                reader.read()
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"the driver could not store {path}: {error}") from error
+
+    def read(self, path: str) -> bytes:
+        """The bytes stored under a path."""
+        try:
+            reader = self._client.do_get(flight.Ticket(path.encode()), self._options(None))
+            return b"".join(chunk.data.column(0)[0].as_buffer() for chunk in reader)
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"the driver could not send {path}: {error}") from error
+
+    def list(self, path: str) -> list[str]:
+        """Names directly under a folder; empty if there is no such folder."""
+        return list(json.loads(self._ask("list", {"path": path})))
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a folder with all it holds; nothing if absent."""
+        self._ask("remove", {"path": path})
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or folder is there."""
+        return bool(json.loads(self._ask("exists", {"path": path})))
+
+    def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
+        try:
+            return super()._ask(what, header, payload)
+        except CommunicationError as error:
+            raise StorageError(str(error)) from error
+
+
+class _SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+        given = headers.get(_HEADER, [""])[0]
+        if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
+            raise flight.FlightUnauthenticatedError("wrong or missing secret")
+
+
+def _chunks(parts: Iterable[Any]) -> Iterator[memoryview]:
+    empty = True
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for at in range(0, len(view), _CHUNK_BYTES):
+            empty = False
+            yield view[at : at + _CHUNK_BYTES]
+    if empty:
+        yield memoryview(b"")
+
+
+def _frame(header: dict[str, Any], payload: bytes) -> bytes:
+    return json.dumps(header).encode() + b"\n" + payload
+
+
+def _unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
+    header, _, payload = data.partition(b"\n")
+    return json.loads(header), payload
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
