@@ -1,0 +1,75 @@
+# make train and make test are the two commands; make help lists the rest.
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements.lock
+CONFIG ?= conf/digits.toml
+
+# The Spark of .venv and no other, with conf/log4j2.properties, and one Python for driver and
+# workers: without PYSPARK_PYTHON workers would take the first python3 of the PATH.
+unexport SPARK_HOME
+export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
+export SPARK_CONF_DIR ?= $(CURDIR)/conf
+SUBMIT := $(BIN)/spark-submit
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train evaluate predict test lint format types unit lock clean prerequisites
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+prerequisites:
+	@.ci/check_prerequisites.sh >/dev/null
+
+# Each step leaves a copy of what it was made from, so a second run does nothing, also offline.
+setup: prerequisites ## make .venv with the versions of requirements.lock
+	@if [ ! -x $(BIN)/python ]; then \
+		echo "making $(VENV)"; \
+		"$$(.ci/check_prerequisites.sh)" -m venv $(VENV); \
+	fi
+	@if ! cmp -s $(LOCK) $(VENV)/installed.lock; then \
+		echo "installing the packages of $(LOCK) into $(VENV); this takes some minutes"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) \
+			&& cp $(LOCK) $(VENV)/installed.lock; \
+	fi
+	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+			--no-build-isolation --no-deps --editable . \
+			&& cp setup.py $(VENV)/installed.setup; \
+	fi
+
+data/digits: | setup
+	@$(BIN)/python jobs/digits.py --output $@
+
+train: setup data/digits ## train a small network on handwritten digits and test it
+	@$(SUBMIT) jobs/train.py --config $(CONFIG)
+
+evaluate: setup data/digits ## measure the trained network on held-out digits
+	@$(SUBMIT) jobs/evaluate.py --config conf/evaluate.toml
+
+predict: setup data/digits ## write the trained network's predictions
+	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
+
+test: lint types unit ## lint, types and all tests
+
+lint: setup ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: setup ## ruff: repair what can be repaired
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: setup ## mypy, strict, on the package
+	@$(BIN)/mypy
+
+unit: setup ## the tests alone; TESTS=tests/sync chooses some
+	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
+
+lock: setup ## write requirements.lock anew from the ranges of setup.py
+	@$(BIN)/python .ci/lock.py $(LOCK)
+
+clean: ## remove what was built, trained and written, and .venv
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf data models runs artifacts spark-warehouse metastore_db derby.log

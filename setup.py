@@ -1,0 +1,78 @@
+"""What does sparkdl need to be installed, and what is optional?
+
+pyspark and torch are extras on purpose: on a Spark platform pip must not replace those that the
+platform brings along.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The version in ``sparkdl/__init__.py``, read without importing it."""
+    source = (HERE / "sparkdl" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('sparkdl/__init__.py has no line __version__ = "..."')
+    return found.group(1)
+
+
+CORE = [
+    "cloudpickle>=3.0",
+    "fsspec>=2024.2",
+    "numpy>=1.26",
+    "pyarrow>=14.0",
+    "safetensors>=0.4.3",
+    "tqdm>=4.66",
+]
+
+EXTRAS = {
+    "spark": ["pyspark>=4.1,<4.4", "pandas>=2.2,<3"],
+    "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
+    "torch": ["torch>=2.6"],
+    "metrics": ["torchmetrics>=1.4"],
+    "plot": ["matplotlib>=3.8"],
+    "demo": ["scikit-learn>=1.5"],
+}
+TOOLS = [
+    "mypy>=1.15",
+    "pre-commit>=4.0",
+    "psutil>=6.0",
+    "pytest>=8.3",
+    "pytest-timeout>=2.3",
+    "ruff>=0.14",
+    "setuptools>=77.0.3",
+]
+EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+EXTRAS["dev"] = [*EXTRAS["all"], *TOOLS]
+
+setup(
+    name="sparkdl-torch",
+    version=version(),
+    description="Train and apply PyTorch models on Spark DataFrames",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["sparkdl", "sparkdl.*"]),
+    package_data={"sparkdl": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
