@@ -221,7 +221,7 @@ class SpoolWriter:
                 f"{values[row].tolist()} in row {self._rows + row}{self._where}"
             )
             return
-        low, high = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
+        low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
         stats.minimum = low if stats.minimum is None else min(low, stats.minimum)
         stats.maximum = high if stats.maximum is None else max(high, stats.maximum)
 
@@ -341,5 +341,3 @@ def remove_spool(directory: Path) -> bool:
     with contextlib.suppress(OSError):  # the run's folder goes with its last shard
         os.rmdir(directory.parent)  # noqa: PTH106 - must fail when not empty
     return True
-
-

@@ -1,0 +1,72 @@
+"""Where does a worker find itself, and do all workers and the driver run the same software?"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from sparkdl.channel import Address
+
+_COMPARED = ("sparkdl", "torch", "pyspark", "pyarrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """A worker's place in the gang, as the launcher found it."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Address that Spark uses for this host; the peers can reach it."""
+    gpu_addresses: tuple[str, ...]
+    """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
+    channel: Address
+
+
+def versions() -> dict[str, str]:
+    """Versions that must agree between driver and workers; imports none of the packages."""
+    found = {"python": platform.python_version()}
+    for name in _COMPARED:
+        found[name] = _version(name)
+    return found
+
+
+def _version(name: str) -> str:
+    if name == "sparkdl":
+        from sparkdl import __version__
+
+        return __version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str) -> str | None:
+    """One sentence that names what differs and the remedy; None if nothing that matters does.
+
+    Python's micro version may differ; everything else must be equal for equal bits.
+    """
+    for name, expected in driver.items():
+        actual = worker.get(name, "none")
+        if name == "python":
+            if actual.split(".")[:2] == expected.split(".")[:2]:
+                continue
+            remedy = "point PYSPARK_PYTHON and PYSPARK_DRIVER_PYTHON to the same Python"
+        elif actual == expected or (name == "pyspark" and actual == "none"):
+            continue
+        elif actual == "none":
+            remedy = f"install {name} {expected} there, or ship the environment with --archives"
+        else:
+            remedy = "install the same version on both sides"
+        shown = f"no {name}" if actual == "none" else f"{name} {actual}"
+        return f"{where} has {shown}, the driver has {name} {expected}; {remedy}"
+    return None
+
+
+def local_ranks(hosts: Sequence[str], rank: int) -> tuple[int, int]:
+    """``(local_rank, local_world_size)`` of ``rank``, given every rank's host."""
+    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return mine.index(rank), len(mine)

@@ -1,0 +1,187 @@
+"""How does the driver learn what a worker does, without ever disturbing it?
+
+A background thread sends heartbeats, progress, log lines and errors. If the driver cannot be
+reached it says so once, in the worker's own log, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+from sparkdl.channel import ChannelClient
+from sparkdl.errors import CommunicationError
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_SECONDS = 0.25
+_MAX_LINES = 2000
+"""Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
+_MAX_FAILURES = 20
+
+
+class Reporter:
+    """One worker's voice. Use as a context manager around the worker's life.
+
+    It is the training loop's observer: ``step``, ``phase`` and ``epoch`` only set values that the
+    thread sends, so they cost the loop next to nothing.
+    """
+
+    def __init__(self, client: ChannelClient | None, *, attempt: int, rank: int) -> None:
+        self._client = client
+        self._attempt = attempt
+        self._rank = rank
+        self._progress: dict[str, Any] = {"kind": "heartbeat", "phase": "start"}
+        self._events: deque[dict[str, Any]] = deque()
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._num_lines = 0
+        self._failures = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="sparkdl-reporter", daemon=True)
+
+    def __enter__(self) -> Reporter:
+        if self._client is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
+        """After a training step: epoch from 1, steps done, loss, rows this rank has trained on."""
+        self._progress = {
+            **self._progress,
+            "epoch": epoch,
+            "step": step,
+            "loss": loss,
+            "rows": rows,
+        }
+
+    def phase(self, name: str) -> None:
+        """What the worker does now."""
+        self._progress = {**self._progress, "phase": name}
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """At the end of an epoch: its history record."""
+        self.send({"kind": "epoch", "record": dict(record)})
+
+    def send(self, event: Mapping[str, Any]) -> None:
+        """Queue an event; plain values only."""
+        with self._lock:
+            self._events.append({**event, "time": time.time()})
+
+    def line(self, text: str) -> None:
+        """Queue a log line."""
+        with self._lock:
+            self._lines.append(text)
+            self._num_lines += 1
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL_SECONDS):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        assert self._client is not None
+        if self._failures >= _MAX_FAILURES:
+            return
+        try:
+            self._client.report(attempt=self._attempt, rank=self._rank, events=self._pending())
+            self._failures = 0
+        except CommunicationError as error:
+            self._failures += 1
+            if self._failures == _MAX_FAILURES:
+                sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
+                    f"sparkdl rank {self._rank}: the driver does not answer; training goes on "
+                    f"without progress and logs there ({error})\n"
+                )
+
+    def _pending(self) -> list[dict[str, Any]]:
+        with self._lock:
+            events, self._events = list(self._events), deque()
+            lines, self._lines = list(self._lines), deque(maxlen=_MAX_LINES)
+            dropped, self._num_lines = self._num_lines - len(lines), 0
+        if dropped:
+            lines.insert(0, f"({dropped} earlier log lines were dropped)")
+        if lines:
+            events.append({"kind": "log", "lines": lines})
+        return [self._progress, *events]
+
+
+class _Handler(logging.Handler):
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__()
+        self._reporter = reporter
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._reporter.line(self.format(record))
+        except Exception:  # logging's contract: a bad format string must not end the program
+            self.handleError(record)
+
+
+class _Tee(io.TextIOBase):
+    """Writes on to the original stream, and whole lines to the driver."""
+
+    def __init__(self, original: TextIO, reporter: Reporter) -> None:
+        super().__init__()
+        self._original = original
+        self._reporter = reporter
+        self._partial = ""
+
+    def write(self, text: str) -> int:
+        self._original.write(text)
+        *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            self._reporter.line(line)
+        return len(text)
+
+    def flush(self) -> None:
+        self._original.flush()
+
+    def drain(self) -> None:
+        """Send an unfinished last line."""
+        if self._partial:
+            self._reporter.line(self._partial)
+            self._partial = ""
+
+    def fileno(self) -> int:
+        return self._original.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def captured_output(reporter: Reporter) -> Iterator[None]:
+    """Send prints and log records of this process to the driver, for the time of the block.
+
+    Rank 0 speaks at INFO, the others at WARNING; everything printed is sent by every rank.
+    """
+    root = logging.getLogger()
+    handler, level = _Handler(reporter), root.level
+    own = logging.getLogger("sparkdl")
+    own_level = own.level
+    out, err = _Tee(sys.stdout, reporter), _Tee(sys.stderr, reporter)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        root.addHandler(handler)
+        own.setLevel(logging.INFO if reporter._rank == 0 else logging.WARNING)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+            own.setLevel(own_level)
+            out.drain()
+            err.drain()

@@ -1,0 +1,352 @@
+"""Can this cluster run the gang, and how many workers shall it have? Decided before any job.
+
+`ClusterInfo` is a value; what is decided from it is pure and can be tested without a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ClusterError
+from sparkdl.spark.session import conf, is_connect
+from sparkdl.spark.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Get = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterInfo:
+    """What is known of the cluster."""
+
+    master: str
+    num_executors: int | None
+    """Executors there are or that were asked for; None: not known (Spark Connect)."""
+    cores_per_executor: int | None
+    task_cpus: int = 1
+    gpus_per_executor: int = 0
+    gpus_per_task: float = 0.0
+    dynamic_allocation: bool = False
+    is_complete: bool = True
+    """Whether ``num_executors`` is final; else more may still register."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether driver and executor are one process, or run on one machine for tests."""
+        return self.master.startswith("local")
+
+    @property
+    def num_slots(self) -> int | None:
+        """Tasks of the default profile that can run at a time, or None if not known."""
+        if self.num_executors is None or self.cores_per_executor is None:
+            return None
+        return self.num_executors * slots_per_executor(self, None, None)
+
+
+def inspect_cluster(spark: SparkSession) -> ClusterInfo:
+    """Read what the session tells about its cluster; starts no job."""
+
+    def get(key: str) -> str | None:
+        return conf(spark, key)
+
+    info = from_conf(get)
+    if is_connect(spark) or re.match(r"local(\[|$)", info.master):
+        return info
+    executors = _registered_executors(spark)
+    expected = info.num_executors
+    if expected is not None and executors < expected:
+        return info
+    cores = info.cores_per_executor or _cores_of_an_executor(spark, executors)
+    return replace(info, num_executors=executors, cores_per_executor=cores)
+
+
+def from_conf(get: Get) -> ClusterInfo:
+    """What the configuration alone says."""
+    master = get("spark.master") or "unknown"
+    executors, cores = _shape(master, get)
+    return ClusterInfo(
+        master=master,
+        num_executors=executors,
+        cores_per_executor=cores,
+        task_cpus=int(get("spark.task.cpus") or 1),
+        gpus_per_executor=int(float(get("spark.executor.resource.gpu.amount") or 0)),
+        gpus_per_task=float(get("spark.task.resource.gpu.amount") or 0),
+        dynamic_allocation=(get("spark.dynamicAllocation.enabled") or "false").lower() == "true",
+        is_complete=master.startswith("local"),
+    )
+
+
+def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
+    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
+    if cluster:
+        return int(cluster[1]), int(cluster[2])
+    threads = re.fullmatch(r"local(?:\[\s*(\d+|\*)\s*(?:,\s*\d+\s*)?\])?", master)
+    if threads:
+        return 1, _local_threads(threads[1])
+    executors, cores = get("spark.executor.instances"), get("spark.executor.cores")
+    default_cores = 1 if master.startswith(("yarn", "k8s")) else None
+    return int(executors) if executors else None, int(cores) if cores else default_cores
+
+
+def _local_threads(text: str | None) -> int:
+
+    if text == "*":
+        return os.cpu_count() or 1
+    return int(text or 1)
+
+
+def _registered_executors(spark: SparkSession) -> int:
+    context: Any = spark.sparkContext
+    return len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # less the driver
+
+
+def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
+    """Standalone without spark.executor.cores: an executor takes all cores of its worker."""
+    if executors < 1:
+        return None
+    context: Any = spark.sparkContext
+    scala = context._jsc.sc()
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    slots = int(scala.maxNumConcurrentTasks(profile))
+    return max(1, slots // executors) * int(context.getConf().get("spark.task.cpus", "1"))
+
+
+def slots_per_executor(
+    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
+) -> int:
+    """Workers that fit into one executor at a time."""
+    assert info.cores_per_executor is not None
+    slots = info.cores_per_executor // (cpus_per_worker or info.task_cpus)
+    gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
+    if gpus:
+        by_gpu = info.gpus_per_executor / gpus if gpus <= 1 else info.gpus_per_executor // gpus
+        slots = min(slots, int(by_gpu))
+    return slots
+
+
+def choose_num_workers(
+    info: ClusterInfo,
+    requested: int | None,
+    *,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: float | None = None,
+) -> int:
+    """Number of workers: as requested, else one per GPU if the cluster has them, else per executor.
+
+    Raises:
+        ClusterError: there are too few slots for the request, or the number cannot be known.
+    """
+    if info.num_executors is None or info.cores_per_executor is None:
+        if requested is None:
+            raise ClusterError(
+                f"the number of executors of {info.master} cannot be read from this session; "
+                "set numWorkers"
+            )
+        return requested
+    fitting = slots_per_executor(info, cpus_per_worker, gpus_per_worker)
+    slots = info.num_executors * fitting
+    if requested is None:
+        uses_gpus = info.gpus_per_executor and (gpus_per_worker or info.gpus_per_task)
+        return max(1, slots if uses_gpus else info.num_executors)
+    if requested > slots and info.is_complete:
+        raise ClusterError(_too_few(requested, slots, info, cpus_per_worker, gpus_per_worker))
+    return requested
+
+
+def _too_few(
+    workers: int, slots: int, info: ClusterInfo, cpus: int | None, gpus: float | None
+) -> str:
+    needs = f"{cpus or info.task_cpus} cpu"
+    task_gpus = gpus if gpus is not None else info.gpus_per_task
+    if task_gpus:
+        needs += f" and {task_gpus:g} gpu"
+    return (
+        f"numWorkers={workers} needs {workers} free slots of {needs} at the same time, but "
+        f"{info.master} has {slots} ({info.num_executors} executors with "
+        f"{info.cores_per_executor} cores and {info.gpus_per_executor} gpus each); "
+        f"set numWorkers to at most {slots} or give Spark more executors or cores"
+    )
+
+
+def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> None:
+    """Refuse what Spark's barrier stages cannot do, and what would go over the network in clear.
+
+    Raises:
+        ClusterError: with the remedy.
+    """
+    if info.dynamic_allocation:
+        raise ClusterError(
+            "training needs all workers at the same time, which Spark refuses under dynamic "
+            "allocation; set spark.dynamicAllocation.enabled=false and a fixed "
+            "spark.executor.instances"
+        )
+    encrypting = [
+        key
+        for key in ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled")
+        if (get(key) or "false").lower() == "true"
+    ]
+    if encrypting and not settings.allow_unencrypted:
+        raise ClusterError(
+            f"{encrypting[0]} asks for encrypted traffic, but gradients travel between workers "
+            "as plain TCP; set spark.sparkdl.allowUnencrypted=true if that network is trusted"
+        )
+
+
+def wait_for_slots(
+    spark: SparkSession, workers: int, profile: ResourceProfile | None, settings: Settings
+) -> None:
+    """Return when executors with enough slots have registered; classic Spark only knows that.
+
+    Raises:
+        ClusterError: they have not after ``start_timeout_seconds``.
+    """
+    if is_connect(spark):
+        return
+    context: Any = spark.sparkContext
+    scala = context._jsc.sc()
+    java_profile = (
+        scala.resourceProfileManager().defaultResourceProfile()
+        if profile is None
+        else profile._java_resource_profile
+    )
+    deadline = time.monotonic() + settings.start_timeout_seconds
+    announced = False
+    while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up "
+                f"within {settings.start_timeout_seconds:g} s; lower numWorkers, give Spark more "
+                "executors, or raise spark.sparkdl.startTimeout"
+            )
+        if not announced:
+            logger.info("waiting for executors: %d of %d slots are there", slots, workers)
+            announced = True
+        time.sleep(0.1)
+
+
+def make_profile(
+    spark: SparkSession,
+    info: ClusterInfo,
+    cpus_per_worker: int | None,
+    gpus_per_worker: float | None,
+) -> ResourceProfile | None:
+    """Resources of one worker, for stage-level scheduling; None when none were asked for.
+
+    Raises:
+        ClusterError: this master has no stage-level scheduling, or executors have too little.
+    """
+    if cpus_per_worker is None and gpus_per_worker is None:
+        return None
+    if re.match(r"local(\[|$)", info.master):
+        raise ClusterError(
+            f"cpusPerWorker and gpusPerWorker need stage-level scheduling, which {info.master} "
+            "does not have; leave them unset, or use standalone, YARN, Kubernetes or local-cluster"
+        )
+    cpus = cpus_per_worker or info.task_cpus
+    if info.cores_per_executor is not None and cpus > info.cores_per_executor:
+        raise ClusterError(
+            f"cpusPerWorker={cpus} exceeds the {info.cores_per_executor} cores of an executor; "
+            "lower it or raise spark.executor.cores"
+        )
+    if gpus_per_worker is not None and gpus_per_worker > info.gpus_per_executor:
+        raise ClusterError(
+            f"gpusPerWorker={gpus_per_worker:g} exceeds the {info.gpus_per_executor} gpus of an "
+            "executor; lower it or set spark.executor.resource.gpu.amount"
+        )
+    requests = TaskResourceRequests().cpus(cpus)
+    gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
+    if gpus:
+        requests = requests.resource("gpu", gpus)
+    return ResourceProfileBuilder().require(requests).build
+
+
+def threads_per_worker(info: ClusterInfo, num_workers: int, cpus_per_worker: int | None) -> int:
+    """Threads of torch per worker: the cores of an executor, shared by the workers in it."""
+    if info.num_executors is None or info.cores_per_executor is None:
+        return cpus_per_worker or info.task_cpus
+    workers_per_executor = -(-num_workers // max(1, info.num_executors))
+    share = info.cores_per_executor // workers_per_executor
+    return max(1, share, cpus_per_worker or 1)
+
+
+def check_memory(
+    info: ClusterInfo,
+    get: Get,
+    *,
+    replica_bytes: int,
+    state_bytes: int,
+    spool_bytes: int,
+    num_workers: int,
+) -> None:
+    """Refuse a gang whose replicas cannot fit into the executors' containers.
+
+    Python workers live outside the JVM heap, in ``spark.executor.memoryOverhead`` (or
+    ``spark.executor.pyspark.memory``); YARN and Kubernetes kill the container that exceeds it.
+    The mapped spool is page cache, which the kernel can reclaim: it is named, not counted.
+
+    Args:
+        info: the cluster.
+        get: reads Spark's configuration.
+        replica_bytes: parameters and buffers of one replica.
+        state_bytes: gradients, optimizer state and the copies for a checkpoint.
+        spool_bytes: largest spool of a worker.
+        num_workers: size of the gang.
+
+    Raises:
+        ClusterError: with the setting to raise.
+    """
+    if not info.master.startswith(("yarn", "k8s")):
+        return
+    per_executor = -(-num_workers // max(1, info.num_executors or num_workers))
+    needed = per_executor * (_INTERPRETER_BYTES + replica_bytes + state_bytes)
+    granted = overhead_bytes(get)
+    if needed > granted:
+        raise ClusterError(
+            f"{per_executor} worker(s) per executor need about {_mib(needed)} MiB outside the JVM "
+            f"({_mib(replica_bytes)} MiB replica, {_mib(state_bytes)} MiB gradients, optimizer "
+            f"state and checkpoint copies, {_mib(_INTERPRETER_BYTES)} MiB Python and torch; the "
+            f"spool of {_mib(spool_bytes)} MiB is page cache on top), but executors grant "
+            f"{_mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
+            f"{_mib(needed)}m"
+        )
+
+
+_INTERPRETER_BYTES = 350 * 2**20
+"""Resident memory of a Python worker with torch loaded, measured with torch 2.13 on Linux."""
+
+
+def overhead_bytes(get: Get) -> int:
+    """Memory that an executor's container grants outside the JVM heap, by Spark's rules."""
+    own = get("spark.executor.pyspark.memory")
+    overhead = get("spark.executor.memoryOverhead")
+    if overhead is None:
+        heap = parse_bytes(get("spark.executor.memory") or "1g", unit=2**20)
+        factor = float(get("spark.executor.memoryOverheadFactor") or 0.1)
+        granted = max(int(factor * heap), 384 * 2**20)
+    else:
+        granted = parse_bytes(overhead, unit=2**20)
+    return granted + (parse_bytes(own, unit=2**20) if own else 0)
+
+
+def parse_bytes(text: str, *, unit: int) -> int:
+    """Bytes of a Spark size such as ``512m``; a bare number counts in ``unit``."""
+    match = re.fullmatch(r"\s*(\d+)\s*([kmgtp]?)b?\s*", text.lower())
+    if match is None:
+        raise ClusterError(f"cannot read the size {text!r}; write it like 512m or 4g")
+    exponent = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+    factor = 1024 ** exponent[match[2]] if match[2] else unit
+    return int(match[1]) * factor
+
+
+def _mib(size: int) -> int:
+    return -(-size // 2**20)

@@ -1,0 +1,65 @@
+"""What does sparkdl need of a Spark session that classic Spark and Spark Connect do differently?"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from pyspark.sql import SparkSession
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session is a Spark Connect client."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def conf(spark: SparkSession, key: str) -> str | None:
+    """A configuration entry of session or application, or None."""
+    return spark.conf.get(key, None)
+
+
+def driver_address(spark: SparkSession) -> tuple[str, str]:
+    """Address to bind a server of the driver to, and the one that executors shall call.
+
+    On classic Spark these are Spark's own choice. A Spark Connect client takes the address of
+    the interface on which it talks to the Spark Connect server.
+    """
+    if is_connect(spark):
+        address = _route_to(_connect_endpoint(spark))
+        return address, address
+    context: Any = spark.sparkContext
+    announce = context.getConf().get("spark.driver.host", "127.0.0.1")
+    bind = context.getConf().get("spark.driver.bindAddress", announce)
+    return bind, announce
+
+
+def _connect_endpoint(spark: SparkSession) -> tuple[str, int]:
+    client: Any = spark.client  # type: ignore[attr-defined] # Spark Connect sessions only
+    target = urlsplit(f"sc://{client.host.split('://')[-1]}")
+    return target.hostname or "127.0.0.1", target.port or 15002
+
+
+def _route_to(endpoint: tuple[str, int]) -> str:
+    """Own address on the route to an endpoint; connecting a UDP socket sends nothing."""
+    family = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(endpoint)
+        return str(probe.getsockname()[0])
+
+
+@contextlib.contextmanager
+def described(spark: SparkSession, text: str) -> Iterator[None]:
+    """Name the jobs of the block in Spark's web UI (classic Spark; Connect has no such call)."""
+    if is_connect(spark):
+        yield
+        return
+    context = spark.sparkContext
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(text)
+    try:
+        yield
+    finally:
+        context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type]

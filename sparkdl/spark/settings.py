@@ -1,0 +1,71 @@
+"""Which Spark configuration entries steer sparkdl, and what are their defaults?
+
+Operational settings are entries ``spark.sparkdl.*`` of the session rather than Params: they
+belong to a cluster, not to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparkdl.errors import ConfigError
+
+CHANNEL_MODES = ("auto", "driver", "workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Time-outs and addresses. Read with `read_settings`."""
+
+    heartbeat_timeout_seconds: float = 10.0
+    """``spark.sparkdl.heartbeatTimeout``: silence after which a worker counts as hung."""
+    start_timeout_seconds: float = 120.0
+    """``spark.sparkdl.startTimeout``: longest wait for slots, and for all workers to meet."""
+    collective_timeout_seconds: float = 600.0
+    """``spark.sparkdl.collectiveTimeout``: longest wait for the peers in one collective."""
+    channel: str = "auto"
+    """``spark.sparkdl.channel``: ``driver`` and ``workers`` say who hosts the channel; ``auto``
+    is the driver, unless executors cannot reach it."""
+    channel_port: int = 0
+    """``spark.sparkdl.channel.port``: port of the driver's channel; 0 takes a free one."""
+    allow_unencrypted: bool = False
+    """``spark.sparkdl.allowUnencrypted``: train although Spark encrypts its own traffic and the
+    gang's collectives are plain TCP."""
+
+    def __post_init__(self) -> None:
+        if self.channel not in CHANNEL_MODES:
+            raise ConfigError(
+                f"spark.sparkdl.channel must be one of {CHANNEL_MODES}; received {self.channel!r}"
+            )
+
+
+_ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
+    "heartbeat_timeout_seconds": ("heartbeatTimeout", float),
+    "start_timeout_seconds": ("startTimeout", float),
+    "collective_timeout_seconds": ("collectiveTimeout", float),
+    "channel": ("channel", str),
+    "channel_port": ("channel.port", int),
+    "allow_unencrypted": ("allowUnencrypted", lambda text: text.strip().lower() == "true"),
+}
+
+
+def read_settings(get: Callable[[str], str | None]) -> Settings:
+    """Read the entries.
+
+    Args:
+        get: gives the value of a Spark configuration entry, or None.
+
+    Raises:
+        ConfigError: a value is not of the entry's type.
+    """
+    values: dict[str, object] = {}
+    for field, (entry, convert) in _ENTRIES.items():
+        text = get(f"spark.sparkdl.{entry}")
+        if text is None:
+            continue
+        try:
+            values[field] = convert(text)
+        except ValueError as error:
+            raise ConfigError(f"spark.sparkdl.{entry} has a wrong value: {error}") from error
+    return Settings(**values)  # type: ignore[arg-type] # converted by the table above

@@ -1,0 +1,297 @@
+"""How does a DataFrame become shards on the executors' disks, and stay recoverable?
+
+The shard table is a persisted DataFrame of one small row per shard. Each task writes its
+partition once and yields where it lies. The cached row lives and dies with the executor that
+holds the files, so Spark knows what must be rebuilt from lineage, and runs workers where their
+files are. The spooling stage is a barrier stage like the gang's, so that shards are spread over
+the executors the way the gang will be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl import errors
+from sparkdl.data.spool import (
+    ColumnStats,
+    SpoolColumn,
+    SpoolSummary,
+    SpoolWriter,
+    remove_spool,
+    roomiest,
+)
+from sparkdl.errors import DataError, SparkDLError
+from sparkdl.plan import Column, Shard
+from sparkdl.spark.columns import Prepared
+from sparkdl.spark.session import described
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import Column as SparkColumn
+
+logger = logging.getLogger(__name__)
+
+TABLE_SCHEMA = "shard_id int, payload string"
+_ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpooledShard:
+    """A row of the shard table."""
+
+    shard: Shard
+    summary: SpoolSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolTask:
+    """The spooling task: writes its partition, yields its row. Runs on executors."""
+
+    run_id: str
+    columns: tuple[SpoolColumn, ...]
+    has_validation: bool
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
+        context = BarrierTaskContext.get()
+        shard_id = context.partitionId()
+        host = context.getTaskInfos()[shard_id].address.rsplit(":", 1)[0]
+        try:
+            directory = roomiest(local_dirs()) / run_folder(self.run_id) / _attempt_name(shard_id)
+            summary = self._write(directory, shard_id, batches)
+            payload = {"host": host, "path": str(directory), "summary": summary.to_dict()}
+        except SparkDLError as error:
+            for _ in batches:  # a worker whose input was not read to the end is not reused
+                pass
+            payload = {"error": type(error).__name__, "message": str(error)}
+        row: dict[str, list[Any]] = {"shard_id": [shard_id], "payload": [json.dumps(payload)]}
+        yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
+
+    def _write(
+        self, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
+    ) -> SpoolSummary:
+        where = f" of partition {shard_id}"
+        writer = SpoolWriter(
+            directory, self.columns, has_validation=self.has_validation, where=where
+        )
+        with writer:
+            for batch in batches:
+                writer.write(batch)
+        return writer.summary()
+
+
+class ShardTable:
+    """The shards of one run. ``close`` removes them from the executors."""
+
+    def __init__(
+        self,
+        df: DataFrame,
+        prepared: Sequence[Prepared],
+        validation: SparkColumn | None,
+        *,
+        num_shards: int,
+        run_id: str,
+        profile: ResourceProfile | None = None,
+    ) -> None:
+        self._spark: SparkSession = df.sparkSession
+        self._run_id = run_id
+        self._profile = profile
+        self._prepared = tuple(prepared)
+        self._has_validation = validation is not None
+        self.num_shards = num_shards
+        self._seen: set[str] = set()
+        self._first: tuple[SpooledShard, ...] | None = None
+        self.df = self._build(df, validation)
+
+    def _build(self, df: DataFrame, validation: SparkColumn | None) -> DataFrame:
+        columns = [p.expression.alias(f"c{i}") for i, p in enumerate(self._prepared)]
+        if validation is not None:
+            columns.append(validation.alias("validation"))
+        selected = df.select(*columns)
+        row_hash = F.xxhash64(*[F.col(name) for name in selected.columns])
+        # The canonical order: equal data gives equal shards in equal order, run after run and
+        # after the loss of an executor, which round-robin repartitioning does not.
+        ordered = (
+            selected.withColumn("hash", row_hash)
+            .repartition(self.num_shards, "hash")
+            .sortWithinPartitions("hash")
+        )
+        task = SpoolTask(
+            run_id=self._run_id,
+            columns=tuple(
+                SpoolColumn(name=p.name, role=p.role, dtype=p.dtype, as_classes=p.as_classes)
+                for p in self._prepared
+            ),
+            has_validation=self._has_validation,
+        )
+        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=True, profile=self._profile)
+        return table.persist()
+
+    def collect(self) -> tuple[SpooledShard, ...]:
+        """Spool what is not there (everything at first, then what was lost), and list it.
+
+        Raises:
+            SparkDLError: a task could not spool.
+            DataError: rows cannot be used, or the source has changed since the first call.
+        """
+        with described(self._spark, f"sparkdl {self._run_id}: spool"):
+            rows = self.df.collect()
+        shards = tuple(
+            _parse(row["shard_id"], row["payload"])
+            for row in sorted(rows, key=lambda row: row["shard_id"])
+        )
+        self._seen.update(spooled.shard.path for spooled in shards)
+        if self._first is None:
+            self._first = shards
+        else:
+            _require_same(self._first, shards)
+        return shards
+
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+        """The spool's columns, after checking that all rows of all shards can be used.
+
+        Raises:
+            DataError: with column, count, and an example row.
+        """
+        return tuple(
+            Column(name=p.name, role=p.role, dtype=p.dtype, shape=_checked_shape(p, stats))
+            for p, stats in zip(self._prepared, self._stats_by_column(shards), strict=True)
+        )
+
+    def check_indicator(self, name: str, shards: Sequence[SpooledShard]) -> None:
+        """Refuse nulls in the column that marks validation rows."""
+        found = ColumnStats().nulls_and_shapes
+        for spooled in shards:
+            found.merge(spooled.summary.columns[-1].nulls_and_shapes)
+        if found.nulls:
+            raise DataError(found.message(name))
+
+    def _stats_by_column(self, shards: Sequence[SpooledShard]) -> list[list[ColumnStats]]:
+        count = len(self._prepared)
+        return [[spooled.summary.columns[i] for spooled in shards] for i in range(count)]
+
+    def close(self) -> None:
+        """Delete all spools of the run on all executors that are there, and forget the table."""
+        task = _CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
+        try:
+            with described(self._spark, f"sparkdl {self._run_id}: clean up"):
+                cleaner = self._spark.range(0, self.num_shards, 1, self.num_shards)
+                cleaner.mapInArrow(task, "removed int").collect()
+        finally:
+            self.df.unpersist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CleanTask:
+    run_id: str
+    paths: tuple[str, ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        folders = {str(Path(path).parent) for path in self.paths}
+        folders.update(f"{root}/{run_folder(self.run_id)}" for root in local_dirs())
+        removed = sum(remove_spool(Path(folder)) for folder in sorted(folders))
+        yield pa.RecordBatch.from_pydict({"removed": pa.array([removed], pa.int32())})
+
+
+def local_dirs() -> list[str]:
+    """Spark's local directories of the executor that runs this task."""
+    return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
+
+
+def run_folder(run_id: str) -> str:
+    """Name of the folder of one run's spools, in every local directory."""
+    return f"sparkdl-{run_id}"
+
+
+def _attempt_name(shard_id: int) -> str:
+    return f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
+
+
+def _parse(shard_id: int, payload: str) -> SpooledShard:
+    values = json.loads(payload)
+    if "error" in values:
+        raise getattr(errors, values["error"])(values["message"])
+    summary = SpoolSummary.from_dict(values["summary"])
+    shard = Shard(
+        shard_id=shard_id,
+        host=values["host"],
+        path=values["path"],
+        num_rows=summary.num_rows,
+        num_validation_rows=summary.num_validation_rows,
+        fingerprint=summary.fingerprint,
+        num_bytes=summary.num_bytes,
+    )
+    return SpooledShard(shard=shard, summary=summary)
+
+
+def _require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
+    changed = [
+        new.shard.shard_id
+        for old, new in zip(before, now, strict=True)
+        if old.shard.fingerprint != new.shard.fingerprint
+    ]
+    if changed:
+        raise DataError(
+            f"the source of the DataFrame has changed during training: shard(s) {changed} hold "
+            "other rows after they were rebuilt; train from a source that stays as it is, such as "
+            "written Parquet, and avoid rand() and current_timestamp() without a cache"
+        )
+
+
+def content_of(shards: Sequence[SpooledShard]) -> str:
+    """Fingerprint of the rows of all shards, whatever their order and number."""
+    total = sum(spooled.summary.content for spooled in shards) % 2**64
+    rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
+    return f"{total:016x}-{rows}"
+
+
+def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
+    """One column's statistics over all shards."""
+    merged = ColumnStats()
+    for part in stats:
+        merged.shape = merged.shape if merged.shape is not None else part.shape
+        merged.nulls_and_shapes.merge(part.nulls_and_shapes)
+        merged.bad_values += part.bad_values
+        merged.first_bad = merged.first_bad or part.first_bad
+        low = [v for v in (merged.minimum, part.minimum) if v is not None]
+        high = [v for v in (merged.maximum, part.maximum) if v is not None]
+        merged = replace(
+            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
+        )
+    return merged
+
+
+def _checked_shape(prepared: Prepared, stats: Sequence[ColumnStats]) -> tuple[int, ...]:
+    merged = merge_stats(stats)
+    findings = merged.nulls_and_shapes
+    if findings.nulls or len(findings.shapes) > 1:
+        raise DataError(findings.message(prepared.name))
+    if merged.bad_values:
+        raise DataError(_bad_values_message(prepared, merged))
+    return merged.shape or ()
+
+
+def _bad_values_message(prepared: Prepared, stats: ColumnStats) -> str:
+    wanted = {
+        True: "whole, non-negative class indices (index strings with StringIndexer)",
+        False: "numbers that are not NaN" + (" or negative" * (prepared.role == "weight")),
+    }[prepared.as_classes]
+    rows = "row" if stats.bad_values == 1 else "rows"
+    return (
+        f'column "{prepared.name}" must hold {wanted}, but {stats.bad_values} {rows} do not '
+        f"(first: {stats.first_bad}); drop or mend them before fit"
+    )
