@@ -1,0 +1,378 @@
+"""What do the job scripts do with a job file?
+
+`run_train`, `run_evaluate` and `run_predict` take a job and a session, and give back what there
+is to report; the scripts in ``jobs/`` only read arguments and print.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import AnalysisException
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.util import DefaultParamsReader
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
+
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.jobfile import (
+    DataSection,
+    EvaluateJob,
+    ObjectRef,
+    PredictJob,
+    SparkSection,
+    TrainJob,
+    check_reference,
+)
+from sparkdl.scores import (
+    ClassificationScores,
+    RegressionScores,
+    classification_scores,
+    regression_scores,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+    from sparkdl.estimator import TorchEstimator
+    from sparkdl.summary import TrainingSummary
+
+Scores = ClassificationScores | RegressionScores
+
+VALIDATION_COLUMN = "sparkdl_validation"
+_SMALLEST_PROBABILITY = 1e-15
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainReport:
+    """What a training job did."""
+
+    path: str
+    summary: TrainingSummary
+    scores: Scores | None
+    """On the rows of ``[test]``, of the model as it was saved."""
+
+
+def make_session(section: SparkSection, app_name: str) -> SparkSession:
+    """The session of a job.
+
+    Under ``spark-submit`` Python was chosen there; a job started by plain ``python`` has workers
+    use the same one.
+    """
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName(section.app_name or app_name)
+    if section.master is not None:
+        remote = section.master.startswith("sc://")
+        builder = builder.remote(section.master) if remote else builder.master(section.master)
+    for key, value in section.conf.items():
+        builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
+    return builder.getOrCreate()
+
+
+def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
+    """Train as the job says, save the model, and evaluate what was saved.
+
+    Raises:
+        ConfigError: the job cannot be done as it stands; found before training.
+        DataError: the data cannot be trained on; found before training.
+    """
+    estimator = make_estimator(job)
+    if not job.output.overwrite and _exists(spark, job.output.path):
+        raise ConfigError(
+            f"there is something at {job.output.path} already; choose another output.path, or "
+            f"replace it with --set output.overwrite=true"
+        )
+    test = read_data(spark, job.test) if job.test is not None else None
+    model = estimator.fit(read_training_data(spark, job))
+    writer = model.write()
+    (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
+    scores = None
+    if test is not None:
+        label, weight = job.estimator.label_col or "label", job.estimator.weight_col
+        scores = score(load_model(spark, job.output.path), test, label, weight)
+    return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
+
+
+def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Scores:
+    """Compare a saved model's predictions with the labels; write the numbers if asked to."""
+    model = load_model(spark, job.model.path)
+    section = job.evaluation
+    scores = score(model, read_data(spark, job.data), section.label_col, section.weight_col)
+    if job.output is not None:
+        target = Path(job.output.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(scores.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return scores
+
+
+def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
+    """Write a saved model's predictions; vectors become arrays, which every reader understands.
+
+    Returns:
+        The rows as they were written, read from where they are.
+
+    Raises:
+        ConfigError: a column is not there, or the format cannot hold it.
+    """
+    predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
+    rows = _choose_columns(_vectors_to_arrays(predictions), job.output.columns)
+    if job.output.format == "csv":
+        _check_csv(rows)
+    if job.output.mode == "error" and _exists(spark, job.output.path):
+        raise ConfigError(
+            f"there is something at {job.output.path} already; choose another output.path, or "
+            f"output.mode 'overwrite' or 'append'"
+        )
+    writer = rows.write.format(job.output.format).mode(job.output.mode)
+    writer.options(**job.output.options).save(job.output.path)
+    reader = spark.read.format(job.output.format).options(**job.output.options)
+    return reader.schema(rows.schema).load(job.output.path)
+
+
+def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
+    """The rows that a data section describes.
+
+    Raises:
+        DataError: they are not there, or a select expression names no column.
+    """
+    try:
+        if section.format == "table":
+            rows = spark.read.options(**section.options).table(str(section.table))
+        else:
+            reader = spark.read.format(section.format).options(**section.options)
+            if section.schema is not None:
+                reader = reader.schema(section.schema)
+            path = section.path
+            rows = reader.load(list(path) if isinstance(path, tuple) else path)
+        # Spark Connect looks at neither path nor expressions before somebody asks.
+        rows = rows.selectExpr(*section.select) if section.select else rows
+        rows.schema  # noqa: B018
+    except AnalysisException as error:
+        what = section.table or section.path
+        raise DataError(f"cannot read {what!r}: {_first_line(error)}") from error
+    return rows
+
+
+def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation."""
+    rows = read_data(spark, job.data)
+    section = job.validation
+    if section is None:
+        return rows
+    if section.path is not None:
+        apart = read_data(spark, replace(job.data, path=section.path))
+        return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+            apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+        )
+    # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
+    # on its side.
+    resolution = 1_000_000
+    position = F.pmod(F.xxhash64(F.lit(section.seed), *rows.columns), F.lit(resolution))
+    limit = round(float(section.fraction or 0.0) * resolution)
+    return rows.withColumn(VALIDATION_COLUMN, position < limit)
+
+
+def make_estimator(job: TrainJob) -> TorchEstimator:
+    """The estimator that a job describes, with the user's objects imported."""
+    from sparkdl import estimator as faces
+
+    kinds = {
+        "classifier": faces.TorchClassifier,
+        "regressor": faces.TorchRegressor,
+        "estimator": faces.TorchEstimator,
+    }
+    params = {
+        camel_case(name): _resolve(name, value) for name, value in job.estimator.given.items()
+    }
+    if job.validation is not None:
+        params["validationIndicatorCol"] = VALIDATION_COLUMN
+    made: TorchEstimator = kinds[job.estimator.kind](module=_partial(job.model), **params)
+    return made
+
+
+def camel_case(name: str) -> str:
+    """The Param that a snake_case key of ``[estimator]`` stands for."""
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
+
+
+def import_object(reference: str) -> Any:
+    """The object that ``package.module:name`` names.
+
+    Raises:
+        ConfigError: the module is not importable or has no such name.
+    """
+    check_reference(reference, "an object")
+    module, _, attribute = reference.partition(":")
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot import '{reference}': {error}; a module of your own travels to driver and "
+            f"workers with spark-submit --py-files"
+        ) from error
+
+
+def _resolve(name: str, value: Any) -> Any:
+    """A value of ``[estimator]`` as its Param takes it."""
+    if name in ("loss", "optimizer", "scheduler") and isinstance(value, str) and ":" in value:
+        value = ObjectRef(factory=value)
+    if name == "scheduler" and isinstance(value, str):
+        raise ConfigError(f"estimator.scheduler must be 'package.module:name'; received {value!r}")
+    if name in ("optimizer", "scheduler") and isinstance(value, ObjectRef):
+        return _partial(value)
+    if name == "metrics":
+        return {key: _made(reference) for key, reference in value.items()}
+    if name == "callbacks":
+        return [_made(reference) for reference in value]
+    if isinstance(value, ObjectRef):
+        return _made(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _partial(reference: ObjectRef) -> Any:
+    """The named object, to be called later with its arguments."""
+    named = import_object(reference.factory)
+    if not callable(named):
+        raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
+    return functools.partial(named, **reference.args) if reference.args else named
+
+
+def _made(reference: ObjectRef) -> Any:
+    """The named object; a class, or whatever has arguments, is called."""
+    named = _partial(reference) if reference.args else import_object(reference.factory)
+    return named() if isinstance(named, type | functools.partial) else named
+
+
+def load_model(spark: SparkSession, path: str) -> Any:
+    """A saved model of whatever class.
+
+    Raises:
+        StorageError: there is none at ``path``.
+    """
+    if not _exists(spark, f"{path.rstrip('/')}/metadata"):
+        raise StorageError(f"there is no saved model at {path}; check model.path, or train first")
+    return DefaultParamsReader.loadParamsInstance(path, spark)
+
+
+def score(model: Any, rows: DataFrame, label_col: str, weight_col: str | None) -> Scores:
+    """How a model's predictions compare with the labels, in one pass over the predictions.
+
+    Raises:
+        ConfigError: the model is neither a classifier nor a regressor.
+        DataError: labels are missing, null, or no class numbers.
+    """
+    from sparkdl.model import TorchClassifierModel, TorchRegressorModel
+
+    for column in (label_col, weight_col):
+        if column is not None and column not in rows.columns:
+            raise DataError(f"there is no column '{column}'; columns: {', '.join(rows.columns)}")
+    if rows.filter(F.col(label_col).isNull()).count():
+        raise DataError(f"column '{label_col}' has null labels; filter these rows out")
+    weight = F.lit(1.0) if weight_col is None else F.col(weight_col).cast("double")
+    if isinstance(model, TorchClassifierModel):
+        return _score_classifier(model, rows, label_col, weight)
+    if isinstance(model, TorchRegressorModel):
+        return _score_regressor(model, rows, label_col, weight)
+    raise ConfigError(
+        f"a {type(model).__name__} cannot be evaluated: there is no common measure for its "
+        f"output; use the predict job and compute your own"
+    )
+
+
+def _score_classifier(
+    model: Any, rows: DataFrame, label_col: str, weight: Column
+) -> ClassificationScores:
+    label = F.col(label_col).cast("double")
+    predictions = model.transform(rows)
+    probability_col = model.getOrDefault("probabilityCol")
+    log_loss = F.lit(None).cast("double")
+    if probability_col:
+        predictions = _vectors_to_arrays(predictions)
+        chance = F.get(F.col(probability_col), F.col(label_col).try_cast("int"))
+        log_loss = -F.log(F.greatest(chance, F.lit(_SMALLEST_PROBABILITY)))
+    groups = (
+        predictions.groupBy(
+            label.alias("label"), F.col(model.getPredictionCol()).alias("predicted")
+        )
+        .agg(F.sum(weight).alias("rows"), F.sum(weight * log_loss).alias("log_loss"))
+        .collect()
+    )
+    for group in groups:
+        if not group["label"].is_integer() or group["label"] < 0:
+            raise DataError(f"column '{label_col}' has the label {group['label']}: no class number")
+    counts: Mapping[tuple[int, int], float] = {
+        (int(group["label"]), int(group["predicted"])): group["rows"] for group in groups
+    }
+    total = sum(group["log_loss"] for group in groups) if probability_col else None
+    return classification_scores(counts, total)
+
+
+def _score_regressor(
+    model: Any, rows: DataFrame, label_col: str, weight: Column
+) -> RegressionScores:
+    label = F.col(label_col).cast("double")
+    # Two passes over the labels: the sum of squares alone would lose digits.
+    mean = rows.agg(F.sum(weight * label) / F.sum(weight)).first()[0]  # type: ignore[index]
+    error = F.col(model.getPredictionCol()) - label
+    sums = (
+        model.transform(rows)
+        .agg(
+            F.sum(weight).alias("weight"),
+            F.sum(weight * error * error).alias("squared_error"),
+            F.sum(weight * F.abs(error)).alias("absolute_error"),
+            F.sum(weight * (label - F.lit(mean)) * (label - F.lit(mean))).alias("label_variance"),
+        )
+        .first()
+    )
+    return regression_scores(**{key: value or 0.0 for key, value in sums.asDict().items()})
+
+
+def _vectors_to_arrays(rows: DataFrame) -> DataFrame:
+    vectors = [item.name for item in rows.schema.fields if isinstance(item.dataType, VectorUDT)]
+    return rows.withColumns({name: vector_to_array(F.col(name)) for name in vectors})
+
+
+def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+    unknown = [name for name in columns if name not in rows.columns]
+    if unknown:
+        raise ConfigError(
+            f"output.columns names {unknown}, which are not there; known: {', '.join(rows.columns)}"
+        )
+    return rows.select(*columns) if columns else rows
+
+
+def _check_csv(rows: DataFrame) -> None:
+    nested = ArrayType | MapType | StructType | BinaryType
+    wrong = [item.name for item in rows.schema.fields if isinstance(item.dataType, nested)]
+    if wrong:
+        raise ConfigError(
+            f"CSV cannot hold the columns {wrong}; name the others in output.columns, or choose "
+            f"another output.format"
+        )
+
+
+def _exists(spark: SparkSession, path: str) -> bool:
+    """Whether there is something at ``path``, on whatever file system Spark reaches."""
+    try:
+        spark.read.format("binaryFile").load(path).schema  # noqa: B018
+    except AnalysisException as error:
+        if error.getCondition() == "PATH_NOT_FOUND":
+            return False
+        raise
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

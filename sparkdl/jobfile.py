@@ -1,0 +1,275 @@
+"""What can be said in a job file?
+
+One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`. Their fields are the
+file's sections, the sections' fields its keys. Reading a job file neither imports the user's code
+nor starts Spark; objects are named as ``package.module:name`` and imported by `job`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError
+from sparkdl.tomlvalues import apply_settings, build, read_toml
+
+T = TypeVar("T")
+
+# Read by the JVM when it starts, hence before a job file is.
+_NEEDED_AT_START = (
+    "spark.driver.cores",
+    "spark.driver.extraClassPath",
+    "spark.driver.extraJavaOptions",
+    "spark.driver.extraLibraryPath",
+    "spark.driver.memory",
+    "spark.submit.deployMode",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """``[data]``, ``[test]``: rows to read, as ``spark.read.format(format).load(path)``."""
+
+    format: Literal["parquet", "csv", "json", "orc", "table"] = "parquet"
+    path: str | tuple[str, ...] | None = None
+    """Where the files are; every format but ``table`` needs it."""
+    table: str | None = None
+    """Name of a catalog table; the format ``table`` needs it."""
+    options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+    """Options of Spark's reader, for example ``header = true`` for CSV."""
+    schema: str | None = None
+    """Columns and types as SQL writes them, ``"label INT, image BINARY"``; else Spark infers."""
+    select: tuple[str, ...] = ()
+    """SQL expressions that make the columns, ``"array(x1, x2) AS features"``; else all columns."""
+
+    def __post_init__(self) -> None:
+        needed, other = ("table", "path") if self.format == "table" else ("path", "table")
+        if getattr(self, needed) is None:
+            raise ConfigError(f"format '{self.format}' needs the key '{needed}'")
+        if getattr(self, other) is not None:
+            raise ConfigError(f"format '{self.format}' does not take the key '{other}'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """``[validation]``: rows that measure progress during training, a share or files apart."""
+
+    fraction: float | None = None
+    """Share of the rows of ``[data]``, drawn by the hash of a row: the same rows every time."""
+    seed: int = 0
+    """Another seed draws other rows."""
+    path: str | tuple[str, ...] | None = None
+    """Files of the same format, options and columns as ``[data]``."""
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.path is None):
+            raise ConfigError("needs either 'fraction' or 'path'")
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            raise ConfigError(f"fraction must be between 0 and 1; received {self.fraction}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectRef:
+    """An object of the user's code and, if it is to be called, the arguments."""
+
+    factory: str
+    """``package.module:name``"""
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_reference(self.factory, "factory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorSection:
+    """``[estimator]``: the Params of the estimator in snake_case; see its own documentation.
+
+    What is left out keeps the estimator's default. Where a Param takes an object, give a name
+    ``"package.module:name"`` or a table ``{factory = "package.module:name", args = {...}}``.
+    """
+
+    kind: Literal["classifier", "regressor", "estimator"] = "classifier"
+    loss: str | ObjectRef | None = None
+    optimizer: str | None = None
+    optimizer_params: Mapping[str, Any] | None = None
+    learning_rate: float | None = None
+    scheduler: str | ObjectRef | None = None
+    """A callable that gets the optimizer, and ``args`` by name."""
+    features_col: str | None = None
+    input_cols: tuple[str, ...] | None = None
+    input_shape: tuple[int | tuple[int, ...], ...] | None = None
+    """One shape, or with several ``input_cols`` a list of them."""
+    label_col: str | None = None
+    weight_col: str | None = None
+    validation_indicator_col: str | None = None
+    prediction_col: str | None = None
+    probability_col: str | None = None
+    raw_prediction_col: str | None = None
+    epochs: int | None = None
+    max_steps: int | None = None
+    batch_size: int | None = None
+    num_workers: int | None = None
+    seed: int | None = None
+    sync_strategy: str | ObjectRef | None = None
+    precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clip_norm: float | None = None
+    device: str | None = None
+    deterministic: bool | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_interval: int | None = None
+    max_restarts: int | None = None
+    early_stopping: EarlyStopping | None = None
+    callbacks: tuple[ObjectRef, ...] | None = None
+    metrics: Mapping[str, ObjectRef] | None = None
+    verbose: int | None = None
+    cpus_per_worker: int | None = None
+    gpus_per_worker: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The Params that the file sets, under their names here."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {k: v for k, v in values.items() if v is not None and k != "kind"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOutput:
+    """``[output]`` of training: where the model goes."""
+
+    path: str
+    overwrite: bool = False
+    """Whether a model that is there already is replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """``[model]`` of evaluation and prediction: a model that training saved."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """``[evaluation]``: what predictions are compared with."""
+
+    label_col: str = "label"
+    weight_col: str | None = None
+    """Weight of a row; without it all rows count the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOutput:
+    """``[output]`` of evaluation: a local file for the numbers as JSON."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOutput:
+    """``[output]`` of prediction: where the rows with their predictions go."""
+
+    path: str
+    format: Literal["parquet", "csv", "json", "orc"] = "parquet"
+    mode: Literal["error", "overwrite", "append"] = "error"
+    """What to do where something is there already."""
+    columns: tuple[str, ...] = ()
+    """Columns to write; all of them if empty."""
+    options: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+    """Options of Spark's writer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkSection:
+    """``[spark]``: the session. What ``spark-submit`` was given holds unless it is set here."""
+
+    app_name: str | None = None
+    master: str | None = None
+    """``local[2]``, ``spark://...``, ``yarn``, or ``sc://...`` for a Spark Connect server."""
+    conf: Mapping[str, str | bool | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in self.conf:
+            if key in _NEEDED_AT_START:
+                raise ConfigError(
+                    f"{key} is needed before the job file is read; give it to spark-submit: "
+                    f"--conf {key}={self.conf[key]}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """A file for ``jobs/train.py``."""
+
+    data: DataSection
+    model: ObjectRef
+    """Class or function that makes the nn.Module, importable on driver and workers."""
+    output: TrainOutput
+    validation: ValidationSection | None = None
+    test: DataSection | None = None
+    """Rows that training never sees; the saved model is evaluated on them at the end."""
+    estimator: EstimatorSection = field(default_factory=EstimatorSection)
+    spark: SparkSection = field(default_factory=SparkSection)
+
+    def __post_init__(self) -> None:
+        if self.validation is not None and self.estimator.validation_indicator_col is not None:
+            raise ConfigError(
+                "give either the section [validation] or estimator.validation_indicator_col, "
+                "a column that marks the validation rows; not both"
+            )
+        if self.test is not None and self.estimator.kind == "estimator":
+            raise ConfigError(
+                "[test] needs estimator.kind 'classifier' or 'regressor': there is no common "
+                "measure for the output of any other model"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateJob:
+    """A file for ``jobs/evaluate.py``."""
+
+    data: DataSection
+    model: SavedModel
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    output: EvaluateOutput | None = None
+    spark: SparkSection = field(default_factory=SparkSection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictJob:
+    """A file for ``jobs/predict.py``."""
+
+    data: DataSection
+    model: SavedModel
+    output: PredictOutput
+    spark: SparkSection = field(default_factory=SparkSection)
+
+
+def load_job(kind: type[T], path: str | Path, settings: Iterable[str] = ()) -> T:
+    """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
+
+    Raises:
+        ConfigError: the file or a setting is wrong; the message begins with the file's path.
+    """
+    tables = read_toml(path)
+    try:
+        return build(kind, apply_settings(tables, settings))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def check_reference(reference: str, name: str) -> None:
+    """Refuse what is not of the form ``package.module:name``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    module, separator, attribute = reference.partition(":")
+    parts = [*module.split("."), *attribute.split(".")]
+    if not separator or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{name} must have the form 'package.module:name'; received {reference!r}"
+        )

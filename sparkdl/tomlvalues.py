@@ -1,0 +1,204 @@
+"""How does a TOML table become a frozen dataclass, with errors that help?
+
+A dataclass is the schema: its field names are the keys, its annotations the types. Nothing else
+is accepted, so that a misspelt key is found before any work is done.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sparkdl.errors import ConfigError
+
+T = TypeVar("T")
+Tables = dict[str, Any]
+
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def read_toml(path: str | Path) -> Tables:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_value(text: str) -> Any:
+    """``text`` as a TOML value where it is one (``3``, ``true``, ``[1, 2]``), else as a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    # No setting is a date, and a line break would let a second key in.
+    is_one_value = len(parsed) == 1 and isinstance(value, str | int | float | bool | list | dict)
+    return value if is_one_value else text
+
+
+def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables:
+    """``tables`` with each ``section.key=value`` of the command line put in its place.
+
+    What follows the second dot is one key of a table, dots included:
+    ``spark.conf.spark.sql.shuffle.partitions=4`` sets one entry of ``[spark.conf]``.
+
+    Raises:
+        ConfigError: a setting has another form.
+    """
+    merged: Tables = {
+        name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()
+    }
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        keys = path.strip().split(".", 2)
+        if not separator or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"--set takes section.key=value; received {setting!r}")
+        _put(merged, keys, parse_value(text.strip()))
+    return merged
+
+
+def _put(tables: Tables, keys: Sequence[str], value: Any) -> None:
+    table = tables
+    for key in keys[:-1]:
+        inner = table.get(key, {})
+        if not isinstance(inner, Mapping):
+            raise ConfigError(
+                f"--set {'.'.join(keys)}: {key} is not a table but {inner!r}; set it as a whole"
+            )
+        table[key] = dict(inner)
+        table = table[key]
+    table[keys[-1]] = value
+
+
+def build(kind: type[T], table: Any, where: str = "") -> T:
+    """Make a ``kind`` of ``table``.
+
+    Args:
+        kind: a dataclass; fields without a default are required.
+        table: what TOML gave.
+        where: the table's name for messages, empty for a whole file.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has the wrong type.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table; received {table!r}")
+    hints = get_type_hints(kind)
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in known:
+            raise ConfigError(_unknown(key, where, list(known)))
+    for name, item in known.items():
+        required = item.default is MISSING and item.default_factory is MISSING
+        if required and name not in table:
+            raise ConfigError(f"missing {_place(name, where)}")
+    values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"[{where}] {error}" if where else str(error)) from error
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """``value`` as the type ``hint``; ``name`` is its place for messages.
+
+    Raises:
+        ConfigError: the value is of another type.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, hint, name)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{name} must be one of {_listed(arguments)}; received {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(value, hint, name)
+        return tuple(convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(value, hint, name)
+        return {key: convert(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, name)
+    return _convert_scalar(value, hint, name)
+
+
+def _convert_scalar(value: Any, hint: Any, name: str) -> Any:
+    if hint is float and type(value) is int:
+        return float(value)
+    # bool is an int in Python but not in TOML.
+    if type(value) is not hint:
+        raise _wrong(value, hint, name)
+    return value
+
+
+def _convert_union(value: Any, union: Any, name: str) -> Any:
+    """The first member whose TOML type fits decides, so that its own errors reach the user."""
+    for hint in get_args(union):
+        if _fits(value, hint):
+            return convert(value, hint, name)
+    raise _wrong(value, union, name)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is tuple:
+        return isinstance(value, list)
+    if is_dataclass(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return isinstance(value, Mapping)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
+
+
+def _wrong(value: Any, hint: Any, name: str) -> ConfigError:
+    return ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
+
+
+def describe(hint: Any) -> str:
+    """A type in a job file author's words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        return f"a list (each {describe(arguments[0])})"
+    if is_dataclass(hint):
+        return f"a table with {_listed([item.name for item in fields(hint)])}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a table"
+    return _NAMES.get(hint, str(hint))
+
+
+def _unknown(key: str, where: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ";"
+    what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
+    return f"{what}{hint} known: {', '.join(known)}"
+
+
+def _place(name: str, where: str) -> str:
+    return f"key '{name}' in [{where}]" if where else f"section [{name}]"
+
+
+def _dotted(name: str, where: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
