@@ -1,0 +1,314 @@
+"""Where do checkpoints and models lie, and how are their files written and read?
+
+A `Storage` is a folder: relative posix paths in, bytes out. Nothing here knows what the files
+mean; that a checkpoint is complete follows from its manifest, which is written last, so a storage
+need not be able to rename or lock.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from sparkdl.errors import StorageError
+
+Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
+"""What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
+
+_ASIDE = ".aside-"
+
+
+class Storage(Protocol):
+    """A folder somewhere. Thread-safe. Every method raises StorageError if the place fails."""
+
+    def write(self, path: str, data: Data) -> None:
+        """Store ``data`` under a relative path, replacing what was there; makes the folders."""
+
+    def read(self, path: str) -> bytes:
+        """The bytes stored under a path; StorageError if there are none."""
+
+    def list(self, path: str) -> list[str]:
+        """Names directly under a folder, sorted; empty if there is no such folder."""
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a folder with all it holds; nothing if absent."""
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or folder is there."""
+
+
+def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+    """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
+
+    Raises:
+        StorageError: the URL's scheme is unknown, or its package is not installed.
+    """
+    text = os.fspath(path_or_url)
+    if text.startswith("file:"):
+        return LocalStorage(re.sub("^file:(//(localhost)?(?=/))?", "", text))
+    return FsspecStorage(text) if "://" in text else LocalStorage(text)
+
+
+def check_writable(storage: Storage) -> None:
+    """Write, read and remove a small file, so that a wrong directory fails before training.
+
+    Raises:
+        StorageError: names the place, the cause and the remedy.
+    """
+    name = f"sparkdl-probe-{uuid.uuid4().hex}"
+    storage.write(name, name.encode())
+    try:
+        intact = storage.read(name) == name.encode()
+    finally:
+        storage.remove(name)
+    if not intact:
+        raise StorageError(
+            f"{storage} gave back other bytes than were written; choose another directory"
+        )
+
+
+class LocalStorage:
+    """A folder of this host's file system; files appear whole or not at all."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).expanduser().absolute()
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def write(self, path: str, data: Data) -> None:
+        """See `Storage.write`. Written aside, forced to disk, then renamed."""
+        target = self._at(path)
+        aside = target.with_name(f"{_ASIDE}{uuid.uuid4().hex}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with aside.open("xb") as file:
+                    for chunk in pieces(data):
+                        file.write(chunk)
+                    file.flush()
+                    os.fsync(file.fileno())
+                aside.replace(target)
+            except BaseException:
+                aside.unlink(missing_ok=True)
+                raise
+            _sync_folder(target.parent)
+        except OSError as error:
+            raise _failure("write", str(target), error) from error
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        try:
+            return self._at(path).read_bytes()
+        except OSError as error:
+            raise _failure("read", str(self._at(path)), error) from error
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`."""
+        try:
+            names = [entry.name for entry in self._at(path).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _failure("list", str(self._at(path)), error) from error
+        return sorted(name for name in names if not name.startswith(_ASIDE))
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        target = self._at(path)
+        try:
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return  # someone else removed it at the same time
+        except OSError as error:
+            raise _failure("remove", str(target), error) from error
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`."""
+        return self._at(path).exists()
+
+    def _at(self, path: str) -> Path:
+        return self._root / checked(path)
+
+
+class FsspecStorage:
+    """A folder behind any URL that fsspec knows: ``s3://``, ``gs://``, ``abfs://``, ``hdfs://``.
+
+    Files are written in place: object stores show an object only when it is whole, and on the
+    others the manifest that is written last tells a whole checkpoint from a part of one.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._name = re.sub("//[^/@]*@", "//***@", url)  # errors and logs must not show passwords
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise StorageError(
+                f"cannot open {self._name}: {error}; install that package on driver and executors"
+            ) from error
+        except Exception as error:  # each file system of fsspec has its own exception types
+            raise _failure("open", self._name, error) from error
+
+    def __str__(self) -> str:
+        return self._name
+
+    def write(self, path: str, data: Data) -> None:
+        """See `Storage.write`."""
+        target = self._at(path)
+        try:
+            self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+            with self._fs.open(target, "wb") as file:
+                for chunk in pieces(data):
+                    file.write(chunk)
+        except Exception as error:
+            raise _failure("write", self._show(path), error) from error
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        try:
+            return bytes(self._fs.cat_file(self._at(path)))
+        except Exception as error:
+            raise _failure("read", self._show(path), error) from error
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`."""
+        try:
+            self._fs.invalidate_cache()  # other hosts write here too
+            names = self._fs.ls(self._at(path), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except Exception as error:
+            raise _failure("list", self._show(path), error) from error
+        return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in names)
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        try:
+            self._fs.invalidate_cache()
+            self._fs.rm(self._at(path), recursive=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise _failure("remove", self._show(path), error) from error
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`."""
+        try:
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._at(path)))
+        except Exception as error:
+            raise _failure("look for", self._show(path), error) from error
+
+    def _at(self, path: str) -> str:
+        relative = checked(path)
+        return f"{self._root.rstrip('/')}/{relative}" if relative else self._root
+
+    def _show(self, path: str) -> str:
+        return f"{self._name.rstrip('/')}/{path}"
+
+
+class MemoryStorage:
+    """A folder in this process's memory, for tests and for single-process runs."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def write(self, path: str, data: Data) -> None:
+        """See `Storage.write`."""
+        content = b"".join(pieces(data))
+        with self._lock:
+            self._files[checked(path)] = content
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        with self._lock:
+            content = self._files.get(checked(path))
+        if content is None:
+            raise _failure("read", path, FileNotFoundError(errno.ENOENT, "no such file"))
+        return content
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`."""
+        folder = checked(path)
+        prefix = f"{folder}/" if folder else ""
+        with self._lock:
+            inside = [name[len(prefix) :] for name in self._files if name.startswith(prefix)]
+        return sorted({name.split("/", 1)[0] for name in inside})
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        gone = checked(path)
+        with self._lock:
+            for name in [n for n in self._files if n == gone or n.startswith(f"{gone}/")]:
+                del self._files[name]
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`."""
+        with self._lock:
+            content = checked(path) in self._files
+        return content or bool(self.list(path))
+
+
+def pieces(data: Data) -> Iterator[bytes | bytearray | memoryview]:
+    """The buffers of ``data`` in order, none copied."""
+    if isinstance(data, bytes | bytearray | memoryview):
+        yield data
+    else:
+        yield from data
+
+
+def checked(path: str) -> str:
+    """Normalize a relative posix path.
+
+    Raises:
+        StorageError: the path is absolute or leads out of the storage.
+    """
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts:
+        raise StorageError(f"{path!r} leads out of its storage; use a relative path without '..'")
+    return "/".join(parts)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space or choose another directory",
+    errno.EDQUOT: "free some of the quota or choose another directory",
+    errno.EACCES: "give the user that runs Spark the right to it, or choose another directory",
+    errno.EPERM: "give the user that runs Spark the right to it, or choose another directory",
+    errno.EROFS: "choose a directory that is not on a read-only file system",
+    errno.ENOTDIR: "choose a path whose parents are folders",
+    errno.EEXIST: "choose a path whose parents are folders",
+    errno.ENOENT: "check the path, and that all hosts see the same storage",
+}
+
+
+def _failure(action: str, place: str, error: Exception) -> StorageError:
+    code: Any = getattr(error, "errno", None)
+    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    remedy = _REMEDIES.get(code, "check the path and the credentials")
+    return StorageError(f"cannot {action} {place}: {cause}; {remedy}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Force the rename itself to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,261 @@
+"""How does a nested Python value become JSON and tensors, and come back bit for bit?
+
+No pickle: only the kinds listed in `pack` are accepted, so reading a tree runs no code. JSON keeps
+ints of any size and finite floats exactly; everything else that JSON lacks is a one-key object
+such as ``{"tuple": [...]}``, and a dict is ``{"dict": [[key, value], ...]}``, which keeps the
+types of keys and their order.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkdl.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that a file can hold, under safetensors' names."""
+_NUMPY_KINDS = "biufcSUmM"
+_LARGE_INT = 1 << 63
+"""Larger ints are written in hexadecimal: Python refuses to print very long decimal ones."""
+
+
+def pack(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Take a tree apart into a JSON value and the tensors that it names; copies no tensor.
+
+    Accepts None, bool, int, float, str, bytes, list, tuple, dict (also OrderedDict and Counter)
+    with str or int keys, tensors, numpy arrays and numpy scalars. Tensors that are the same
+    memory (tied weights) are stored once and come back as one tensor.
+
+    Args:
+        tree: the value; tensors are named after their path in it.
+
+    Returns:
+        A value for ``json.dumps`` and the tensors by name.
+
+    Raises:
+        CheckpointError: something in the tree is of another kind; names its path and type.
+    """
+    packer = _Packer()
+    return packer.pack(tree, ()), packer.tensors
+
+
+def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Rebuild the tree that `pack` took apart.
+
+    Raises:
+        CheckpointError: the value is not one that `pack` makes, or names a missing tensor.
+    """
+    try:
+        return _unpack(value, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise CheckpointError(
+            f"the JSON half of a checkpoint is malformed ({type(error).__name__}: {error}); "
+            f"resume from an older checkpoint"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A packed tree whose tensors are private CPU copies."""
+
+    value: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def snapshot(tree: Any, reuse: Snapshot | None = None) -> Snapshot:
+    """Copy a tree so that training may go on changing the original.
+
+    Args:
+        tree: as for `pack`.
+        reuse: an earlier snapshot that nobody needs any more; its buffers are overwritten where
+            name, shape and dtype match, because fresh memory costs a page fault every 4 KiB.
+
+    Returns:
+        The copy: contiguous tensors in CPU memory.
+
+    Raises:
+        CheckpointError: see `pack`.
+    """
+    value, tensors = pack(tree)
+    old = {} if reuse is None else reuse.tensors
+    with torch.no_grad():
+        return Snapshot(value, {name: _copy(t, old.get(name)) for name, t in tensors.items()})
+
+
+def _copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        # Pinned memory makes the copy from a GPU several times faster.
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return buffer.copy_(tensor)
+
+
+class _Packer:
+    """One walk over a tree."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def pack(self, node: Any, path: tuple[str, ...]) -> Any:
+        if node is None or type(node) in (bool, str):
+            return node
+        if type(node) is int:
+            return node if abs(node) < _LARGE_INT else {"int": hex(node)}
+        if type(node) is float:
+            return node if np.isfinite(node) else {"float": struct.pack("<d", node).hex()}
+        if type(node) is bytes:
+            return {"bytes": _text(node)}
+        if isinstance(node, torch.Tensor):
+            kind = "complex" if node.is_complex() else "tensor"
+            return {kind: self._tensor(node, path)}
+        if isinstance(node, np.ndarray | np.generic):
+            return self._numpy(node, path)
+        return self._container(node, path)
+
+    def _container(self, node: Any, path: tuple[str, ...]) -> Any:
+        if type(node) is list:
+            return [self.pack(item, (*path, str(i))) for i, item in enumerate(node)]
+        if type(node) is tuple:
+            return {"tuple": [self.pack(item, (*path, str(i))) for i, item in enumerate(node)]}
+        if type(node) is dict:
+            return {"dict": self._items(node, path)}
+        if type(node) is Counter:
+            return {"counter": self._items(node, path)}
+        if type(node) is OrderedDict:
+            # nn.Module.state_dict() keeps the versions of its modules in an attribute.
+            attributes = self.pack(dict(vars(node)), (*path, "attributes"))
+            return {"ordered": self._items(node, path), "attributes": attributes}
+        raise _refused(node, path, "use plain dicts, lists, numbers, strings, bytes and tensors")
+
+    def _items(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:
+        for key in node:
+            if type(key) not in (str, int):
+                raise _refused(key, path, "keys must be str or int", what="a key")
+        return [
+            [self.pack(key, path), self.pack(value, (*path, str(key)))]
+            for key, value in node.items()
+        ]
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
+            raise _refused(tensor, path, "convert it to a plain tensor")
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise _refused(tensor, path, "only dense tensors with data can be stored")
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        if plain.dtype not in DTYPES:
+            raise _refused(tensor, path, f"dtype {plain.dtype} cannot be stored")
+        # Two tensors without elements may share an address and still be two tensors.
+        key = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.device)
+        if plain.numel() and plain.data_ptr() == tensor.data_ptr():
+            if key not in self._names:
+                self._names[key] = self._add(plain, path)
+            return self._names[key]
+        return self._add(plain, path)
+
+    def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        name = base = ".".join(path) or "tensor"
+        count = 1
+        while name in self.tensors or name == "__metadata__":  # the latter belongs to safetensors
+            count += 1
+            name = f"{base}#{count}"
+        self.tensors[name] = tensor
+        return name
+
+    def _numpy(self, node: np.ndarray[Any, Any] | np.generic, path: tuple[str, ...]) -> Any:
+        kind = node.dtype.str
+        if node.dtype.kind not in _NUMPY_KINDS or type(node) not in (np.ndarray, node.dtype.type):
+            raise _refused(node, path, f"numpy dtype {node.dtype} cannot be stored")
+        if isinstance(node, np.generic):
+            return {"scalar": _text(node.tobytes()), "dtype": kind}
+        data = (
+            torch.frombuffer(bytearray(node.tobytes()), dtype=torch.uint8) if node.nbytes else None
+        )
+        name = self._add(torch.empty(0, dtype=torch.uint8) if data is None else data, path)
+        return {"numpy": name, "dtype": kind, "shape": list(node.shape)}
+
+
+def _refused(
+    node: Any, path: tuple[str, ...], remedy: str, what: str = "a value"
+) -> CheckpointError:
+    kind = f"{type(node).__module__}.{type(node).__qualname__}"
+    return CheckpointError(
+        f"{what} at {'.'.join(path) or 'the top'} has type {kind}, which a checkpoint cannot "
+        f"hold; {remedy}"
+    )
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in value]
+    kind = next(iter(value), "nothing")
+    return _READERS[kind](value, tensors)
+
+
+def _pairs(pairs: Any, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Any, Any]]:
+    return [(_unpack(key, tensors), _unpack(item, tensors)) for key, item in pairs]
+
+
+def _ordered(value: Any, tensors: Mapping[str, torch.Tensor]) -> OrderedDict[Any, Any]:
+    result = OrderedDict(_pairs(value["ordered"], tensors))
+    vars(result).update(_unpack(value["attributes"], tensors))
+    return result
+
+
+def _array(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    data = bytearray(tensors[value["numpy"]].numpy().tobytes())  # writable, as the original was
+    return np.ndarray(value["shape"], _dtype(value), data)
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+    dtype = np.dtype(str(value["dtype"]))
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy dtype {dtype}")
+    return dtype
+
+
+_READERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
+    "int": lambda value, _: int(value["int"], 16),
+    "float": lambda value, _: struct.unpack("<d", bytes.fromhex(value["float"]))[0],
+    "bytes": lambda value, _: base64.b64decode(value["bytes"], validate=True),
+    "tuple": lambda value, tensors: tuple(_unpack(item, tensors) for item in value["tuple"]),
+    "dict": lambda value, tensors: dict(_pairs(value["dict"], tensors)),
+    "counter": lambda value, tensors: Counter(dict(_pairs(value["counter"], tensors))),
+    "ordered": _ordered,
+    "tensor": lambda value, tensors: tensors[value["tensor"]],
+    "complex": lambda value, tensors: torch.view_as_complex(tensors[value["complex"]]),
+    "numpy": _array,
+    "scalar": lambda value, _: np.frombuffer(
+        base64.b64decode(value["scalar"], validate=True), dtype=_dtype(value)
+    )[0],
+}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,134 @@
+"""Do all storages behave alike, and do their errors name place, cause and remedy?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkdl.checkpoint.storage import (
+    FsspecStorage,
+    LocalStorage,
+    MemoryStorage,
+    Storage,
+    check_writable,
+    open_storage,
+)
+from sparkdl.errors import StorageError
+
+
+@pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    makers = {
+        "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
+        "memory": MemoryStorage,
+        "fsspec-memory": lambda: FsspecStorage(f"memory://{tmp_path.name}"),
+        "fsspec-local": lambda: FsspecStorage(f"local://{tmp_path}/root"),
+    }
+    return makers[request.param]()
+
+
+def test_files_come_back_and_are_replaced(storage: Storage) -> None:
+    storage.write("a/b", b"one")
+    assert storage.read("a/b") == b"one"
+    storage.write("a/b", [memoryview(b"tw"), bytearray(b"o"), b""])
+    assert storage.read("a/b") == b"two"
+    storage.write("empty", b"")
+    assert storage.read("empty") == b""
+
+
+def test_list_gives_the_names_directly_under_a_folder(storage: Storage) -> None:
+    assert storage.list("") == [] and storage.list("absent") == []
+    for name in ("a/b", "a/c/d", "e"):
+        storage.write(name, b"x")
+    assert storage.list("") == ["a", "e"]
+    assert storage.list("a") == ["b", "c"]
+
+
+def test_remove_takes_files_folders_and_nothing(storage: Storage) -> None:
+    for name in ("a/b", "a/c/d", "ab"):
+        storage.write(name, b"x")
+    storage.remove("a/b")
+    assert not storage.exists("a/b") and storage.exists("a/c")
+    storage.remove("a")
+    storage.remove("absent")
+    assert storage.list("") == ["ab"] and not storage.exists("a")
+
+
+def test_reading_nothing_is_an_error_that_names_it(storage: Storage) -> None:
+    with pytest.raises(StorageError, match=r"cannot read .*absent"):
+        storage.read("absent")
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x"])
+def test_no_path_leads_out(storage: Storage, path: str) -> None:
+    for act in (storage.read, storage.list, storage.remove, storage.exists):
+        with pytest.raises(StorageError, match="leads out"):
+            act(path)
+    with pytest.raises(StorageError, match="leads out"):
+        storage.write(path, b"")
+
+
+def test_a_writable_storage_passes_and_keeps_nothing(storage: Storage) -> None:
+    check_writable(storage)
+    assert storage.list("") == []
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise RuntimeError("stop")
+
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"old")
+    with pytest.raises(RuntimeError, match="stop"):
+        storage.write("a", broken())
+    assert storage.read("a") == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot write .*file/.*; choose a path whose parents"):
+        check_writable(LocalStorage(tmp_path / "file"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:  # noqa: PTH123
+            file.write(b"x")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"No space left on device; free some space"):
+        check_writable(LocalStorage(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_storage_chooses_by_the_form_of_the_address(tmp_path: Path) -> None:
+    for address in (tmp_path, str(tmp_path), f"file://{tmp_path}", f"file:{tmp_path}"):
+        storage = open_storage(address)
+        assert isinstance(storage, LocalStorage) and str(storage) == str(tmp_path)
+    assert isinstance(open_storage("memory://here"), FsspecStorage)
+
+
+def test_an_unknown_scheme_is_a_storage_error() -> None:
+    with pytest.raises(StorageError, match=r"cannot open nowhere://x: Protocol not known"):
+        open_storage("nowhere://x")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.registry import known_implementations
+
+    entry = {"class": "package_that_is_absent.Files", "err": "install package_that_is_absent"}
+    monkeypatch.setitem(known_implementations, "absent", entry)
+    with pytest.raises(StorageError, match=r"install package_that_is_absent; install that package"):
+        open_storage("absent://bucket")
+
+
+def test_passwords_in_urls_are_not_shown() -> None:
+    with pytest.raises(StorageError) as caught:
+        open_storage("nowhere://user:secret@host/x")
+    assert "secret" not in str(caught.value) and "***@host" in str(caught.value)
