@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import torch
+
+from sparkdl.demo import DigitsNet
+
+
+def test_digits_net_takes_bytes_and_floats_alike() -> None:
+    net = DigitsNet(num_classes=7, hidden=8)
+    images = torch.randint(0, 17, (3, 1, 8, 8), dtype=torch.uint8)
+    logits = net(images)
+    assert logits.shape == (3, 7)
+    assert torch.equal(logits, net(images.float()))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparkdl
+from sparkdl import installation
+from sparkdl.errors import SparkDLError
+
+ROOT = Path(__file__).parent.parent
+BUDGET_SECONDS = 0.2
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_takes_neither_torch_nor_pyspark() -> None:
+    heavy = run_python(
+        "import sys, sparkdl\n"
+        "print(sorted({'torch', 'pyspark', 'pyarrow', 'numpy', 'pandas'} & set(sys.modules)))"
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_import_is_quick() -> None:
+    # The best of several: other processes on the machine only ever make it slower.
+    code = "import time; t = time.perf_counter(); import sparkdl; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(3)) < BUDGET_SECONDS
+
+
+def test_import_adds_no_log_handler() -> None:
+    code = "import logging, sparkdl; print(len(logging.getLogger('sparkdl').handlers))"
+    assert run_python(code).strip() == "0"
+    assert logging.getLogger("sparkdl.any").parent is not None
+
+
+@pytest.mark.parametrize("name", sparkdl.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(sparkdl, name) is not None
+    assert name in dir(sparkdl)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'TorchClasifier'"):
+        _ = sparkdl.TorchClasifier
+
+
+def test_the_lazy_names_are_all_names() -> None:
+    assert sorted({*sparkdl._MODULE_OF, "__version__"}) == sorted(sparkdl.__all__)
+
+
+@pytest.mark.parametrize("metadata", ["sparkdl-0.2.2.dist-info", "sparkdl-1.0.egg-info"])
+def test_a_mixed_installation_is_refused(tmp_path: Path, metadata: str) -> None:
+    package_file = tmp_path / "sparkdl" / "__init__.py"
+    (tmp_path / "sparkdl_torch-0.1.dist-info").mkdir()
+    installation.refuse_mixed_installation(str(package_file))
+    (tmp_path / metadata).mkdir()
+    with pytest.raises(SparkDLError, match="pip uninstall -y sparkdl sparkdl-torch"):
+        installation.refuse_mixed_installation(str(package_file))
