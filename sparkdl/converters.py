@@ -1,0 +1,136 @@
+"""Which values does each Param accept, and in which form are they kept?
+
+Type converters as pyspark knows them: called when a Param is set, they return the value to keep
+or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
+unchanged, because copies of an estimator convert again. Ranges of numbers are not checked here
+but by `TrainConfig`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparkdl.config import EarlyStopping
+from sparkdl.sync.base import SyncStrategy
+
+STRATEGIES = {"allreduce": "sparkdl.sync.allreduce:AllReduce"}
+"""Name -> class, for ``syncStrategy="allreduce"``; case does not matter."""
+
+
+def to_callable(value: Any) -> Any:
+    """Accept anything that can be called: a function, a class, an nn.Module."""
+    if not callable(value):
+        raise TypeError(f"expected a callable, received {value!r}")
+    return value
+
+
+def to_name_or_callable(value: Any) -> Any:
+    """Accept a name or anything that can be called."""
+    return value if isinstance(value, str) else to_callable(value)
+
+
+def to_options(value: Any) -> dict[str, Any]:
+    """Accept a mapping from names to values."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"expected a dict with names as keys, received {value!r}")
+    return dict(value)
+
+
+def to_metrics(value: Any) -> dict[str, Any]:
+    """Accept a dict of metrics, or a list of them, which are then named by their class."""
+    if isinstance(value, Mapping):
+        metrics = to_options(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        metrics = {getattr(metric, "__name__", type(metric).__name__): metric for metric in value}
+        if len(metrics) < len(value):
+            raise TypeError("two metrics have the same class; pass a dict from name to metric")
+    else:
+        raise TypeError(f"expected a dict or a list of torchmetrics, received {value!r}")
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
+    return metrics
+
+
+def to_callbacks(value: Any) -> list[Any]:
+    """Accept a list or tuple of callbacks."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"expected a list of callbacks, received {value!r}")
+    return list(value)
+
+
+def to_early_stopping(value: Any) -> EarlyStopping:
+    """Accept an `EarlyStopping`."""
+    if not isinstance(value, EarlyStopping):
+        raise TypeError(f"expected sparkdl.EarlyStopping(...), received {value!r}")
+    return value
+
+
+def to_strategy(value: Any) -> SyncStrategy:
+    """Accept a `SyncStrategy`, a known name, or ``package.module:Class`` of one's own."""
+    if isinstance(value, str):
+        value = _named_strategy(value)
+    if isinstance(value, type) and issubclass(value, SyncStrategy):
+        value = value()
+    if not isinstance(value, SyncStrategy):
+        raise TypeError(f"expected a SyncStrategy or the name of one, received {value!r}")
+    return value
+
+
+def _named_strategy(name: str) -> Any:
+    target = name if ":" in name else STRATEGIES.get(name.lower().replace("_", ""))
+    if target is None:
+        known = ", ".join(sorted(STRATEGIES))
+        raise TypeError(f"unknown strategy {name!r}; known: {known}, or 'package.module:Class'")
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"cannot import strategy {name!r}: {error}") from error
+
+
+def to_shapes(value: Any) -> list[Any]:
+    """Accept a shape, or a list with a shape or None per input column.
+
+    Returns:
+        A list of numbers for one shape, otherwise a list of such lists and None.
+    """
+    if _is_shape(value):
+        return _shape(value)
+    if isinstance(value, (list, tuple)) and all(
+        entry is None or _is_shape(entry) for entry in value
+    ):
+        return [None if entry is None else _shape(entry) for entry in value]
+    raise TypeError(
+        f"expected a shape such as (1, 28, 28), or a list with a shape or None per input column, "
+        f"received {value!r}"
+    )
+
+
+def shapes_by_input(shapes: list[Any] | None, num_inputs: int) -> tuple[Any, ...]:
+    """The shape of each input column, from what `to_shapes` returned.
+
+    Raises:
+        TypeError: the number of shapes is not that of the input columns.
+    """
+    if shapes is None:
+        return (None,) * num_inputs
+    by_input = [shapes] if _is_shape(shapes) else shapes
+    if len(by_input) != num_inputs:
+        raise TypeError(f"inputShape has {len(by_input)} shape(s) for {num_inputs} input column(s)")
+    return tuple(None if shape is None else tuple(shape) for shape in by_input)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
+        for size in value
+    )
+
+
+def _shape(value: Sequence[Any]) -> list[int]:
+    return [int(size) for size in value]

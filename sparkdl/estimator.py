@@ -1,0 +1,165 @@
+"""How does a user train a module on a DataFrame? With a Spark ML estimator.
+
+The estimators differ in their default loss, in what they make of the label column and in the
+model they return. Everything else is in their Params (`sparkdl.params`) and in
+`sparkdl.spark.fit`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from pyspark import keyword_only
+from pyspark.ml import Estimator
+from pyspark.ml.param.shared import HasLabelCol
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.sql import DataFrame
+
+from sparkdl.config import Task
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.parambase import with_accessors
+from sparkdl.params import (
+    INFERENCE_BATCH_SIZE,
+    ClassifierArguments,
+    ClassOutputParams,
+    EstimatorArguments,
+    OptionalLabelParams,
+    TrainParams,
+    training_values,
+)
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from sparkdl.spark.fit import FitRequest, FitResult
+
+E = TypeVar("E", bound="_TorchEstimator")
+
+
+class _TorchEstimator(
+    Estimator[TorchModel], TrainParams, MLWritable, MLReadable["_TorchEstimator"]
+):
+    """What the three estimators share."""
+
+    _task: ClassVar[Task]
+    _model_class: ClassVar[type[TorchModel]]
+
+    def _fit(self, dataset: DataFrame) -> TorchModel:
+        from sparkdl.spark.fit import fit
+
+        return self._model(fit(dataset, self._request()))
+
+    def _request(self) -> FitRequest:
+        """The Params as the value that `fit` takes; all checks that need no data happen here."""
+        from sparkdl.spark.fit import FitRequest
+
+        config, others = training_values(self, self._task)
+        return FitRequest(config=config, **others)
+
+    def _model(self, result: FitResult) -> TorchModel:
+        model = self._model_class(
+            result.module,
+            result.columns,
+            num_classes=result.num_classes,
+            summary=result.summary,
+        )
+        model.module_factory = self.getOrDefault("module")
+        model._resetUid(self.uid)
+        for name in ("featuresCol", "inputCols"):
+            model.clear(model.getParam(name))  # as the estimator has them, set or not
+        self._copyValues(model)
+        # A training batch is sized for learning, a prediction batch for speed.
+        model.clear(model.getParam("batchSize"))
+        model._setDefault(batchSize=INFERENCE_BATCH_SIZE)
+        return model
+
+    def write(self) -> MLWriter:
+        """A writer that saves the Params without pickle."""
+        from sparkdl.persist import ParamsWriter
+
+        return ParamsWriter(self)
+
+    @classmethod
+    def read(cls: type[E]) -> MLReader[E]:
+        """A reader for what `write` saved."""
+        from sparkdl.persist import ParamsReader
+
+        return ParamsReader(cls)
+
+
+@with_accessors
+class TorchEstimator(_TorchEstimator, OptionalLabelParams):
+    """Trains any module with any loss; the label column is optional.
+
+    Without ``labelCol`` the loss is called with the inputs as target, as an autoencoder needs it.
+
+    Example::
+
+        autoencoder = TorchEstimator(module=make_autoencoder, loss="mse", epochs=5)
+        model = autoencoder.fit(df)
+    """
+
+    _task = "custom"
+    _model_class = TorchModel
+
+    @keyword_only
+    def __init__(self, **params: Unpack[EstimatorArguments]) -> None:
+        super().__init__()
+        self._setDefault(loss="mse")
+        self.setParams(**params)
+
+    @keyword_only
+    def setParams(self, **params: Unpack[EstimatorArguments]) -> TorchEstimator:
+        """Set several Params at once."""
+        return self._set(**params)
+
+
+@with_accessors
+class TorchRegressor(_TorchEstimator, HasLabelCol):
+    """Trains a module that predicts one number per row; the default loss is the squared error.
+
+    Example::
+
+        model = TorchRegressor(module=lambda: nn.Linear(3, 1), epochs=10).fit(df)
+    """
+
+    _task = "regression"
+    _model_class = TorchRegressorModel
+
+    @keyword_only
+    def __init__(self, **params: Unpack[EstimatorArguments]) -> None:
+        super().__init__()
+        self._setDefault(loss="mse")
+        self.setParams(**params)
+
+    @keyword_only
+    def setParams(self, **params: Unpack[EstimatorArguments]) -> TorchRegressor:
+        """Set several Params at once."""
+        return self._set(**params)
+
+
+@with_accessors
+class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
+    """Trains a module that tells classes apart; the default loss is the cross entropy.
+
+    Labels are class indices from 0, in a column of any numeric type.
+
+    Example::
+
+        classifier = TorchClassifier(module=make_cnn, inputShape=(1, 28, 28), epochs=3)
+        predictions = classifier.fit(train).transform(test)
+    """
+
+    _task = "classification"
+    _model_class = TorchClassifierModel
+
+    @keyword_only
+    def __init__(self, **params: Unpack[ClassifierArguments]) -> None:
+        super().__init__()
+        self._setDefault(loss="cross_entropy")
+        self.setParams(**params)
+
+    @keyword_only
+    def setParams(self, **params: Unpack[ClassifierArguments]) -> TorchClassifier:
+        """Set several Params at once."""
+        return self._set(**params)

@@ -1,0 +1,390 @@
+"""Which Params do the estimators and models have, and what becomes of each?
+
+`FIELDS` is the one table between Spark's camelCase Params and the Python values that the rest of
+the package works with. A Param is declared once, below, with its doc and its converter; setters
+and getters follow from the declaration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from pyspark.ml.param import Params, TypeConverters
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasInputCols,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasRawPredictionCol,
+    HasSeed,
+    HasWeightCol,
+)
+
+from sparkdl import converters
+from sparkdl.config import CheckpointConfig, EarlyStopping, Task, TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.parambase import CheckedParams, declare
+from sparkdl.sync.base import SyncStrategy
+
+INFERENCE_BATCH_SIZE = 1024
+"""Default of a model's batchSize: large enough to fill the arithmetic units, small in memory."""
+
+
+class InputParams(CheckedParams, HasFeaturesCol, HasInputCols):
+    """The columns that go into the module."""
+
+    def feature_columns(self) -> tuple[str, ...]:
+        """The input columns, in the order of the module's arguments.
+
+        Raises:
+            ConfigError: both ``featuresCol`` and ``inputCols`` are set.
+        """
+        several = self.value("inputCols")
+        if several is None:
+            return (self.value("featuresCol"),)
+        if self.isSet("featuresCol"):
+            raise ConfigError("set either featuresCol or inputCols, not both")
+        if not several:
+            raise ConfigError("inputCols is empty; name at least one column")
+        return tuple(several)
+
+
+class ClassOutputParams(HasProbabilityCol, HasRawPredictionCol):
+    """The output columns that only a classifier has."""
+
+
+class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
+    """Params that all estimators share, but the label column."""
+
+    module = declare(
+        "module",
+        "the model to train: a torch.nn.Module, or a callable without arguments that makes one.",
+        converters.to_callable,
+    )
+    loss = declare(
+        "loss",
+        "loss function: a name ('cross_entropy', 'mse', ...), a torch loss module, or a callable "
+        "(output, target) -> tensor.",
+        converters.to_name_or_callable,
+    )
+    optimizer = declare(
+        "optimizer",
+        "optimizer: the name of a class in torch.optim, such a class, or a callable "
+        "params -> torch.optim.Optimizer.",
+        converters.to_name_or_callable,
+    )
+    optimizerParams = declare(
+        "optimizerParams", "keyword arguments of the optimizer (dict).", converters.to_options
+    )
+    learningRate = declare(
+        "learningRate",
+        "learning rate (> 0); None leaves the optimizer's own default. It is never scaled by the "
+        "number of workers.",
+        TypeConverters.toFloat,
+    )
+    scheduler = declare(
+        "scheduler",
+        "learning rate schedule: a callable optimizer -> torch LRScheduler, stepped after every "
+        "training step.",
+        converters.to_callable,
+    )
+    inputShape = declare(
+        "inputShape",
+        "shape of one sample as the module expects it, such as (1, 28, 28); with several "
+        "inputCols a list with a shape or None per column. None keeps the column's own shape.",
+        converters.to_shapes,
+    )
+    validationIndicatorCol = declare(
+        "validationIndicatorCol",
+        "boolean column that marks the rows used for validation instead of training; unset or "
+        "empty: no validation.",
+        TypeConverters.toString,
+    )
+    epochs = declare("epochs", "passes over the training rows (>= 1).", TypeConverters.toInt)
+    maxSteps = declare(
+        "maxSteps",
+        "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.",
+        TypeConverters.toInt,
+    )
+    batchSize = declare(
+        "batchSize",
+        "rows that one worker uses in one step (>= 1); all workers together use numWorkers times "
+        "as many.",
+        TypeConverters.toInt,
+    )
+    numWorkers = declare(
+        "numWorkers",
+        "number of workers that train together; None: one per executor, or one per GPU.",
+        TypeConverters.toInt,
+    )
+    syncStrategy = declare(
+        "syncStrategy",
+        "how replicas are kept in agreement: a SyncStrategy, its name ('allreduce'), or "
+        "'package.module:Class'.",
+        converters.to_strategy,
+    )
+    precision = declare(
+        "precision",
+        "arithmetic of the forward pass: 'fp32', 'bf16', or 'fp16' with loss scaling.",
+        TypeConverters.toString,
+    )
+    gradientAccumulationSteps = declare(
+        "gradientAccumulationSteps",
+        "micro-batches into which each batch is cut, to save memory (>= 1).",
+        TypeConverters.toInt,
+    )
+    gradientClipNorm = declare(
+        "gradientClipNorm",
+        "largest norm of the gradient of all parameters together (> 0); None: no clipping.",
+        TypeConverters.toFloat,
+    )
+    device = declare(
+        "device", "where workers train: 'auto' (a GPU if there is one), 'cpu' or 'cuda'.",
+        TypeConverters.toString,
+    )  # fmt: skip
+    deterministic = declare(
+        "deterministic",
+        "whether torch must use deterministic algorithms, for equal bits on GPUs.",
+        TypeConverters.toBoolean,
+    )
+    checkpointDir = declare(
+        "checkpointDir",
+        "directory or URL for checkpoints that driver and executors can reach; a later fit with "
+        "the same data and Params goes on from there. None: the driver keeps the checkpoints "
+        "while the fit runs.",
+        TypeConverters.toString,
+    )
+    checkpointInterval = declare(
+        "checkpointInterval",
+        "steps between checkpoints (>= 1), -1 to write only the last.",
+        TypeConverters.toInt,
+    )
+    maxRestarts = declare(
+        "maxRestarts",
+        "how often training goes on from the last checkpoint after workers were lost (>= 0).",
+        TypeConverters.toInt,
+    )
+    earlyStopping = declare(
+        "earlyStopping",
+        "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
+        converters.to_early_stopping,
+    )
+    callbacks = declare(
+        "callbacks", "observers called on every worker (list).", converters.to_callbacks
+    )
+    metrics = declare(
+        "metrics",
+        "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
+        "that makes one), or a list of metrics, named by class.",
+        converters.to_metrics,
+    )
+    verbose = declare(
+        "verbose",
+        "what the driver shows: 0 nothing, 1 progress, 2 also the workers' logs.",
+        TypeConverters.toInt,
+    )
+    cpusPerWorker = declare(
+        "cpusPerWorker",
+        "CPU cores per worker, asked for by stage-level scheduling; None: spark.task.cpus.",
+        TypeConverters.toInt,
+    )
+    gpusPerWorker = declare(
+        "gpusPerWorker",
+        "GPUs per worker (may be a fraction), asked for by stage-level scheduling; None: "
+        "spark.task.resource.gpu.amount.",
+        TypeConverters.toFloat,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = TrainConfig()
+        owners = {"config": config, "checkpoint": config.checkpoint}
+        for name, field in FIELDS.items():
+            if field.owner in owners and name not in ("loss", "syncStrategy"):
+                value = getattr(owners[field.owner], field.name)
+                self._setDefault(**{name: dict(value) if isinstance(value, Mapping) else value})
+        self._setDefault(
+            optimizer="adam",
+            syncStrategy="allreduce",
+            inputShape=None,
+            numWorkers=None,
+            maxRestarts=3,
+            verbose=1,
+            cpusPerWorker=None,
+            gpusPerWorker=None,
+        )
+
+
+class PredictParams(InputParams, HasPredictionCol):
+    """Params that all models share."""
+
+    batchSize = declare(
+        "batchSize", "rows per forward pass of the module (>= 1).", TypeConverters.toInt
+    )
+    device = declare(
+        "device", "where tasks predict: 'auto' (a GPU if the task has one), 'cpu' or 'cuda'.",
+        TypeConverters.toString,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(batchSize=INFERENCE_BATCH_SIZE, device="auto")
+
+
+class OptionalLabelParams(Params):
+    """The label column of an estimator that can train without."""
+
+    labelCol = declare(
+        "labelCol",
+        "label column name. If this is not set or empty, the loss is called with the inputs as "
+        "target.",
+        TypeConverters.toString,
+    )
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a Param becomes: a field of one of the three values that `training_values` makes."""
+
+    owner: str
+    """``config`` (TrainConfig), ``checkpoint`` (its CheckpointConfig), ``request``."""
+    name: str
+    read: Callable[[TrainParams], Any] | None = None
+    """How the field's value is derived, where it is not simply the Param's."""
+
+
+def _input_shapes(params: TrainParams) -> tuple[Any, ...]:
+    shapes = params.getOrDefault("inputShape")
+    try:
+        return converters.shapes_by_input(shapes, len(params.feature_columns()))
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+
+
+FIELDS: Mapping[str, Field] = {
+    "module": Field("request", "module"),
+    "featuresCol": Field("request", "feature_cols", InputParams.feature_columns),
+    "inputCols": Field("request", "feature_cols", InputParams.feature_columns),
+    "inputShape": Field("request", "input_shapes", _input_shapes),
+    "labelCol": Field("request", "label_col"),
+    "weightCol": Field("request", "weight_col"),
+    "validationIndicatorCol": Field("request", "validation_col"),
+    "numWorkers": Field("request", "num_workers"),
+    "maxRestarts": Field("request", "max_restarts"),
+    "verbose": Field("request", "verbose"),
+    "cpusPerWorker": Field("request", "cpus_per_worker"),
+    "gpusPerWorker": Field("request", "gpus_per_worker"),
+    "loss": Field("config", "loss"),
+    "optimizer": Field("config", "optimizer"),
+    "optimizerParams": Field("config", "optimizer_params"),
+    "learningRate": Field("config", "learning_rate"),
+    "scheduler": Field("config", "scheduler"),
+    "epochs": Field("config", "epochs"),
+    "maxSteps": Field("config", "max_steps"),
+    "batchSize": Field("config", "batch_size"),
+    "seed": Field("config", "seed"),
+    "precision": Field("config", "precision"),
+    "gradientAccumulationSteps": Field("config", "gradient_accumulation_steps"),
+    "gradientClipNorm": Field("config", "gradient_clip_norm"),
+    "device": Field("config", "device"),
+    "deterministic": Field("config", "deterministic"),
+    "metrics": Field("config", "metrics"),
+    "earlyStopping": Field("config", "early_stopping"),
+    "callbacks": Field("config", "callbacks", lambda params: tuple(params.value("callbacks"))),
+    "syncStrategy": Field("config", "sync_strategy"),
+    "checkpointDir": Field("checkpoint", "directory"),
+    "checkpointInterval": Field("checkpoint", "interval"),
+}
+"""Param of an estimator -> what it becomes."""
+
+FACE_ONLY: Mapping[str, str] = {
+    "predictionCol": "handed to the model, which names its output column by it",
+    "probabilityCol": "handed to the model, which names its output column by it",
+    "rawPredictionCol": "handed to the model, which names its output column by it",
+}
+"""Params that training does not see -> who uses them."""
+
+OBJECT_PARAMS = frozenset(
+    ("module", "loss", "optimizer", "optimizerParams", "scheduler", "syncStrategy",
+     "earlyStopping", "callbacks", "metrics")
+)  # fmt: skip
+"""Params whose values may be objects: saved by `describe`, not as plain JSON."""
+
+
+def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[str, Any]]:
+    """Turn Params into the training configuration and the other fields of a FitRequest.
+
+    Raises:
+        ConfigError: a value is wrong, or two contradict each other.
+    """
+    values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
+    for name, field in FIELDS.items():
+        value = field.read(params) if field.read else params.value(name)
+        values[field.owner][field.name] = value
+    request = values["request"]
+    _check_request(request)
+    checkpoint = CheckpointConfig(**values["checkpoint"])
+    return TrainConfig(task=task, checkpoint=checkpoint, **values["config"]), request
+
+
+def _check_request(request: Mapping[str, Any]) -> None:
+    if request["module"] is None:
+        raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
+    for param, field, least in (
+        ("numWorkers", "num_workers", 1),
+        ("cpusPerWorker", "cpus_per_worker", 1),
+        ("maxRestarts", "max_restarts", 0),
+        ("verbose", "verbose", 0),
+    ):
+        if request[field] is not None and request[field] < least:
+            raise ConfigError(f"{param} must be at least {least}; received {request[field]}")
+    gpus = request["gpus_per_worker"]
+    if gpus is not None and gpus < 0:
+        raise ConfigError(f"gpusPerWorker must not be negative; received {gpus}")
+
+
+class EstimatorArguments(TypedDict, total=False):
+    """Keyword arguments of `TorchEstimator` and of `TorchRegressor`; each sets one Param."""
+
+    module: Any
+    loss: Any
+    optimizer: Any
+    optimizerParams: Mapping[str, Any]
+    learningRate: float | None
+    scheduler: Any
+    featuresCol: str
+    inputCols: list[str]
+    inputShape: Any
+    labelCol: str
+    weightCol: str
+    validationIndicatorCol: str
+    predictionCol: str
+    epochs: int
+    maxSteps: int
+    batchSize: int
+    numWorkers: int | None
+    seed: int
+    syncStrategy: SyncStrategy | str
+    precision: str
+    gradientAccumulationSteps: int
+    gradientClipNorm: float | None
+    device: str
+    deterministic: bool
+    checkpointDir: str | None
+    checkpointInterval: int
+    maxRestarts: int
+    earlyStopping: EarlyStopping | None
+    callbacks: list[Any]
+    metrics: Any
+    verbose: int
+    cpusPerWorker: int | None
+    gpusPerWorker: float | None
+
+
+class ClassifierArguments(EstimatorArguments, total=False):
+    """Keyword arguments of `TorchClassifier`; each sets one Param."""
+
+    probabilityCol: str
+    rawPredictionCol: str

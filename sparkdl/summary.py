@@ -1,0 +1,161 @@
+"""What happened during a fit? Plain values, kept with the fitted model.
+
+Made on the driver from what the ranks reported; saved as JSON beside the model. Needs neither
+torch nor pyspark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import SparkDLError, StorageError
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary:
+    """The record of one fit: learning curves, times, rows, restarts."""
+
+    history: list[dict[str, float]]
+    """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed."""
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each phase of the fit, in the order of the phases."""
+    restarts: int = 0
+    """How often the gang was started again after the loss of a worker."""
+    rows: int = 0
+    """Training rows."""
+    validation_rows: int = 0
+    steps: int = 0
+    """Optimizer steps of each rank."""
+    world_size: int = 1
+    throughput_by_rank: list[float] = field(default_factory=list)
+    """Training rows per second of each rank while it trained."""
+    seconds: float = 0.0
+    """Wall-clock seconds of the whole fit."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; numbers that JSON cannot hold become None."""
+        values: dict[str, Any] = _finite(dataclasses.asdict(self))
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainingSummary:
+        """Rebuild a summary from `to_dict`.
+
+        Raises:
+            StorageError: the values are not those of a summary of this version.
+        """
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown or "history" not in values:
+            raise StorageError(
+                f"these are not the values of a training summary: unknown keys {unknown}, "
+                f"known keys {sorted(known)}"
+            )
+        history = [
+            {key: math.nan if value is None else value for key, value in record.items()}
+            for record in values["history"]
+        ]
+        return cls(**{**values, "history": history})
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The history as a pandas DataFrame, one row per epoch."""
+        import pandas as pd
+
+        return pd.DataFrame(self.history)
+
+    def plot(self, path: str | Path | None = None) -> matplotlib.figure.Figure:
+        """Draw the learning curves: the loss, and every metric in a panel of its own.
+
+        Args:
+            path: file to write (the suffix chooses the format); None writes none.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            SparkDLError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise SparkDLError(
+                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+            ) from error
+        panels = self.curves()
+        figure = Figure(figsize=(5.0 * len(panels), 3.5), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+            for label, (epochs, values) in lines.items():
+                axis.plot(epochs, values, marker="o", markersize=3, label=label)
+            axis.set(title=title, xlabel="epoch")
+            axis.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def curves(self) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+        """Panel -> line -> (epochs, values): ``loss`` and ``val_loss`` share a panel, and so on."""
+        panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {"loss": {}}
+        for position, record in enumerate(self.history):
+            for key, value in record.items():
+                if key == "epoch":
+                    continue
+                lines = panels.setdefault(key.removeprefix("val_"), {})
+                epochs, values = lines.setdefault(key, ([], []))
+                epochs.append(record.get("epoch", position))
+                values.append(value)
+        return panels
+
+    def __repr__(self) -> str:
+        return "TrainingSummary:\n" + "\n".join(
+            f"  {name:<16} {value}" for name, value in self._lines()
+        )
+
+    def _repr_html_(self) -> str:
+        """The summary as notebooks show it: the facts, then the last epochs of the history."""
+        facts = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self._lines()
+        )
+        table: str = self.to_pandas().tail(20).to_html(index=False, float_format="%.5g")
+        return f"<table>{facts}</table>{table}"
+
+    def _lines(self) -> list[tuple[str, str]]:
+        lines = [
+            ("rows", f"{self.rows:,} training, {self.validation_rows:,} validation"),
+            ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
+            ("restarts", str(self.restarts)),
+            ("seconds", f"{self.seconds:.1f} ({self._phases()})"),
+            ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
+        ]
+        if self.history:
+            last = ", ".join(
+                f"{key} {value:.5g}" for key, value in self.history[-1].items() if key != "epoch"
+            )
+            lines.append(("last epoch", last))
+        return lines
+
+    def _phases(self) -> str:
+        return ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity in it replaced by None, which JSON can hold."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
