@@ -7,6 +7,7 @@ SparkDLError
 ├── StorageError         a checkpoint or model directory cannot be read or written
 │   └── CheckpointError  a checkpoint is damaged or belongs to another run
 ├── WorkerError          the user's code failed on a worker; carries that worker's traceback
+├── TrainingDiverged     the loss is no longer a finite number
 └── TrainingFailed       workers were lost more often than ``maxRestarts`` allows
 
 Inside the gang, never shown to users unless they exhaust the restarts:
@@ -64,6 +65,10 @@ class WorkerError(SparkDLError):
     def __reduce__(self) -> tuple[object, ...]:
         message = str(self.args[0]).split("\n\n", 1)[0].split(": ", 1)[1]
         return type(self), (self.rank, self.error_type, message, self.worker_traceback)
+
+
+class TrainingDiverged(SparkDLError):
+    """The loss became infinite or NaN; the message names the step and what to try."""
 
 
 class TrainingFailed(SparkDLError):

@@ -48,14 +48,19 @@ class SyncStrategy(ABC):
 class Synchronizer(ABC):
     """The strategy at work in one worker; owns model and optimizer.
 
-    The loop calls, per step: forward and backward of each micro-batch (all but the last inside
-    ``no_sync()``), ``reduce_gradients``, the optimizer, ``after_step``. Gradients hold *sums*
-    over the local batch of ``loss / global_batch_rows``, so that their sum over ranks is the
-    gradient of the weighted mean over the global batch.
+    The loop calls, per step: ``zero_gradients``, forward and backward of each micro-batch (all
+    but the last inside ``no_sync()``), ``reduce_gradients``, the optimizer, ``after_step``.
+    Gradients hold *sums* over the local batch of ``loss / global_batch_rows``, so that their sum
+    over ranks is the gradient of the weighted mean over the global batch. A rank whose batch is
+    empty runs no forward and no backward pass, but makes all the other calls.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the last step; called before the first forward pass of one."""
+        self.optimizer.zero_grad()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -85,15 +90,15 @@ class Synchronizer(ABC):
         """What the strategy must remember, equal on all ranks (clocks, outer momentum)."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
         """Restore what `state_dict` gave."""
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What only this rank must remember (residuals)."""
         return {}
 
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
         """Restore what `rank_state_dict` gave."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # may stay
         """Release hooks and buffers; called once, also after a failure."""

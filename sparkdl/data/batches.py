@@ -1,0 +1,256 @@
+"""How do a rank's memory-mapped columns become the batches of an epoch?
+
+Rows are gathered for several steps at once into buffers that are used again and again: one
+large gather costs less than many small ones, and fresh memory costs page faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparkdl.data.shuffle import Order, epoch_order
+from sparkdl.plan import TrainPlan
+
+Inputs = tuple[torch.Tensor, ...]
+Target = torch.Tensor | Inputs
+
+GATHER_BYTES = 4 << 20
+"""Steps are gathered together up to this size; it fits the cache of most machines."""
+
+
+@dataclass(frozen=True)
+class ShardData:
+    """One shard as memory-mapped tensors."""
+
+    fingerprint: str
+    columns: dict[str, torch.Tensor]
+    """Column name -> ``(rows, *shape)``."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the shard."""
+        return len(next(iter(self.columns.values())))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are used together.
+
+    The tensors of a training batch are valid until the next batch is asked for: their memory is
+    then used again. Those of `sequential_batches` stay.
+    """
+
+    inputs: Inputs
+    """One tensor ``(batch, *shape)`` per feature column, in the plan's order."""
+    target: Target
+    """The label column, or, where there is none, the inputs (one tensor, or all as a tuple)."""
+    weight: torch.Tensor | None
+    """``(batch,)``."""
+    num_rows: int
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The samples from ``start`` to ``stop``, as views."""
+        target = self.target
+        return Batch(
+            inputs=tuple(value[start:stop] for value in self.inputs),
+            target=target[start:stop]
+            if isinstance(target, torch.Tensor)
+            else tuple(value[start:stop] for value in target),
+            weight=None if self.weight is None else self.weight[start:stop],
+            num_rows=stop - start,
+        )
+
+    def map(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with ``convert`` applied to each of its tensors, once to each."""
+        done: dict[int, torch.Tensor] = {}
+
+        def once(value: torch.Tensor) -> torch.Tensor:
+            if id(value) not in done:
+                done[id(value)] = convert(value)
+            return done[id(value)]
+
+        target = self.target
+        return Batch(
+            inputs=tuple(once(value) for value in self.inputs),
+            target=once(target)
+            if isinstance(target, torch.Tensor)
+            else tuple(once(value) for value in target),
+            weight=None if self.weight is None else once(self.weight),
+            num_rows=self.num_rows,
+        )
+
+
+class Batches:
+    """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
+
+    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, whatever
+    ``start_step`` was; it may be empty.
+
+    Args:
+        shards: the rank's training shards, in the plan's order.
+        plan: the run's plan.
+        rank: whose batches.
+        seed: the run's seed.
+        epoch: number of the epoch, from 0.
+        start_step: first step, counted from the beginning of the epoch.
+        prefetch: whether a thread gathers the next batches while the current ones are used.
+        pin_memory: give page-locked memory, which a CUDA device can read by itself.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardData],
+        plan: TrainPlan,
+        rank: int,
+        *,
+        seed: int,
+        epoch: int,
+        start_step: int = 0,
+        prefetch: bool = True,
+        pin_memory: bool = False,
+    ) -> None:
+        self._shards = [shard for shard in shards if shard.num_rows]
+        self._plan = plan
+        self._rank = rank
+        self._seed = seed
+        self._epoch = epoch
+        self._start_step = start_step
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batch of each step. Close the iterator to end its thread early."""
+        runs = self._runs()
+        return _chain(_in_background(runs) if self._prefetch else runs)
+
+    def _runs(self) -> Iterator[list[Batch]]:
+        rows = [shard.num_rows for shard in self._shards]
+        fingerprints = [shard.fingerprint for shard in self._shards]
+        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
+        bounds = [
+            self._plan.bounds(self._rank, step)
+            for step in range(self._start_step, self._plan.steps_per_epoch)
+        ]
+        num_together = self._steps_together()
+        capacity = num_together * -(-len(order) // self._plan.steps_per_epoch)
+        # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
+        # memory is taken afresh instead: torch's allocator knows when the device has read it.
+        num_buffers = 3 if self._prefetch else 1
+        buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_buffers)]
+        for number, first in enumerate(range(0, len(bounds), num_together)):
+            together = bounds[first : first + num_together]
+            start, stop = together[0][0], together[-1][1]
+            buffer = {} if self._pin_memory else buffers[number % num_buffers]
+            columns = {
+                column.name: self._gather(column.name, order[start:stop], buffer, capacity)
+                for column in self._plan.columns
+            }
+            yield [
+                make_batch(self._plan, columns, low - start, high - start) for low, high in together
+            ]
+
+    def _steps_together(self) -> int:
+        if not self._shards:
+            return max(1, self._plan.steps_per_epoch)
+        tensors = self._shards[0].columns.values()
+        row_bytes = sum(value[:1].numel() * value.element_size() for value in tensors)
+        return max(1, GATHER_BYTES // max(1, row_bytes * self._plan.batch_size))
+
+    def _gather(
+        self, name: str, positions: Order, buffer: dict[str, torch.Tensor], capacity: int
+    ) -> torch.Tensor:
+        sources = [shard.columns[name] for shard in self._shards]
+        if not sources:
+            return self._empty(name)
+        if name not in buffer:
+            shape = (capacity, *sources[0].shape[1:])
+            buffer[name] = torch.empty(shape, dtype=sources[0].dtype, pin_memory=self._pin_memory)
+        rows = buffer[name][: len(positions)]
+        gather_rows(sources, positions, rows)
+        return rows
+
+    def _empty(self, name: str) -> torch.Tensor:
+        column = next(column for column in self._plan.columns if column.name == name)
+        return torch.from_numpy(np.empty((0, *column.shape), dtype=column.dtype))
+
+
+def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
+    """All rows in their order, at most ``plan.batch_size`` at once; for evaluation."""
+    for shard in shards:
+        for start in range(0, shard.num_rows, plan.batch_size):
+            stop = min(start + plan.batch_size, shard.num_rows)
+            # Copies: a model that changes its input in place must not reach the spool's pages.
+            columns = {
+                column.name: shard.columns[column.name][start:stop].clone()
+                for column in plan.columns
+            }
+            yield make_batch(plan, columns, 0, stop - start)
+
+
+def make_batch(plan: TrainPlan, columns: dict[str, torch.Tensor], start: int, stop: int) -> Batch:
+    """Give each column's rows from ``start`` to ``stop`` the role that the plan names."""
+    by_role: dict[str, list[torch.Tensor]] = {"feature": [], "label": [], "weight": []}
+    for column in plan.columns:
+        by_role[column.role].append(columns[column.name][start:stop])
+    inputs = tuple(by_role["feature"])
+    target: Target = inputs[0] if len(inputs) == 1 else inputs
+    if by_role["label"]:
+        target = by_role["label"][0]
+    weight = by_role["weight"][0] if by_role["weight"] else None
+    return Batch(inputs=inputs, target=target, weight=weight, num_rows=stop - start)
+
+
+def gather_rows(sources: Sequence[torch.Tensor], positions: Order, out: torch.Tensor) -> None:
+    """Write the rows at ``positions`` of the concatenation of ``sources`` to ``out``, in order."""
+    if len(sources) == 1:
+        torch.index_select(sources[0], 0, torch.from_numpy(positions), out=out)
+        return
+    offsets = np.cumsum([0, *(len(source) for source in sources)])
+    owners = np.searchsorted(offsets, positions, side="right") - 1
+    for owner in np.unique(owners):
+        where = np.flatnonzero(owners == owner)
+        rows = torch.from_numpy(positions[where] - offsets[owner])
+        out.index_copy_(0, torch.from_numpy(where), torch.index_select(sources[owner], 0, rows))
+
+
+def _chain(runs: Iterator[list[Batch]]) -> Iterator[Batch]:
+    with contextlib.closing(runs):  # type: ignore[type-var]  # both kinds are generators
+        for run in runs:
+            yield from run
+
+
+def _in_background(runs: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """Draw from ``runs`` in a thread, one item ahead; its exception is raised here."""
+    ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=1)
+    stopped = threading.Event()
+
+    def produce() -> None:
+        try:
+            for run in runs:
+                ready.put(run)
+                if stopped.is_set():
+                    return
+            ready.put(None)
+        except BaseException as error:  # handed to the consumer, which raises it
+            ready.put(error)
+
+    thread = threading.Thread(target=produce, name="sparkdl-batches", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        while thread.is_alive():  # a put that waits for room must be let through
+            with contextlib.suppress(queue.Empty):
+                ready.get_nowait()
+            thread.join(timeout=0.01)

@@ -1,0 +1,271 @@
+"""How is a loss turned into two sums, so that it means the same on any number of ranks?
+
+A mean over the global batch is (sum of losses) / (sum of weights), and both sums add up over
+micro-batches and ranks. So every loss is asked for the losses of the single samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sparkdl.config import Task
+from sparkdl.errors import ConfigError
+
+Sums = tuple[torch.Tensor, torch.Tensor | float]
+
+LOSSES: dict[str, type[nn.Module]] = {
+    "bce": nn.BCELoss,
+    "bce_with_logits": nn.BCEWithLogitsLoss,
+    "cross_entropy": nn.CrossEntropyLoss,
+    "hinge_embedding": nn.HingeEmbeddingLoss,
+    "huber": nn.HuberLoss,
+    "kl_div": nn.KLDivLoss,
+    "l1": nn.L1Loss,
+    "mse": nn.MSELoss,
+    "nll": nn.NLLLoss,
+    "poisson_nll": nn.PoissonNLLLoss,
+    "smooth_l1": nn.SmoothL1Loss,
+    "soft_margin": nn.SoftMarginLoss,
+}
+"""Names that ``loss`` accepts. Instances of other classes with a ``reduction`` work too."""
+
+_ELEMENTWISE = (
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.HingeEmbeddingLoss,
+    nn.HuberLoss,
+    nn.KLDivLoss,
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.PoissonNLLLoss,
+    nn.SmoothL1Loss,
+    nn.SoftMarginLoss,
+)
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+class LossFunction(Protocol):
+    """A loss as two sums over samples."""
+
+    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
+        """Sum of the weighted losses of a batch, and sum of the weights.
+
+        The quotient of the two, each summed over all micro-batches and ranks, is the loss of the
+        union of these. ``weight`` is ``(batch,)``; None counts every sample once.
+        """
+
+    def predictions(self, output: Any) -> Any:
+        """What metrics see of a classifier: probabilities, where the loss says how."""
+
+    def to(self, device: torch.device) -> None:
+        """Move what the loss holds (class weights, parameters, which are not trained)."""
+
+
+def resolve_loss(loss: Any, task: Task) -> LossFunction:
+    """Make a `LossFunction` of what the user gave.
+
+    Args:
+        loss: one of
+
+            - a name of `LOSSES`, or a class or instance with a ``reduction`` of ``"mean"``,
+              ``"none"`` or ``"batchmean"`` like those of ``torch.nn``. A copy is used. The
+              loss of a sample is the mean over its other dimensions; class weights and
+              ``ignore_index`` act exactly as in torch's mean.
+            - a callable ``(output, target)``, also a module without ``reduction``, that gives
+              the losses of the samples, ``(batch, ...)``; or a pair (sum of losses, sum of
+              weights); or a scalar, which is taken as the mean over the batch. A column of
+              weights needs the first kind.
+        task: what is learnt; a loss of class numbers does not fit a regression.
+
+    Raises:
+        ConfigError: the name is unknown, or the loss cannot be used.
+    """
+    if isinstance(loss, str):
+        if loss.lower() not in LOSSES:
+            raise ConfigError(f"unknown loss {loss!r}; known: {', '.join(sorted(LOSSES))}")
+        loss = LOSSES[loss.lower()]
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        loss = loss()
+    if isinstance(loss, _CLASSES) and task == "regression":
+        raise ConfigError(
+            f"{type(loss).__name__} compares class numbers, which a regression has not; "
+            "use 'mse' or another loss of numbers"
+        )
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        return ClassLoss(loss) if isinstance(loss, _CLASSES) else ModuleLoss(loss)
+    if callable(loss):
+        return CallableLoss(loss)
+    raise ConfigError(f"loss must be a name, an nn.Module or a callable; received {loss!r}")
+
+
+class ModuleLoss:
+    """A module of torch's kind, with a ``reduction``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        if module.reduction not in ("mean", "none", "batchmean"):
+            raise ConfigError(
+                f"{type(module).__name__}(reduction={module.reduction!r}) grows with the number "
+                "of samples, hence of workers; use reduction='mean'"
+            )
+        self._sums_dimensions = module.reduction == "batchmean"
+        self._module: Any = copy.deepcopy(module).requires_grad_(False)
+        self._module.reduction = "none"
+
+    def to(self, device: torch.device) -> None:
+        """See `LossFunction.to`."""
+        self._module.to(device)
+
+    def predictions(self, output: Any) -> Any:
+        """See `LossFunction.predictions`."""
+        return torch.sigmoid(output) if isinstance(self._module, nn.BCEWithLogitsLoss) else output
+
+    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
+        """See `LossFunction.__call__`."""
+        output = _full_precision(output)
+        if isinstance(self._module, _ELEMENTWISE):
+            output, target = match_shapes(output, target)
+            target = target.to(output.dtype)
+        losses = self._module(output, target)
+        if losses.dim() == 0:
+            raise ConfigError(
+                f"{type(self._module).__name__}(reduction='none') returned a scalar; it must "
+                "return the loss of each sample"
+            )
+        return _weighted(_per_sample(losses, self._sums_dimensions), weight)
+
+
+class ClassLoss(ModuleLoss):
+    """Cross entropy and negative log-likelihood: class weights and ignored targets count."""
+
+    def predictions(self, output: Any) -> Any:
+        """See `LossFunction.predictions`."""
+        # Torchmetrics guesses from each batch's values whether they are logits.
+        if isinstance(self._module, nn.CrossEntropyLoss):
+            return torch.softmax(output, dim=1)
+        return torch.exp(output)
+
+    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
+        """See `LossFunction.__call__`."""
+        output = _full_precision(output)
+        if target.shape == output.shape and target.is_floating_point():
+            losses = self._module(output, target.to(output.dtype))
+            return _weighted(_per_sample(losses), weight)
+        target = _class_numbers(output, target)
+        losses = _per_sample(self._module(output, target))
+        counts = _per_sample(self._counts(target, losses.dtype))
+        if weight is None:
+            return losses.sum(), counts.sum()
+        weight = weight.to(losses.dtype)
+        return (losses * weight).sum(), (counts * weight).sum()
+
+    def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """By how much each target counts in torch's mean."""
+        counted: torch.Tensor = target != self._module.ignore_index
+        class_weight: torch.Tensor | None = self._module.weight
+        if class_weight is None:
+            return counted.to(dtype)
+        weights = class_weight.to(dtype)[torch.where(counted, target, 0)]
+        return torch.where(counted, weights, 0)
+
+
+class CallableLoss:
+    """A function of the user's, or a module without ``reduction``."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+        if isinstance(function, nn.Module):
+            self._function = copy.deepcopy(function).requires_grad_(False)
+
+    def to(self, device: torch.device) -> None:
+        """See `LossFunction.to`."""
+        if isinstance(self._function, nn.Module):
+            self._function.to(device)
+
+    def predictions(self, output: Any) -> Any:
+        """See `LossFunction.predictions`."""
+        return output
+
+    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
+        """See `LossFunction.__call__`."""
+        num_rows = len(target if isinstance(target, torch.Tensor) else target[0])
+        result = self._function(_full_precision(output), target)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if is_pair or (isinstance(result, torch.Tensor) and result.dim() == 0):
+            if weight is not None:
+                raise ConfigError(
+                    "with a weight column the loss must return the loss of each sample, (batch,) "
+                    f"or (batch, ...); it returned {'a pair' if is_pair else 'a scalar'}"
+                )
+            return result if is_pair else (result * num_rows, float(num_rows))
+        if not isinstance(result, torch.Tensor) or len(result) != num_rows:
+            what = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
+            raise ConfigError(
+                f"the loss of a batch of {num_rows} samples must be a scalar, a pair (sum of "
+                f"losses, sum of weights) or a tensor of shape ({num_rows}, ...); received {what}"
+            )
+        return _weighted(_per_sample(result), weight)
+
+
+def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make ``(batch, 1)`` and ``(batch,)`` equal, and refuse whatever else would broadcast.
+
+    Raises:
+        ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        raise ConfigError(
+            f"the loss compares one tensor with one; the module's output is {type(output)} and "
+            f"the target is {type(target)}; pass a loss of your own, (output, target)"
+        )
+    if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
+        output = output.squeeze(-1)
+    elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:
+        target = target.squeeze(-1)
+    if output.shape != target.shape:
+        raise ConfigError(
+            f"the module's output has shape {tuple(output.shape)} but the target has shape "
+            f"{tuple(target.shape)}; change the module, or the loss, so that they are equal"
+        )
+    return output, target
+
+
+def _class_numbers(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if target.dim() == output.dim() and target.shape[1:] == (1,):
+        target = target.squeeze(-1)
+    expected = (output.shape[0], *output.shape[2:])
+    if output.dim() < 2 or tuple(target.shape) != expected or target.is_floating_point():
+        raise ConfigError(
+            "a loss of class numbers needs output (batch, classes, ...) and integer target "
+            f"(batch, ...); received output {tuple(output.shape)} and target "
+            f"{tuple(target.shape)} of {target.dtype}"
+        )
+    return target.long()
+
+
+def _full_precision(output: Any) -> Any:
+    """Losses are computed in float32 at least, whatever autocast made of the output."""
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
+        return type(output)(_full_precision(value) for value in output)
+    return output
+
+
+def _per_sample(values: torch.Tensor, sums_dimensions: bool = False) -> torch.Tensor:
+    if values.dim() == 1:
+        return values
+    flat = values.flatten(1)
+    return flat.sum(1) if sums_dimensions else flat.mean(1)
+
+
+def _weighted(losses: torch.Tensor, weight: torch.Tensor | None) -> Sums:
+    if weight is None:
+        return losses.sum(), float(len(losses))
+    weight = weight.to(losses.dtype)
+    return (losses * weight).sum(), weight.sum()

@@ -1,0 +1,92 @@
+"""Which optimizer and which schedule did the user ask for?
+
+The learning rate is what the user said, on any number of ranks: it is never scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.sync.base import MakeOptimizer
+
+# LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
+_NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type)
+    and issubclass(value, torch.optim.Optimizer)
+    and value is not torch.optim.Optimizer
+    and name not in _NEEDS_ANOTHER_LOOP
+}
+"""Lower-case name -> class, for every optimizer of this torch that works step by step."""
+
+
+def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
+    """The function that makes the optimizer of the given parameters.
+
+    Raises:
+        ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
+            optimizer was given together with options for it.
+    """
+    options: dict[str, Any] = dict(config.optimizer_params)
+    if config.learning_rate is not None:
+        if "lr" in options:
+            raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
+        options["lr"] = config.learning_rate
+    kind = config.optimizer
+    if isinstance(kind, str):
+        if kind.lower() not in OPTIMIZERS:
+            known = ", ".join(sorted(OPTIMIZERS))
+            raise ConfigError(f"unknown optimizer {kind!r}; known: {known}")
+        kind = OPTIMIZERS[kind.lower()]
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
+        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    if not is_class and options:
+        raise ConfigError(
+            f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "
+            "optimizer's class"
+        )
+    if not callable(kind):
+        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            made = kind(parameters, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer {kind!r} refused {options}: {error}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
+        return made
+
+    return make
+
+
+def make_scheduler(
+    config: TrainConfig, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The learning-rate schedule, or None. It is stepped after every optimizer step.
+
+    Raises:
+        ConfigError: what was given does not make a schedule that is stepped without a metric.
+    """
+    if config.scheduler is None:
+        return None
+    if not callable(config.scheduler):
+        raise ConfigError(
+            f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
+        )
+    scheduler = config.scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau needs a metric at every step; use another scheduler")
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ConfigError(f"scheduler must return an LRScheduler; received {scheduler!r}")
+    return scheduler

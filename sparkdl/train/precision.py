@@ -1,0 +1,79 @@
+"""In which number format are the forward and backward passes computed?
+
+Weights, gradients, their sums over ranks and the loss stay in the module's own format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparkdl.config import Precision
+from sparkdl.errors import TrainingDiverged
+
+MIN_SCALE = 2.0**-16
+"""Below this scale of fp16 gradients there is nothing left that scaling could heal."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NumberFormat:
+    """Autocast, and for fp16 the scaling of the loss that keeps small gradients.
+
+    A step whose fp16 gradients overflow is skipped. Gradients are unscaled after they have been
+    summed over ranks, so all ranks skip the same steps.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self._device = device
+        self._dtype = _DTYPES.get(precision)
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+    @property
+    def may_skip_steps(self) -> bool:
+        """Whether an overflow is healed by skipping the step rather than an error."""
+        return self._scaler is not None
+
+    def autocast(self) -> torch.autocast:
+        """Context for the forward pass of the module."""
+        return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward pass of the scaled loss."""
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the gradients, summed over ranks, their true size."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer; False if the step was skipped because gradients overflowed.
+
+        Raises:
+            TrainingDiverged: the gradients overflow at any scale.
+        """
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        after = self._scaler.get_scale()
+        if after < MIN_SCALE:
+            raise TrainingDiverged(
+                f"fp16 gradients are not finite at any loss scale (now {after}); lower the "
+                "learning rate, set gradientClipNorm, or use precision 'bf16' or 'fp32'"
+            )
+        return after >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty unless fp16."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave; nothing when the precision was another."""
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
