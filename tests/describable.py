@@ -1,0 +1,88 @@
+"""What do the tests of descriptions import by name?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Plain(nn.Module):
+    """Made without arguments."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.layer = nn.Linear(3, width)
+        self.scale: Any = 1.0
+        self.register_buffer("grid", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.grid) * self.scale
+
+    @classmethod
+    def wide(cls) -> Plain:
+        return cls(8)
+
+
+class NeedsWidth(nn.Module):
+    """Made with an argument only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Frozen, as strategies are."""
+
+    period: int = 3
+    shape: tuple[int, ...] = (1, 2)
+    twice: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", self.period * 2)
+
+
+@dataclass
+class Mutable:
+    """Not frozen."""
+
+    period: int = 3
+
+
+def make_net(width: int = 4) -> nn.Module:
+    """A factory."""
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU())
+
+
+def add(a: Any, b: Any) -> Any:
+    """A function of two arguments."""
+    return a + b
+
+
+def not_a_module() -> int:
+    """A factory that makes something else."""
+    return 1
+
+
+renamed = lambda: None  # noqa: E731
