@@ -75,7 +75,9 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
     if section.master is not None:
         remote = section.master.startswith("sc://")
         builder = builder.remote(section.master) if remote else builder.master(section.master)
-    for key, value in section.conf.items():
+    # Spark's own bar would be drawn over ours.
+    conf = {"spark.ui.showConsoleProgress": False, **section.conf}
+    for key, value in conf.items():
         builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
     return builder.getOrCreate()
 

@@ -1,0 +1,274 @@
+"""The half of `sparkdl.job` that needs a Spark session."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+from sklearn import metrics
+from torch import nn
+
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.job import (
+    VALIDATION_COLUMN,
+    load_model,
+    read_data,
+    read_training_data,
+    run_evaluate,
+    run_predict,
+    run_train,
+    score,
+)
+from sparkdl.jobfile import (
+    DataSection,
+    EvaluateJob,
+    EvaluateOutput,
+    EvaluationSection,
+    ObjectRef,
+    PredictJob,
+    PredictOutput,
+    SavedModel,
+    TrainJob,
+    TrainOutput,
+    ValidationSection,
+)
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.plan import Column
+from sparkdl.scores import ClassificationScores, RegressionScores
+
+pytestmark = pytest.mark.spark
+
+X = Column(name="x", role="feature", dtype="float32", shape=(2,))
+
+
+def classifier() -> TorchClassifierModel:
+    """Predicts class 1 where the second number is the larger one."""
+    return TorchClassifierModel(nn.Identity(), [X], num_classes=2)
+
+
+def regressor() -> TorchRegressorModel:
+    """Predicts the sum of both numbers."""
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return TorchRegressorModel(layer, [X])
+
+
+@pytest.fixture
+def rows(spark: SparkSession) -> DataFrame:
+    values = [
+        ([1.0, 0.0], 0, 1.0),
+        ([0.0, 2.0], 1, 2.0),
+        ([3.0, 1.0], 1, 0.5),
+        ([0.0, 1.0], 1, 1.0),
+    ]
+    return spark.createDataFrame(values, "x array<float>, label int, weight double")
+
+
+@pytest.fixture
+def files(rows: DataFrame, tmp_path: Path) -> str:
+    rows.write.parquet(str(tmp_path / "rows"))
+    return str(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("format", ["parquet", "json", "orc", "csv"])
+def test_every_format_of_files_is_read(spark: SparkSession, tmp_path: Path, format: str) -> None:
+    path = str(tmp_path / "files")
+    spark.range(5).selectExpr("CAST(id AS INT) AS n").write.format(format).save(path)
+    section = DataSection(format=format, path=path, schema="n INT", select=("n + 1 AS m",))
+    assert sorted(row.m for row in read_data(spark, section).collect()) == [1, 2, 3, 4, 5]
+
+
+def test_a_table_is_read(spark: SparkSession) -> None:
+    spark.range(3).createOrReplaceTempView("job_rows")
+    assert read_data(spark, DataSection(format="table", table="job_rows")).count() == 3
+
+
+def test_reader_options_have_an_effect(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("n;m\n1;2\n", encoding="utf-8")
+    options = {"header": True, "sep": ";", "inferSchema": True}
+    section = DataSection(format="csv", path=str(tmp_path / "a.csv"), options=options)
+    assert [row.asDict() for row in read_data(spark, section).collect()] == [{"n": 1, "m": 2}]
+
+
+def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) -> None:
+    with pytest.raises(DataError, match=r"cannot read '/none'"):
+        read_data(spark, DataSection(path="/none"))
+    with pytest.raises(DataError, match="no_such"):
+        read_data(spark, DataSection(path=files, select=("no_such",)))
+
+
+def training(path: str, validation: ValidationSection | None) -> TrainJob:
+    return TrainJob(
+        data=DataSection(path=path),
+        model=ObjectRef(factory="sparkdl.demo:DigitsNet"),
+        output=TrainOutput(path=path),
+        validation=validation,
+    )
+
+
+def test_validation_rows_are_the_same_however_the_rows_are_split(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    chosen = []
+    for parts in (1, 5):
+        path = str(tmp_path / f"rows{parts}")
+        spark.range(2000).repartition(parts).write.parquet(path)
+        marked = read_training_data(spark, training(path, ValidationSection(fraction=0.25)))
+        chosen.append({row.id for row in marked.filter(VALIDATION_COLUMN).collect()})
+    assert chosen[0] == chosen[1]
+    assert 420 < len(chosen[0]) < 580
+    other = read_training_data(spark, training(path, ValidationSection(fraction=0.25, seed=1)))
+    assert {row.id for row in other.filter(VALIDATION_COLUMN).collect()} != chosen[0]
+
+
+def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> None:
+    spark.range(4).write.parquet(str(tmp_path / "train"))
+    spark.range(10, 12).write.parquet(str(tmp_path / "validation"))
+    section = ValidationSection(path=str(tmp_path / "validation"))
+    marked = read_training_data(spark, training(str(tmp_path / "train"), section))
+    assert sorted(marked.filter(VALIDATION_COLUMN).toPandas()["id"]) == [10, 11]
+    assert sorted(marked.filter(f"NOT {VALIDATION_COLUMN}").toPandas()["id"]) == [0, 1, 2, 3]
+    plain = read_training_data(spark, training(str(tmp_path / "train"), None))
+    assert VALIDATION_COLUMN not in plain.columns
+
+
+def test_an_existing_model_is_not_replaced_unasked(spark: SparkSession, files: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set output\.overwrite=true"):
+        run_train(training(files, None), spark)
+
+
+@pytest.mark.parametrize("weight_col", [None, "weight"])
+def test_a_classifier_is_scored_as_scikit_learn_does(
+    rows: DataFrame, weight_col: str | None
+) -> None:
+    scores = score(classifier(), rows, "label", weight_col)
+    assert isinstance(scores, ClassificationScores)
+    table = rows.toPandas()
+    weights = None if weight_col is None else table[weight_col]
+    logits = torch.tensor([list(pair) for pair in table["x"]])
+    accuracy = metrics.accuracy_score(table["label"], logits.argmax(1), sample_weight=weights)
+    log_loss = metrics.log_loss(
+        table["label"], logits.double().softmax(1).numpy(), sample_weight=weights
+    )
+    assert scores.accuracy == pytest.approx(accuracy)
+    assert scores.log_loss == pytest.approx(log_loss, abs=1e-6)
+
+
+def test_a_label_that_the_model_does_not_know_counts_as_wrong(rows: DataFrame) -> None:
+    scores = score(classifier(), rows.selectExpr("x", "label + 5 AS label"), "label", None)
+    assert isinstance(scores, ClassificationScores)
+    assert scores.accuracy == 0
+    assert scores.log_loss is not None
+    assert 30 < scores.log_loss < 40
+
+
+def test_a_classifier_without_probabilities_has_no_log_loss(rows: DataFrame) -> None:
+    scores = score(classifier().setProbabilityCol(""), rows, "label", None)
+    assert isinstance(scores, ClassificationScores)
+    assert scores.log_loss is None
+
+
+@pytest.mark.parametrize("weight_col", [None, "weight"])
+def test_a_regressor_is_scored_as_scikit_learn_does(
+    rows: DataFrame, weight_col: str | None
+) -> None:
+    scores = score(regressor(), rows, "label", weight_col)
+    assert isinstance(scores, RegressionScores)
+    table = rows.toPandas()
+    weights = None if weight_col is None else table[weight_col]
+    predictions = [sum(pair) for pair in table["x"]]
+    arguments = (table["label"], predictions)
+    assert scores.r2 == pytest.approx(metrics.r2_score(*arguments, sample_weight=weights))
+    assert scores.mae == pytest.approx(
+        metrics.mean_absolute_error(*arguments, sample_weight=weights)
+    )
+    assert scores.rmse == pytest.approx(
+        metrics.root_mean_squared_error(*arguments, sample_weight=weights)
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [("1.5D", "label 1.5: no class number"), ("-1", "label -1.0"), ("NULL", "has null labels")],
+)
+def test_wrong_labels_are_named(rows: DataFrame, label: str, message: str) -> None:
+    wrong = rows.selectExpr("x", f"CAST({label} AS DOUBLE) AS label")
+    with pytest.raises(DataError, match=message):
+        score(classifier(), wrong, "label", None)
+
+
+def test_a_missing_label_column_is_named(rows: DataFrame) -> None:
+    with pytest.raises(DataError, match="no column 'digit'; columns: x, label, weight"):
+        score(classifier(), rows, "digit", None)
+
+
+def test_a_model_without_a_common_measure_is_refused(rows: DataFrame) -> None:
+    with pytest.raises(ConfigError, match="a TorchModel cannot be evaluated"):
+        score(TorchModel(nn.Identity(), [X]), rows, "label", None)
+
+
+def test_no_rows_are_an_error(rows: DataFrame) -> None:
+    for model in (classifier(), regressor()):
+        with pytest.raises(DataError, match="no rows to evaluate"):
+            score(model, rows.limit(0), "label", None)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> SavedModel:
+    path = str(tmp_path / "model")
+    classifier().write().save(path)
+    return SavedModel(path=path)
+
+
+def test_a_saved_model_is_evaluated(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "scores.json"
+    job = EvaluateJob(
+        data=DataSection(path=files),
+        model=saved,
+        evaluation=EvaluationSection(weight_col="weight"),
+        output=EvaluateOutput(path=str(target)),
+    )
+    scores = run_evaluate(job, spark)
+    assert isinstance(scores, ClassificationScores)
+    assert scores.accuracy == pytest.approx(4 / 4.5)
+    assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
+
+
+def test_predictions_are_written_as_arrays(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    output = PredictOutput(path=str(tmp_path / "p"), columns=("label", "probability"))
+    job = PredictJob(data=DataSection(path=files), model=saved, output=output)
+    assert run_predict(job, spark).count() == 4
+    written = spark.read.parquet(output.path)
+    assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
+    with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):
+        run_predict(job, spark)
+
+
+def test_csv_takes_plain_columns_only(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    def job(*columns: str) -> PredictJob:
+        path = str(tmp_path / "csv")
+        output = PredictOutput(path=path, format="csv", columns=columns, options={"header": True})
+        return PredictJob(data=DataSection(path=files), model=saved, output=output)
+
+    with pytest.raises(ConfigError, match=r"CSV cannot hold the columns \['x', 'rawPrediction'"):
+        run_predict(job(), spark)
+    with pytest.raises(ConfigError, match=r"names \['no_such'\], which are not there; known: x"):
+        run_predict(job("no_such"), spark)
+    written = run_predict(job("label", "prediction"), spark)
+    assert sorted((row.label, row.prediction) for row in written.collect()) == [
+        (0, 0.0), (1, 0.0), (1, 1.0), (1, 1.0)
+    ]  # fmt: skip
+
+
+def test_a_path_without_a_model_is_named(spark: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="there is no saved model at"):
+        load_model(spark, str(tmp_path))
