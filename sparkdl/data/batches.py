@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,12 +125,12 @@ class Batches:
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """Yield the batch of each step. Close the iterator to end its thread early."""
         runs = self._runs()
         return _chain(_in_background(runs) if self._prefetch else runs)
 
-    def _runs(self) -> Iterator[list[Batch]]:
+    def _runs(self) -> Generator[list[Batch], None, None]:
         rows = [shard.num_rows for shard in self._shards]
         fingerprints = [shard.fingerprint for shard in self._shards]
         order = epoch_order(self._seed, self._epoch, fingerprints, rows)
@@ -220,13 +220,13 @@ def gather_rows(sources: Sequence[torch.Tensor], positions: Order, out: torch.Te
         out.index_copy_(0, torch.from_numpy(where), torch.index_select(sources[owner], 0, rows))
 
 
-def _chain(runs: Iterator[list[Batch]]) -> Iterator[Batch]:
-    with contextlib.closing(runs):  # type: ignore[type-var]  # both kinds are generators
+def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, None]:
+    with contextlib.closing(runs):
         for run in runs:
             yield from run
 
 
-def _in_background(runs: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+def _in_background(runs: Iterator[list[Batch]]) -> Generator[list[Batch], None, None]:
     """Draw from ``runs`` in a thread, one item ahead; its exception is raised here."""
     ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()

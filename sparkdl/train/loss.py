@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -114,7 +114,7 @@ class ModuleLoss:
                 "of samples, hence of workers; use reduction='mean'"
             )
         self._sums_dimensions = module.reduction == "batchmean"
-        self._module: Any = copy.deepcopy(module).requires_grad_(False)
+        self._module = cast(Any, copy.deepcopy(module).requires_grad_(False))
         self._module.reduction = "none"
 
     def to(self, device: torch.device) -> None:

@@ -1,0 +1,98 @@
+"""How good is the model on the validation rows? Sums travel between ranks, averages do not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from sparkdl.comm import Communicator
+from sparkdl.data.batches import Batch
+from sparkdl.train.loss import LossFunction
+from sparkdl.train.metrics import Metrics
+from sparkdl.train.precision import NumberFormat
+
+
+def evaluate(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    loss: LossFunction,
+    metrics: Metrics,
+    number_format: NumberFormat,
+    comm: Communicator,
+    device: torch.device,
+) -> dict[str, float]:
+    """One pass in evaluation mode. Collective; equal results on all ranks.
+
+    Returns:
+        ``val_loss`` and ``val_<name>`` for each metric, over the rows of all ranks.
+    """
+    metrics.reset()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with torch.no_grad(), evaluation_mode(module):
+        for batch in batches:
+            moved = batch.map(lambda value: value.to(device))
+            with number_format.autocast():
+                output = module(*moved.inputs)
+            loss_sum, weight_sum = loss(output, moved.target, moved.weight)
+            sums[0] += loss_sum
+            sums[1] += weight_sum
+            metrics.update(output, moved.target)
+    comm.all_reduce(sums)
+    loss_sum, weight_sum = sums.tolist()
+    values = {"val_loss": loss_sum / weight_sum if weight_sum > 0 else math.nan}
+    values.update({f"val_{name}": value for name, value in metrics.compute(comm).items()})
+    return values
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every submodule has the mode that it had before."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
+
+
+def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequence[int]) -> None:
+    """Make buffers, such as BatchNorm's running statistics, equal on all ranks. Collective.
+
+    Floating ones become the mean over ``ranks_with_rows``; others those of the first of these.
+    """
+    if comm.world_size == 1:
+        return
+    buffers = list(module.buffers())
+    _average([b for b in buffers if b.is_floating_point()], comm, ranks_with_rows)
+    others = [b for b in buffers if not b.is_floating_point()]
+    if others:
+        sent = torch.cat([buffer.detach().flatten().view(torch.uint8) for buffer in others])
+        comm.broadcast(sent, ranks_with_rows[0])
+        _fill(others, sent)
+
+
+def _average(
+    buffers: list[torch.Tensor], comm: Communicator, ranks_with_rows: Sequence[int]
+) -> None:
+    if not buffers:
+        return
+    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
+    if comm.rank not in ranks_with_rows:
+        flat.zero_()
+    comm.all_reduce(flat)
+    flat /= len(ranks_with_rows)
+    pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, piece in zip(buffers, pieces, strict=True):
+        buffer.detach().copy_(piece.view_as(buffer))
+
+
+def _fill(buffers: list[torch.Tensor], data: torch.Tensor) -> None:
+    pieces = torch.split(data, [buffer.numel() * buffer.element_size() for buffer in buffers])
+    for buffer, piece in zip(buffers, pieces, strict=True):
+        # Cloned: a view of a wider dtype needs memory that begins at a multiple of its size.
+        buffer.detach().copy_(piece.clone().view(buffer.dtype).view_as(buffer))

@@ -1,0 +1,369 @@
+"""How does a worker train? The only training loop: epochs of steps, from plan to outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sparkdl import sync
+from sparkdl.comm import Communicator
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.errors import ConfigError
+from sparkdl.plan import TrainPlan
+from sparkdl.train.callbacks import CallbackState, EarlyStopper, Observer
+from sparkdl.train.evaluate import evaluate, sync_buffers
+from sparkdl.train.loss import resolve_loss
+from sparkdl.train.metrics import Metrics
+from sparkdl.train.optim import make_scheduler, resolve_optimizer
+from sparkdl.train.precision import NumberFormat
+from sparkdl.train.replica import CheckpointSink, Replica, ResumePoint
+from sparkdl.train.rng import deterministic_algorithms, seed_everything
+from sparkdl.train.state import Record, TrainState
+from sparkdl.train.step import TrainStep, diverged
+
+__all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOutcome:
+    """What one worker knows when training is over. The weights are in the module."""
+
+    history: list[Record]
+    """One record per epoch; equal on all ranks but for ``seconds``."""
+    steps: int
+    """Completed steps of the run, with those before a restart."""
+    rows: int
+    """Samples that all ranks have used, with those before a restart."""
+    stopped_early: bool
+    seconds: dict[str, float]
+    """This rank's time in this attempt: data, compute, communication, evaluate, checkpoint.
+
+    On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
+    """
+    rows_per_second: float
+    """Samples of all ranks per second of training steps in this attempt; 0 if it had none."""
+    final: ResumePoint
+    """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
+    the module was given the best ones."""
+
+
+def train(
+    *,
+    module: nn.Module,
+    config: TrainConfig,
+    plan: TrainPlan,
+    shards: Sequence[ShardData],
+    validation: Sequence[ShardData],
+    comm: Communicator,
+    device: torch.device,
+    checkpoints: CheckpointSink | None,
+    resume: ResumePoint | None,
+    observer: Observer,
+) -> TrainOutcome:
+    """Train ``module`` in place; every rank calls, with equal weights.
+
+    Args:
+        module: the replica; moved to ``device`` and put into training mode. Submodules that shall
+            stay in evaluation mode must see to it in ``train()``.
+        config: what the user asked for.
+        plan: the numbers that follow from it.
+        shards: this rank's training shards, in the plan's order.
+        validation: this rank's validation shards.
+        comm: the gang.
+        device: where this rank computes.
+        checkpoints: where checkpoints go, except that of the end; None for nowhere.
+        resume: where to go on; a run that was complete returns at once.
+        observer: is told of phases, steps and epochs.
+
+    Raises:
+        ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.
+        TrainingDiverged: the loss is not finite.
+        CommunicationError: a peer was lost.
+    """
+    observer.phase("setup")
+    with deterministic_algorithms(config.deterministic):
+        trainer = _Trainer(
+            module, config, plan, shards, validation, comm, device, checkpoints, observer
+        )
+        try:
+            return trainer.run(resume)
+        finally:
+            trainer.close()
+
+
+class _Trainer:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: TrainConfig,
+        plan: TrainPlan,
+        shards: Sequence[ShardData],
+        validation: Sequence[ShardData],
+        comm: Communicator,
+        device: torch.device,
+        checkpoints: CheckpointSink | None,
+        observer: Observer,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._shards = shards
+        self._validation = validation
+        self._comm = comm
+        self._device = device
+        self._checkpoints = checkpoints
+        self._observer = observer
+        self._loss = resolve_loss(config.loss, config.task)
+        self._loss.to(device)
+        self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
+        self._ranks_with_rows = [rank for rank in range(plan.world_size) if plan.rows_of(rank)]
+        self._replica = self._make_replica(module)
+        self._step = TrainStep(
+            config,
+            self._replica.synchronizer,
+            self._loss,
+            self._replica.number_format,
+            self._replica.scheduler,
+            device,
+        )
+        self._seconds = dict.fromkeys(("data", "step", "evaluate", "checkpoint"), 0.0)
+        self._rows = 0
+        self._wants_checkpoint = False
+
+    def run(self, resume: ResumePoint | None) -> TrainOutcome:
+        """The whole story."""
+        self._begin(resume)
+        while not self._is_complete():
+            self._train_epoch()
+            self._end_epoch()
+            self._save_if_due()
+        self._observer.phase("finish")
+        outcome = self._outcome()
+        self._restore_best()
+        for callback in self._config.callbacks:
+            callback.on_train_end(self._callback_state())
+        return outcome
+
+    def close(self) -> None:
+        """Release the synchronizer's hooks and buffers."""
+        self._replica.synchronizer.close()
+
+    def _begin(self, resume: ResumePoint | None) -> None:
+        self._replica.module.train()
+        seed_everything(self._config.seed, self._comm.rank)
+        if resume is not None:
+            self._replica.restore(resume, seed=self._config.seed, rank=self._comm.rank)
+        for callback in self._config.callbacks:
+            callback.on_train_begin(self._callback_state())
+
+    def _train_epoch(self) -> None:
+        """Train to the end of the epoch, or to the last step of the run."""
+        self._observer.phase("train")
+        self._epoch_started = time.perf_counter()
+        state = self._replica.state
+        batches = iter(
+            Batches(
+                self._shards,
+                self._plan,
+                self._comm.rank,
+                seed=self._config.seed,
+                epoch=state.epoch,
+                start_step=state.step_in_epoch,
+                pin_memory=self._device.type == "cuda",
+            )
+        )
+        with contextlib.closing(batches):
+            while not self._is_epoch_over():
+                with self._timed("data"):
+                    batch = next(batches)
+                self._train_step(batch)
+                if not self._is_epoch_over():
+                    self._save_if_due()
+
+    def _train_step(self, batch: Batch) -> None:
+        replica, state = self._replica, self._replica.state
+        global_rows = self._plan.global_batch_rows(state.step_in_epoch)
+        with self._timed("step"):
+            moved = batch
+            if self._device.type != "cpu":
+                moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
+            sums = self._step(moved, global_rows, state.step)
+            replica.epoch_sums += sums.local
+            is_closed = replica.synchronizer.after_step(state.step)
+        state.step += 1
+        state.step_in_epoch += 1
+        state.rows_seen += global_rows
+        self._rows += global_rows
+        self._observe_step(batch.num_rows)
+        if self._checkpoints is not None and self._checkpoints.due(state.step):
+            self._wants_checkpoint = True
+        self._is_round_closed = is_closed
+
+    def _observe_step(self, num_rows: int) -> None:
+        state = self._replica.state
+        self._observer.step(
+            epoch=state.epoch + 1, step=state.step, loss=self._step.loss, rows=num_rows
+        )
+        if self._config.callbacks:
+            seen = self._callback_state()
+            for callback in self._config.callbacks:
+                callback.on_step_end(seen)
+
+    def _end_epoch(self) -> None:
+        replica, state = self._replica, self._replica.state
+        replica.synchronizer.close_round()
+        self._is_round_closed = True
+        sync_buffers(replica.module, self._comm, self._ranks_with_rows)
+        record = self._make_record()
+        state.add_record(record)
+        if replica.stopper is not None:
+            assert self._config.early_stopping is not None
+            if replica.stopper.is_best(record) and self._config.early_stopping.restore_best:
+                replica.keep_best()
+            state.stopped_early = replica.stopper.should_stop
+        if state.step_in_epoch == self._plan.steps_per_epoch:
+            state.epoch += 1
+            state.step_in_epoch = 0
+            replica.epoch_sums.zero_()
+        self._observer.epoch(record)
+        for callback in self._config.callbacks:
+            callback.on_epoch_end(self._callback_state(), record)
+
+    def _make_record(self) -> Record:
+        replica, state = self._replica, self._replica.state
+        sums = replica.epoch_sums.clone()
+        self._comm.all_reduce(sums)
+        loss_sum, weight_sum = sums.tolist()
+        loss = loss_sum / weight_sum if weight_sum > 0 else math.nan
+        if weight_sum > 0 and not math.isfinite(loss):
+            raise diverged(loss, f"in epoch {state.epoch + 1}")
+        record: Record = {
+            "epoch": state.epoch + 1,
+            "steps": state.step_in_epoch,
+            "loss": loss,
+            "learning_rate": float(replica.synchronizer.optimizer.param_groups[0]["lr"]),
+            "seconds": time.perf_counter() - self._epoch_started,
+        }
+        if self._plan.num_validation_rows:
+            self._observer.phase("evaluate")
+            with self._timed("evaluate"):
+                record.update(self._evaluate())
+        return record
+
+    def _evaluate(self) -> Record:
+        return evaluate(
+            self._replica.module,
+            sequential_batches(self._validation, self._plan),
+            self._loss,
+            self._metrics,
+            self._replica.number_format,
+            self._comm,
+            self._device,
+        )
+
+    def _save_if_due(self) -> None:
+        """Write a checkpoint if one is due, as soon as the round is closed, but not at the end."""
+        if not (self._wants_checkpoint and self._is_round_closed) or self._is_complete():
+            return
+        assert self._checkpoints is not None
+        self._wants_checkpoint = False
+        self._observer.phase("checkpoint")
+        with self._timed("checkpoint"):
+            point = self._replica.snapshot()
+            assert point.rank_state is not None
+            self._checkpoints.save(point.step, point.shared, point.rank_state)
+        self._observer.phase("train")
+
+    def _outcome(self) -> TrainOutcome:
+        state = self._replica.state
+        communication = self._step.communication_seconds
+        step_seconds = self._seconds.pop("step")
+        busy = step_seconds + self._seconds["data"]
+        final = self._replica.snapshot()
+        if self._replica.best_model is not None:  # the module will change under the snapshot
+            model = {name: _copied(value) for name, value in final.shared["model"].items()}
+            final = dataclasses.replace(final, shared={**final.shared, "model": model})
+        return TrainOutcome(
+            history=state.state_dict()["history"],
+            steps=state.step,
+            rows=state.rows_seen,
+            stopped_early=state.stopped_early,
+            seconds={
+                **self._seconds,
+                "compute": step_seconds - communication,
+                "communication": communication,
+            },
+            rows_per_second=self._rows / busy if busy > 0 else 0.0,
+            final=final,
+        )
+
+    def _restore_best(self) -> None:
+        if self._replica.best_model is not None:
+            self._replica.module.load_state_dict(self._replica.best_model)
+
+    def _make_replica(self, module: nn.Module) -> Replica:
+        """Build everything that training changes, on the device."""
+        config = self._config
+        module.to(self._device)
+        synchronizer = sync.resolve(config.sync_strategy).setup(
+            module, resolve_optimizer(config), self._comm
+        )
+        return Replica(
+            module=module,
+            synchronizer=synchronizer,
+            number_format=NumberFormat(config.precision, self._device),
+            scheduler=make_scheduler(config, synchronizer.optimizer),
+            stopper=self._make_stopper(),
+            state=TrainState(),
+            epoch_sums=torch.zeros(2, dtype=torch.float64, device=self._device),
+        )
+
+    def _make_stopper(self) -> EarlyStopper | None:
+        keys = ["loss", "learning_rate"]
+        if self._plan.num_validation_rows:
+            keys += ["val_loss", *(f"val_{name}" for name in self._config.metrics)]
+        elif self._config.metrics:
+            raise ConfigError(
+                f"metrics {sorted(self._config.metrics)} are computed on validation rows, and "
+                "there are none; name a validation column or fraction, or leave metrics out"
+            )
+        if self._config.early_stopping is None:
+            return None
+        return EarlyStopper(self._config.early_stopping, keys)
+
+    def _is_complete(self) -> bool:
+        return self._replica.state.is_complete(self._plan.epochs, self._plan.max_steps)
+
+    def _is_epoch_over(self) -> bool:
+        state = self._replica.state
+        is_last_step = state.step == self._plan.max_steps
+        return is_last_step or state.step_in_epoch >= self._plan.steps_per_epoch
+
+    def _callback_state(self) -> CallbackState:
+        return CallbackState(
+            rank=self._comm.rank,
+            world_size=self._comm.world_size,
+            epoch=self._replica.state.epoch,
+            step=self._replica.state.step,
+            loss=self._step.loss,
+            model=self._replica.module,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.perf_counter() - started
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value

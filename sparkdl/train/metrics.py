@@ -1,0 +1,162 @@
+"""How are torchmetrics computed over all ranks, exactly, also where a rank has no rows?
+
+torchmetrics' own synchronization mixes in the empty states of ranks without rows, and needs the
+same number of states on every rank. Here each rank's states are gathered once, ranks that saw no
+row are left out, and the states are reduced in rank order by the metric's own rules.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.comm import Communicator
+from sparkdl.config import Task
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_TAKEN = {"loss"}
+
+
+class Metrics:
+    """A rank's share of the metrics of one evaluation.
+
+    Samples are not weighted. A classifier's metrics see ``(probabilities, class numbers)``, a
+    regression's ``(output, target)`` of equal shape, a custom task's whatever the module and the
+    loss exchange.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Callable[[], Any] | Any],
+        task: Task,
+        predictions: Callable[[Any], Any],
+        device: torch.device,
+    ) -> None:
+        """Make this rank's own copies.
+
+        Args:
+            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one.
+            task: what is learnt.
+            predictions: turns a classifier's output into probabilities.
+            device: where the metrics live.
+
+        Raises:
+            ConfigError: something is not a single metric, or its name is taken.
+        """
+        self._metrics = {
+            name: _make_metric(name, value).to(device) for name, value in metrics.items()
+        }
+        self._task = task
+        self._predictions = predictions
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def update(self, output: Any, target: Any) -> None:
+        """Take note of a batch."""
+        if not self._metrics:
+            return
+        output, target = self._for_task(output, target)
+        for metric in self._metrics.values():
+            metric.update(output, target)
+
+    def compute(self, comm: Communicator) -> dict[str, float]:
+        """The values over the samples of all ranks; equal on all. Collective."""
+        return {
+            name: _scalar(name, merged(metric, comm).compute())
+            for name, metric in self._metrics.items()
+        }
+
+    def _for_task(self, output: Any, target: Any) -> tuple[Any, Any]:
+        if isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+            output = output.float()
+        is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+        if self._task == "custom" or not is_plain:
+            return output, target
+        if self._task == "classification":
+            output = self._predictions(output)
+            if target.is_floating_point() and bool((target == target.long()).all()):
+                target = target.long()
+        if output.shape != target.shape:
+            output, target = _without_last(output), _without_last(target)
+        return output, target
+
+
+def merged(metric: Metric, comm: Communicator) -> Metric:
+    """A metric that has seen the samples of all ranks. Collective."""
+    names: dict[str, Any] = metric._reductions
+    states = {name: getattr(metric, name) for name in names}
+    gathered = [_load(data) for data in comm.all_gather_bytes(_dump(metric.update_count, states))]
+    seen = [states for count, states in gathered if count > 0]
+    result = copy.deepcopy(metric)
+    result.sync_on_compute = result._to_sync = False
+    result._computed = None
+    result._update_count = sum(count for count, _ in gathered)
+    for name, reduce in names.items() if seen else ():
+        values = [states[name] for states in seen]
+        setattr(result, name, _reduced(values, reduce, metric.device))
+    return result
+
+
+def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: torch.device) -> Any:
+    if isinstance(values[0], list):  # states that grow by the sample: as if all had been seen here
+        return [value.to(device) for ranks_values in values for value in ranks_values]
+    values = [value.to(device) for value in values]
+    if len(values) == 1:
+        return values[0]
+    stacked = torch.stack(values)
+    return stacked if reduce is None else reduce(stacked)
+
+
+def _make_metric(name: str, value: Any) -> Metric:
+    from torchmetrics import Metric
+
+    metric = value if isinstance(value, Metric) else value() if callable(value) else value
+    if not isinstance(metric, Metric):
+        raise ConfigError(
+            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
+            f"received {value!r}"
+        )
+    if any(isinstance(child, Metric) for child in metric.modules() if child is not metric):
+        raise ConfigError(
+            f"metric {name!r} ({type(metric).__name__}) is made of other metrics; pass those by "
+            "names of their own"
+        )
+    if name in _TAKEN:
+        raise ConfigError(f"a metric cannot be called {name!r}: the history has that name already")
+    return copy.deepcopy(metric)
+
+
+def _scalar(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+    raise ConfigError(f"metric {name!r} must compute one number (see its average); got {what}")
+
+
+def _without_last(value: torch.Tensor) -> torch.Tensor:
+    return value.squeeze(-1) if value.dim() > 1 and value.shape[-1] == 1 else value
+
+
+def _dump(update_count: int, states: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    on_cpu = {
+        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+        for name, value in states.items()
+    }
+    torch.save((update_count, on_cpu), buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> tuple[int, dict[str, Any]]:
+    loaded: tuple[int, dict[str, Any]] = torch.load(io.BytesIO(data), weights_only=True)
+    return loaded

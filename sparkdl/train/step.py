@@ -1,0 +1,140 @@
+"""What happens to one batch? Forward, backward, exchange of gradients, update.
+
+The gradient that the optimizer sees is that of (sum of weighted losses) / (sum of weights) over
+all ranks and micro-batches. A module whose training depends on the batch, such as BatchNorm, sees
+one micro-batch at a time; torch refuses some of these modules a batch of one sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import Batch
+from sparkdl.errors import TrainingDiverged
+from sparkdl.plan import batch_bounds
+from sparkdl.sync.base import Synchronizer
+from sparkdl.train.loss import LossFunction
+from sparkdl.train.precision import NumberFormat
+
+READ_EVERY = 16
+"""Steps between two looks at the loss on CUDA, where every look waits for the device."""
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sum of weighted losses and sum of weights of one step, float64 ``(2,)``."""
+
+    local: torch.Tensor
+    """Over this rank's batch; zero for a step that fp16 skipped."""
+    shared: torch.Tensor
+    """Over the ranks that share a gradient."""
+
+
+class TrainStep:
+    """Trains on one batch at a time.
+
+    Attributes:
+        communication_seconds: time that this rank waited for gradients so far.
+        loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        synchronizer: Synchronizer,
+        loss: LossFunction,
+        number_format: NumberFormat,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        device: torch.device,
+    ) -> None:
+        self._synchronizer = synchronizer
+        self._loss = loss
+        self._format = number_format
+        self._scheduler = scheduler
+        self._device = device
+        self._num_micro_batches = config.gradient_accumulation_steps
+        self._clip_norm = config.gradient_clip_norm
+        self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
+        self.communication_seconds = 0.0
+        self.loss = math.nan
+
+    def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
+        """Train on ``batch``, which may be empty; every rank calls.
+
+        Args:
+            batch: this rank's samples.
+            global_rows: samples of all ranks in this step.
+            step: number of the step in the run, from 0.
+
+        Raises:
+            TrainingDiverged: the loss is not finite, on all ranks alike.
+        """
+        self._synchronizer.zero_gradients()
+        local = self._backward(batch, global_rows)
+        started = time.perf_counter()
+        shared = self._synchronizer.reduce_gradients(local.clone())
+        self.communication_seconds += time.perf_counter() - started
+        if self._device.type == "cpu" or step % READ_EVERY == 0:
+            self._read(shared, step)
+        if not self._update(shared, global_rows):
+            # The forward pass may have overflowed too; such a step is no part of the history.
+            local.zero_()
+        return StepSums(local=local, shared=shared)
+
+    def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
+        """Add up the gradients of ``loss / global_rows``; return the two sums."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        num_parts = min(self._num_micro_batches, batch.num_rows)
+        for part in range(num_parts):
+            micro_batch = batch
+            if num_parts > 1:
+                micro_batch = batch.rows(*batch_bounds(batch.num_rows, num_parts, part))
+            is_last = part == num_parts - 1
+            with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
+                with self._format.autocast():
+                    output = self._synchronizer.model(*micro_batch.inputs)
+                loss_sum, weight_sum = self._loss(output, micro_batch.target, micro_batch.weight)
+                self._format.backward(loss_sum / global_rows)
+            sums[0] += loss_sum.detach()
+            sums[1] += weight_sum
+        return sums
+
+    def _update(self, shared: torch.Tensor, global_rows: int) -> bool:
+        optimizer = self._synchronizer.optimizer
+        self._format.unscale(optimizer)
+        self._divide_by_weights(shared, global_rows)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        was_stepped = self._format.step(optimizer)
+        if was_stepped and self._scheduler is not None:
+            self._scheduler.step()
+        return was_stepped
+
+    def _divide_by_weights(self, shared: torch.Tensor, global_rows: int) -> None:
+        """Turn the sum of losses per row into the mean that the weights ask for."""
+        weights = shared[1]
+        factor = torch.where(weights > 0, global_rows / weights, 0.0)
+        if self._device.type == "cpu" and factor.item() == 1.0:
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+
+    def _read(self, shared: torch.Tensor, step: int) -> None:
+        loss_sum, weight_sum = shared.tolist()
+        self.loss = loss_sum / weight_sum if weight_sum > 0 else 0.0
+        if not (math.isfinite(self.loss) or self._format.may_skip_steps):
+            raise diverged(self.loss, f"at step {step + 1}")
+
+
+def diverged(loss: float, where: str) -> TrainingDiverged:
+    """The error for a loss that is not finite."""
+    return TrainingDiverged(
+        f"the loss is {loss} {where}; lower the learning rate, set gradientClipNorm, check the "
+        "features for infinite or very large values, or use a wider precision"
+    )
