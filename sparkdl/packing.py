@@ -45,14 +45,14 @@ class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, value: Any) -> tuple[int, bool] | None:
+    def persistent_id(self, value: Any) -> tuple[int, bool, bool] | None:
         """Number the tensor, by identity, so that tied weights stay tied."""
         if not isinstance(value, torch.Tensor):
             return None
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(value)
-        return number, isinstance(value, nn.Parameter)
+        return number, isinstance(value, nn.Parameter), value.requires_grad
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -61,12 +61,12 @@ class _TensorUnpickler(pickle.Unpickler):
         self._tensors = tensors
         self._parameters: dict[int, nn.Parameter] = {}
 
-    def persistent_load(self, pid: tuple[int, bool]) -> torch.Tensor:
-        number, is_parameter = pid
+    def persistent_load(self, pid: tuple[int, bool, bool]) -> torch.Tensor:
+        number, is_parameter, requires_grad = pid
         tensor = self._tensors[str(number)]
         if not is_parameter:
             return tensor
-        return self._parameters.setdefault(number, nn.Parameter(tensor, requires_grad=False))
+        return self._parameters.setdefault(number, nn.Parameter(tensor, requires_grad))
 
 
 def pack(module: nn.Module) -> PackedModule:

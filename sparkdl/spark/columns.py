@@ -58,7 +58,7 @@ def prepare(
         DataError: the column is missing, or no tensor can be made of its type.
     """
     field = require(schema, name)
-    column = F.col(_quoted(name))
+    column = F.col(quoted(name))
     if isinstance(field.dataType, VectorUDT):
         if role != "feature":
             raise _wrong_type(field, role)
@@ -105,7 +105,7 @@ def validation_indicator(schema: T.StructType, name: str) -> SparkColumn:
             f'column "{name}" marks validation rows and must be boolean; '
             f"it is {field.dataType.simpleString()}"
         )
-    return F.col(_quoted(name))
+    return F.col(quoted(name))
 
 
 def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
@@ -148,5 +148,6 @@ def _wrong_type(field: T.StructField, role: Role) -> DataError:
     )
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A column name in backticks, so that dots in it are part of the name."""
     return "`" + name.replace("`", "``") + "`"

@@ -1,0 +1,67 @@
+"""Which device does a rank train on?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import ClusterError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_index(
+    gpu_addresses: Sequence[str], visible: str | None, num_devices: int, local_rank: int
+) -> int:
+    """Index, as CUDA counts it in this process, of the GPU that this rank shall use.
+
+    Args:
+        gpu_addresses: what Spark assigned to the task; empty without GPU scheduling.
+        visible: ``CUDA_VISIBLE_DEVICES`` of the process, or None.
+        num_devices: devices that CUDA shows to the process.
+        local_rank: the worker's number among those of its host.
+
+    Raises:
+        ClusterError: Spark assigned a GPU that the process cannot see.
+    """
+    if not gpu_addresses:
+        return local_rank % num_devices
+    address = gpu_addresses[0]
+    listed = [part.strip() for part in visible.split(",")] if visible else []
+    if address in listed:
+        return listed.index(address)
+    if address.isdigit() and int(address) < num_devices:
+        return int(address)
+    raise ClusterError(
+        f"Spark assigned GPU {address!r} to this worker, but CUDA shows {num_devices} device(s) "
+        f"(CUDA_VISIBLE_DEVICES={visible!r}); make the GPU discovery script and "
+        "CUDA_VISIBLE_DEVICES of the executors agree"
+    )
+
+
+def choose_device(
+    wanted: str, gpu_addresses: Sequence[str], local_rank: int, environ: Mapping[str, str]
+) -> torch.device:
+    """The device for ``device="auto" | "cpu" | "cuda"``; auto is CUDA where there is one.
+
+    Under GPU scheduling, a task to which Spark assigned no GPU stays on the CPU.
+
+    Raises:
+        ClusterError: CUDA was asked for and this worker has none.
+    """
+    import torch
+
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if wanted == "cuda":
+            raise ClusterError(
+                'device="cuda", but torch finds no CUDA device on this worker; install a CUDA '
+                'build of torch and a driver there, or set device="cpu"'
+            )
+        return torch.device("cpu")
+    index = device_index(
+        gpu_addresses, environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), local_rank
+    )
+    return torch.device("cuda", index)

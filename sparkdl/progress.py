@@ -1,0 +1,120 @@
+"""What does the driver show while workers train?
+
+A progress bar (tqdm: console and notebook) with epoch, step, loss, rows per second and worker,
+and time left; above it, the workers' log lines with their rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sparkdl.plan import TrainPlan
+
+
+class View(Protocol):
+    """Where the supervisor shows what it hears. Called on the driver only."""
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """A gang starts at ``start_step``; ``number`` counts from 0."""
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """What a rank does now."""
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """An epoch ended; its history record."""
+
+    def log(self, rank: int, line: str) -> None:
+        """A rank logged or printed a line."""
+
+    def close(self) -> None:
+        """The fit ended."""
+
+
+class SilentView:
+    """Shows nothing (``verbose=0``)."""
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Show nothing."""
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Show nothing."""
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def log(self, rank: int, line: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Show nothing."""
+
+
+class ProgressView:
+    """The bar. ``verbose=1`` shows it; the workers' lines are shown as well."""
+
+    def __init__(self, plan: TrainPlan) -> None:
+        from tqdm.auto import tqdm
+
+        self._plan = plan
+        self._bar = tqdm(
+            total=plan.total_steps,
+            unit="step",
+            dynamic_ncols=True,
+            file=sys.stderr,
+            mininterval=0.2,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps "
+            "[{elapsed}<{remaining}{postfix}]",
+            desc="starting",
+        )
+        self._rates: dict[int, tuple[float, int]] = {}
+        self._speed: dict[int, float] = {}
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Put the bar where the gang starts."""
+        self._rates.clear()
+        self._speed.clear()
+        self._bar.reset(total=self._plan.total_steps)
+        self._bar.initial = start_step
+        self._bar.n = start_step
+        self._bar.set_description_str("starting" if number == 0 else f"restart {number}")
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Move the bar with rank 0; remember every rank's speed."""
+        if "step" not in body:
+            return
+        self._measure(rank, int(body["rows"]))
+        if rank != 0:
+            return
+        phase = "" if body["phase"] == "train" else f" ({body['phase']})"
+        self._bar.set_description_str(f"epoch {body['epoch']}/{self._plan.epochs}{phase}")
+        speed = sum(self._speed.values()) / max(1, len(self._speed))
+        self._bar.set_postfix_str(
+            f", loss {body['loss']:.4f}, {speed:,.0f} rows/s per worker", refresh=False
+        )
+        self._bar.update(max(0, int(body["step"]) - self._bar.n))
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Print the epoch's record above the bar."""
+        shown = [
+            f"{key} {value:.4f}"
+            for key, value in record.items()
+            if key not in ("epoch", "steps", "seconds", "learning_rate")
+        ]
+        self._bar.write(f"epoch {int(record['epoch'])}: {', '.join(shown)}", file=sys.stderr)
+
+    def log(self, rank: int, line: str) -> None:
+        """Print a worker's line above the bar."""
+        self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the finished bar on the screen."""
+        self._bar.close()
+
+    def _measure(self, rank: int, rows: int) -> None:
+        now = time.monotonic()
+        since, before = self._rates.setdefault(rank, (now, rows))
+        if now > since:
+            self._speed[rank] = (rows - before) / (now - since)

@@ -1,0 +1,161 @@
+"""Do module, DataFrame and configuration fit together? Asked on the driver, before the gang.
+
+What needs no data is asked before any job; what only the rows can tell, after the spool.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.plan import Column
+from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
+from sparkdl.spark.request import FitRequest
+from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def make_module(request: FitRequest) -> tuple[nn.Module, str]:
+    """A module of our own, and the dtype of its floating features."""
+    import torch
+    from torch import nn
+
+    if isinstance(request.module, nn.Module):
+        module = copy.deepcopy(request.module)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(request.config.seed)
+            module = request.module()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"module must be a torch.nn.Module or a callable that returns one; it returned "
+                f"{type(module).__name__}"
+            )
+    is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
+    return module, "float64" if is_double else "float32"
+
+
+def prepare_columns(
+    df: DataFrame, request: FitRequest, float_dtype: str
+) -> tuple[list[Prepared], SparkColumn | None]:
+    prepare_column = partial(prepare, df.schema, float_dtype=float_dtype)
+    prepared = [prepare_column(name, "feature") for name in request.feature_cols]
+    if request.label_col is not None:
+        as_classes = request.config.task == "classification"
+        label = prepare_column(request.label_col, "label", as_classes=as_classes)
+        if request.config.task == "regression" and label.dtype == "int64":
+            sql = "float" if float_dtype == "float32" else "double"
+            label = replace(label, expression=label.expression.cast(sql), dtype=float_dtype)
+        prepared.append(label)
+    if request.weight_col is not None:
+        prepared.append(prepare_column(request.weight_col, "weight"))
+    validation = None
+    if request.validation_col is not None:
+        validation = validation_indicator(df.schema, request.validation_col)
+    return prepared, validation
+
+
+def shaped(
+    table: ShardTable, spooled: Sequence[SpooledShard], request: FitRequest
+) -> tuple[Column, ...]:
+    """The spool's columns, features reshaped as asked for."""
+    if request.validation_col is not None:
+        table.check_indicator(request.validation_col, spooled)
+    columns = list(table.columns(spooled))
+    for index, shape in enumerate(request.input_shapes):
+        if shape is not None:
+            columns[index] = _reshaped(columns[index], shape)
+    return tuple(columns)
+
+
+def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
+    if math.prod(column.shape) != math.prod(shape):
+        raise DataError(
+            f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
+            f"{column.shape}), which inputShape {shape} cannot hold"
+        )
+    return replace(column, shape=shape)
+
+
+def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -> int | None:
+    """Run the module on two rows of zeros: it must take the features.
+
+    This also initializes lazy modules. Returns the number of classes of a classifier.
+
+    Raises:
+        ConfigError: the module does not take the features, or its output is not a classifier's.
+    """
+    import torch
+
+    features = [column for column in columns if column.role == "feature"]
+    inputs = [torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
+    was_training = module.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = module.eval()(*inputs)
+    except Exception as error:
+        shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)
+        raise ConfigError(
+            f"the module cannot take the features ({shown}): {type(error).__name__}: {error}; "
+            "adapt the module, or set inputShape"
+        ) from error
+    finally:
+        module.train(was_training)
+    if request.config.task != "classification":
+        return None
+    return _num_classes(output)
+
+
+def _num_classes(output: Any) -> int:
+    import torch
+
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"a classifier's module must return a tensor (batch, classes); it returned "
+            f"{type(output).__name__}; use TorchEstimator for other outputs"
+        )
+    return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
+
+
+def check_labels(
+    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Sequence[SpooledShard]
+) -> None:
+    """Refuse labels outside the classes; asks Spark for count and example only if there are any.
+
+    Args:
+        df: the DataFrame.
+        label_col: its label column.
+        num_classes: classes of the module's output.
+        index: number of the label among the spool's columns.
+        spooled: the shards.
+
+    Raises:
+        DataError: with count and an example.
+    """
+    stats = merge_stats([shard.summary.columns[index] for shard in spooled])
+    if stats.maximum is None or stats.maximum < num_classes:
+        return
+    column = F.col(quoted(label_col))
+    outside = df.where(column >= num_classes)
+    row = outside.first()
+    raise DataError(
+        f'column "{label_col}" has {outside.count()} label(s) outside the {num_classes} classes '
+        f"of the module's output, 0 to {num_classes - 1} (example row: {_shown(row)}); "
+        "mend the labels or widen the module's output"
+    )
+
+
+def _shown(row: Any) -> str:
+    text = str(row)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,114 @@
+"""Do the executors have what a gang needs? One small job asks, before any data is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+from sparkdl.channel import Address, ChannelClient
+from sparkdl.checkpoint.storage import open_storage
+from sparkdl.environment import difference, versions
+from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
+from sparkdl.spark.session import described
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+
+_SCHEMA = pa.schema([("answer", pa.string())])
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTask:
+    """Asks one executor. Runs there."""
+
+    channel: Address | None
+    storage_url: str | None
+    marker: str | None
+    """File in the storage that the driver has written."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one JSON answer."""
+        import socket
+
+        for _ in batches:
+            pass
+        answer = {
+            "host": socket.gethostname(),
+            "versions": versions(),
+            "reaches_driver": self._reaches_driver(),
+            "storage_problem": self._storage_problem(),
+        }
+        yield pa.RecordBatch.from_pydict({"answer": [json.dumps(answer)]}, schema=_SCHEMA)
+
+    def _reaches_driver(self) -> bool:
+        if self.channel is None:
+            return False
+        client = ChannelClient(self.channel, timeout_seconds=_CONNECT_SECONDS)
+        try:
+            client.get("probe")
+        except CommunicationError:
+            return False
+        finally:
+            client.close()
+        return True
+
+    def _storage_problem(self) -> str | None:
+        if self.storage_url is None or self.marker is None:
+            return None
+        try:
+            found = open_storage(self.storage_url).exists(self.marker)
+        except SparkDLError as error:
+            return str(error)
+        return None if found else "what the driver wrote there is not visible here"
+
+
+def probe(
+    spark: SparkSession,
+    *,
+    num_tasks: int,
+    profile: ResourceProfile | None,
+    channel: Address | None,
+    storage_url: str | None,
+    marker: str | None,
+    run_id: str,
+) -> bool:
+    """Compare versions and reach the storage on the executors.
+
+    Returns:
+        Whether every executor asked reaches the driver's channel.
+
+    Raises:
+        ClusterError: an executor runs other versions than the driver.
+        StorageError: an executor does not see the storage of the driver.
+    """
+    task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
+    with described(spark, f"sparkdl {run_id}: check the executors"):
+        rows = (
+            spark.range(0, num_tasks, 1, num_tasks)
+            .mapInArrow(task, "answer string", profile=profile)
+            .collect()
+        )
+    answers = [json.loads(row["answer"]) for row in rows]
+    for answer in answers:
+        _check(answer, storage_url)
+    return all(answer["reaches_driver"] for answer in answers)
+
+
+def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
+    found = answer["versions"]
+    assert isinstance(found, dict)
+    problem = difference(versions(), found, f"the executor on {answer['host']}")
+    if problem is not None:
+        raise ClusterError(problem)
+    if answer["storage_problem"]:
+        raise StorageError(
+            f"checkpointDir {storage_url} cannot be used from the executor on {answer['host']}: "
+            f"{answer['storage_problem']}; choose a directory that driver and all executors "
+            "share, such as hdfs://, s3:// or a network mount, or leave checkpointDir unset"
+        )

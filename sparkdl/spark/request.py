@@ -1,0 +1,44 @@
+"""What does an estimator ask of ``fit``, and what does it get?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.config import TrainConfig
+from sparkdl.plan import Column
+from sparkdl.summary import TrainingSummary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """What the estimator asks for."""
+
+    module: Any
+    """A ``torch.nn.Module``, or a callable without arguments that makes one."""
+    config: TrainConfig
+    feature_cols: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...] | None, ...]
+    label_col: str | None
+    weight_col: str | None
+    validation_col: str | None
+    num_workers: int | None
+    max_restarts: int
+    verbose: int
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What the estimator gets."""
+
+    module: nn.Module
+    """Trained, on the CPU, in eval mode."""
+    columns: tuple[Column, ...]
+    """The feature columns, as the module takes them."""
+    num_classes: int | None
+    summary: TrainingSummary

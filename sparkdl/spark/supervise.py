@@ -1,0 +1,319 @@
+"""How is a gang watched, and what follows from its failure?
+
+Spark aborts a job whose barrier stage fails, so the driver submits it again: errors of the
+user's code end the fit at once with the traceback of the rank that failed first; lost workers,
+lost executors and hangs are retried from the last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.errors import PythonException
+from pyspark.sql import SparkSession
+
+from sparkdl import errors
+from sparkdl.channel import Event, Hub
+from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed, WorkerError
+from sparkdl.progress import View
+
+logger = logging.getLogger(__name__)
+
+Rows = list[tuple[int, str, bytes]]
+
+_TICK_SECONDS = 0.05
+_GRACE_SECONDS = 3.0
+"""How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When the supervisor loses patience."""
+
+    max_restarts: int
+    heartbeat_timeout_seconds: float
+    start_timeout_seconds: float
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What is known of one submission of the gang."""
+
+    number: int
+    world_size: int
+    submitted: float
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each rank was last heard, by the driver's clock."""
+    done: set[int] = field(default_factory=set)
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+    """Failures in the order of their arrival."""
+    cancelled: bool = False
+    """Whether we ended the job, so that Spark's error says nothing new."""
+    rows: Rows | None = None
+    spark_error: Exception | None = None
+
+    def silent(self, now: float, timeout_seconds: float) -> list[int]:
+        """Ranks that were heard once but not lately, and have not finished."""
+        return sorted(
+            rank
+            for rank, heard in self.heard.items()
+            if rank not in self.done and now - heard > timeout_seconds
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangResult:
+    """What came of a run."""
+
+    rows: Rows
+    restarts: int
+
+
+def supervise(
+    spark: SparkSession,
+    submit: Callable[[int], Callable[[], Rows]],
+    *,
+    world_size: int,
+    hub: Hub,
+    limits: Limits,
+    view: View,
+    run_id: str,
+    is_watched: bool = True,
+) -> GangResult:
+    """Run a gang to its end, however many submissions that takes.
+
+    Args:
+        spark: the session.
+        submit: given the attempt's number, prepares it (finds the checkpoint, rebuilds lost
+            shards) and returns the call that runs the gang and gives its rows.
+        world_size: number of ranks.
+        hub: where the workers' events arrive.
+        limits: time-outs and number of restarts.
+        view: shows progress and logs.
+        run_id: names the run's jobs, so that they can be cancelled.
+        is_watched: whether workers reach the driver's hub; else only rows tell what happened.
+
+    Raises:
+        WorkerError: the user's code failed.
+        TrainingFailed: workers were lost more than ``max_restarts`` times.
+        SparkDLError: what a worker raised on purpose, such as a version mismatch.
+    """
+    reasons: list[str] = []
+    for number in range(limits.max_restarts + 1):
+        try:
+            job = submit(number)
+            attempt = _run(
+                spark, job, number, world_size, hub, limits, view, run_id, is_watched=is_watched
+            )
+        except (SparkDLError, PythonException, KeyboardInterrupt):
+            raise
+        except Exception as error:  # Spark's errors have no common, documented base class
+            if not _is_spark_error(error):
+                raise
+            attempt = Attempt(number=number, world_size=world_size, submitted=0, spark_error=error)
+        reason = _verdict(attempt)
+        if reason is None:
+            assert attempt.rows is not None
+            return GangResult(rows=attempt.rows, restarts=number)
+        reasons.append(reason)
+        if number < limits.max_restarts:
+            logger.warning(
+                "%s; restart %d of %d from the last complete checkpoint",
+                reason,
+                number + 1,
+                limits.max_restarts,
+            )
+    raise TrainingFailed(
+        f"training failed {len(reasons)} times (maxRestarts={limits.max_restarts}); "
+        f"last: {reasons[-1]}"
+    )
+
+
+def _run(
+    spark: SparkSession,
+    job: Callable[[], Rows],
+    number: int,
+    world_size: int,
+    hub: Hub,
+    limits: Limits,
+    view: View,
+    run_id: str,
+    *,
+    is_watched: bool,
+) -> Attempt:
+    """Submit once and watch until Spark's job has ended."""
+    attempt = Attempt(number=number, world_size=world_size, submitted=time.monotonic())
+    tag = f"sparkdl-{run_id}-{number}"
+    thread = threading.Thread(
+        target=_submit, args=(spark, job, tag, attempt), name=f"sparkdl-gang-{number}", daemon=True
+    )
+    thread.start()
+    try:
+        _watch(thread, attempt, hub, limits, view, is_watched=is_watched)
+    finally:
+        if thread.is_alive():
+            attempt.cancelled = True
+            with _uninterrupted(thread):
+                spark.interruptTag(tag)
+                thread.join(timeout=60)
+        _drain(hub, attempt, view)
+    if attempt.rows is not None:
+        reported = [json.loads(payload) for _, kind, payload in attempt.rows if kind == "error"]
+        known = {failure["rank"] for failure in attempt.failures}
+        attempt.failures.extend(f for f in reported if f["rank"] not in known)
+    return attempt
+
+
+@contextlib.contextmanager
+def _uninterrupted(thread: threading.Thread) -> Any:
+    """Finish cancelling even if Ctrl-C is pressed again meanwhile."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        thread.join(timeout=10)
+        raise
+
+
+def _submit(spark: SparkSession, job: Callable[[], Rows], tag: str, attempt: Attempt) -> None:
+    spark.addTag(tag)  # tags belong to this thread
+    try:
+        attempt.rows = job()
+    except Exception as error:
+        attempt.spark_error = error
+
+
+def _watch(
+    thread: threading.Thread,
+    attempt: Attempt,
+    hub: Hub,
+    limits: Limits,
+    view: View,
+    *,
+    is_watched: bool,
+) -> None:
+    """Return when the job has ended, or when it must be cancelled."""
+    before = time.monotonic()
+    doomed_since: float | None = None
+    while thread.is_alive():
+        _hear(hub, attempt, view)
+        now = time.monotonic()
+        if now - before > limits.heartbeat_timeout_seconds / 2:
+            # The driver itself stood still; silence during that time says nothing.
+            attempt.heard = dict.fromkeys(attempt.heard, now)
+        before = now
+        if attempt.failures and doomed_since is None:
+            doomed_since = now
+        if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
+            return
+        if is_watched and doomed_since is None:
+            _check_start(attempt, now, limits)
+            silent = attempt.silent(now, limits.heartbeat_timeout_seconds)
+            if silent:
+                attempt.failures.append(_hang(silent, limits.heartbeat_timeout_seconds))
+                return
+        thread.join(timeout=_TICK_SECONDS)
+
+
+def _check_start(attempt: Attempt, now: float, limits: Limits) -> None:
+    missing = attempt.world_size - len(attempt.heard)
+    if missing and now - attempt.submitted > limits.start_timeout_seconds:
+        raise ClusterError(
+            f"{missing} of {attempt.world_size} workers did not start within "
+            f"{limits.start_timeout_seconds:g} s: other jobs hold the slots, or executors are "
+            "gone; free them, lower numWorkers, or raise spark.sparkdl.startTimeout"
+        )
+
+
+def _hang(silent: Sequence[int], timeout_seconds: float) -> Mapping[str, Any]:
+    ranks = ", ".join(map(str, silent))
+    return {
+        "rank": silent[0],
+        "kind": "gang",
+        "type": "Hang",
+        "message": f"rank {ranks} has not been heard for {timeout_seconds:g} s",
+    }
+
+
+def _hear(hub: Hub, attempt: Attempt, view: View) -> None:
+    """Take all events that have arrived."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            event = hub.events.get_nowait()
+            if event.attempt == attempt.number:
+                _take(event, attempt, view)
+
+
+def _take(event: Event, attempt: Attempt, view: View) -> None:
+    attempt.heard[event.rank] = event.received
+    kind = event.body["kind"]
+    if kind == "heartbeat":
+        view.heartbeat(event.rank, event.body)
+    elif kind == "log":
+        for line in event.body["lines"]:
+            view.log(event.rank, line)
+    elif kind == "epoch" and event.rank == 0:
+        view.epoch(event.body["record"])
+    elif kind == "error":
+        attempt.failures.append(event.body)
+        attempt.done.add(event.rank)
+    elif kind == "done":
+        attempt.done.add(event.rank)
+
+
+def _drain(hub: Hub, attempt: Attempt, view: View) -> None:
+    """Take the last events, which may arrive a moment after the rows."""
+    _hear(hub, attempt, view)
+
+
+def _verdict(attempt: Attempt) -> str | None:
+    """None if the gang succeeded, else why it must start again.
+
+    Raises:
+        WorkerError, SparkDLError: when starting again would not help.
+    """
+    if attempt.spark_error is not None and not attempt.cancelled:
+        # Workers never raise into Spark, so one was lost. What its peers reported, whatever
+        # its type, is a consequence; a mistake of the user's would come again.
+        if isinstance(attempt.spark_error, PythonException):
+            raise attempt.spark_error
+        return f"a worker or executor was lost ({_first_line(attempt.spark_error)})"
+    for failure in attempt.failures:
+        if failure["kind"] == "user":
+            raise WorkerError(
+                failure["rank"], failure["type"], failure["message"], failure["traceback"]
+            )
+        if failure["kind"] == "sparkdl":
+            raise _own_error(failure)
+    if attempt.failures:
+        first = attempt.failures[0]
+        return f"rank {first['rank']} failed with {first['type']}: {first['message']}"
+    return None
+
+
+def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
+    kind = getattr(errors, failure["type"], None)
+    if kind is None or kind is WorkerError:
+        return WorkerError(
+            failure["rank"], failure["type"], failure["message"], failure["traceback"]
+        )
+    error: SparkDLError = kind(failure["message"])
+    return error
+
+
+def _is_spark_error(error: Exception) -> bool:
+    return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
+
+
+def _first_line(error: Exception) -> str:
+    java = getattr(error, "java_exception", None)
+    text = str(java.getMessage() if java is not None else error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 300 else line[:297] + "..."
