@@ -6,19 +6,14 @@ is to report; the scripts in ``jobs/`` only read arguments and print.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
-from pyspark.ml.functions import vector_to_array
-from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -28,29 +23,17 @@ from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.jobfile import (
     DataSection,
     EvaluateJob,
-    ObjectRef,
     PredictJob,
     SparkSection,
     TrainJob,
-    check_reference,
 )
-from sparkdl.scores import (
-    ClassificationScores,
-    RegressionScores,
-    classification_scores,
-    regression_scores,
-)
+from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
+from sparkdl.scoring import Scores, score, vectors_to_arrays
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
-    from sparkdl.estimator import TorchEstimator
     from sparkdl.summary import TrainingSummary
-
-Scores = ClassificationScores | RegressionScores
-
-VALIDATION_COLUMN = "sparkdl_validation"
-_SMALLEST_PROBABILITY = 1e-15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +111,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
         ConfigError: a column is not there, or the format cannot hold it.
     """
     predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
-    rows = _choose_columns(_vectors_to_arrays(predictions), job.output.columns)
+    rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
     if job.output.format == "csv":
         _check_csv(rows)
     if job.output.mode == "error" and _exists(spark, job.output.path):
@@ -185,78 +168,6 @@ def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
     return rows.withColumn(VALIDATION_COLUMN, position < limit)
 
 
-def make_estimator(job: TrainJob) -> TorchEstimator:
-    """The estimator that a job describes, with the user's objects imported."""
-    from sparkdl import estimator as faces
-
-    kinds = {
-        "classifier": faces.TorchClassifier,
-        "regressor": faces.TorchRegressor,
-        "estimator": faces.TorchEstimator,
-    }
-    params = {
-        camel_case(name): _resolve(name, value) for name, value in job.estimator.given.items()
-    }
-    if job.validation is not None:
-        params["validationIndicatorCol"] = VALIDATION_COLUMN
-    made: TorchEstimator = kinds[job.estimator.kind](module=_partial(job.model), **params)
-    return made
-
-
-def camel_case(name: str) -> str:
-    """The Param that a snake_case key of ``[estimator]`` stands for."""
-    first, *others = name.split("_")
-    return first + "".join(word.capitalize() for word in others)
-
-
-def import_object(reference: str) -> Any:
-    """The object that ``package.module:name`` names.
-
-    Raises:
-        ConfigError: the module is not importable or has no such name.
-    """
-    check_reference(reference, "an object")
-    module, _, attribute = reference.partition(":")
-    try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"cannot import '{reference}': {error}; a module of your own travels to driver and "
-            f"workers with spark-submit --py-files"
-        ) from error
-
-
-def _resolve(name: str, value: Any) -> Any:
-    """A value of ``[estimator]`` as its Param takes it."""
-    if name in ("loss", "optimizer", "scheduler") and isinstance(value, str) and ":" in value:
-        value = ObjectRef(factory=value)
-    if name == "scheduler" and isinstance(value, str):
-        raise ConfigError(f"estimator.scheduler must be 'package.module:name'; received {value!r}")
-    if name in ("optimizer", "scheduler") and isinstance(value, ObjectRef):
-        return _partial(value)
-    if name == "metrics":
-        return {key: _made(reference) for key, reference in value.items()}
-    if name == "callbacks":
-        return [_made(reference) for reference in value]
-    if isinstance(value, ObjectRef):
-        return _made(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _partial(reference: ObjectRef) -> Any:
-    """The named object, to be called later with its arguments."""
-    named = import_object(reference.factory)
-    if not callable(named):
-        raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
-    return functools.partial(named, **reference.args) if reference.args else named
-
-
-def _made(reference: ObjectRef) -> Any:
-    """The named object; a class, or whatever has arguments, is called."""
-    named = _partial(reference) if reference.args else import_object(reference.factory)
-    return named() if isinstance(named, type | functools.partial) else named
-
-
 def load_model(spark: SparkSession, path: str) -> Any:
     """A saved model of whatever class.
 
@@ -266,84 +177,6 @@ def load_model(spark: SparkSession, path: str) -> Any:
     if not _exists(spark, f"{path.rstrip('/')}/metadata"):
         raise StorageError(f"there is no saved model at {path}; check model.path, or train first")
     return DefaultParamsReader.loadParamsInstance(path, spark)
-
-
-def score(model: Any, rows: DataFrame, label_col: str, weight_col: str | None) -> Scores:
-    """How a model's predictions compare with the labels, in one pass over the predictions.
-
-    Raises:
-        ConfigError: the model is neither a classifier nor a regressor.
-        DataError: labels are missing, null, or no class numbers.
-    """
-    from sparkdl.model import TorchClassifierModel, TorchRegressorModel
-
-    for column in (label_col, weight_col):
-        if column is not None and column not in rows.columns:
-            raise DataError(f"there is no column '{column}'; columns: {', '.join(rows.columns)}")
-    if rows.filter(F.col(label_col).isNull()).count():
-        raise DataError(f"column '{label_col}' has null labels; filter these rows out")
-    weight = F.lit(1.0) if weight_col is None else F.col(weight_col).cast("double")
-    if isinstance(model, TorchClassifierModel):
-        return _score_classifier(model, rows, label_col, weight)
-    if isinstance(model, TorchRegressorModel):
-        return _score_regressor(model, rows, label_col, weight)
-    raise ConfigError(
-        f"a {type(model).__name__} cannot be evaluated: there is no common measure for its "
-        f"output; use the predict job and compute your own"
-    )
-
-
-def _score_classifier(
-    model: Any, rows: DataFrame, label_col: str, weight: Column
-) -> ClassificationScores:
-    label = F.col(label_col).cast("double")
-    predictions = model.transform(rows)
-    probability_col = model.getOrDefault("probabilityCol")
-    log_loss = F.lit(None).cast("double")
-    if probability_col:
-        predictions = _vectors_to_arrays(predictions)
-        chance = F.get(F.col(probability_col), F.col(label_col).try_cast("int"))
-        log_loss = -F.log(F.greatest(chance, F.lit(_SMALLEST_PROBABILITY)))
-    groups = (
-        predictions.groupBy(
-            label.alias("label"), F.col(model.getPredictionCol()).alias("predicted")
-        )
-        .agg(F.sum(weight).alias("rows"), F.sum(weight * log_loss).alias("log_loss"))
-        .collect()
-    )
-    for group in groups:
-        if not group["label"].is_integer() or group["label"] < 0:
-            raise DataError(f"column '{label_col}' has the label {group['label']}: no class number")
-    counts: Mapping[tuple[int, int], float] = {
-        (int(group["label"]), int(group["predicted"])): group["rows"] for group in groups
-    }
-    total = sum(group["log_loss"] for group in groups) if probability_col else None
-    return classification_scores(counts, total)
-
-
-def _score_regressor(
-    model: Any, rows: DataFrame, label_col: str, weight: Column
-) -> RegressionScores:
-    label = F.col(label_col).cast("double")
-    # Two passes over the labels: the sum of squares alone would lose digits.
-    mean = rows.agg(F.sum(weight * label) / F.sum(weight)).first()[0]  # type: ignore[index]
-    error = F.col(model.getPredictionCol()) - label
-    sums = (
-        model.transform(rows)
-        .agg(
-            F.sum(weight).alias("weight"),
-            F.sum(weight * error * error).alias("squared_error"),
-            F.sum(weight * F.abs(error)).alias("absolute_error"),
-            F.sum(weight * (label - F.lit(mean)) * (label - F.lit(mean))).alias("label_variance"),
-        )
-        .first()
-    )
-    return regression_scores(**{key: value or 0.0 for key, value in sums.asDict().items()})
-
-
-def _vectors_to_arrays(rows: DataFrame) -> DataFrame:
-    vectors = [item.name for item in rows.schema.fields if isinstance(item.dataType, VectorUDT)]
-    return rows.withColumns({name: vector_to_array(F.col(name)) for name in vectors})
 
 
 def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:

@@ -1,125 +1,186 @@
 from __future__ import annotations
 
-import functools
-from dataclasses import fields
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
-from sparkdl.config import EarlyStopping
-from sparkdl.demo import DigitsNet
-from sparkdl.errors import ConfigError
-from sparkdl.estimator import TorchClassifier, TorchRegressor
-from sparkdl.job import VALIDATION_COLUMN, camel_case, import_object, make_estimator
-from sparkdl.jobfile import EstimatorSection, TrainJob
-from sparkdl.tomlvalues import build
-
-
-def job(**sections: Any) -> TrainJob:
-    smallest = {
-        "data": {"path": "d"},
-        "model": {"factory": "sparkdl.demo:DigitsNet"},
-        "output": {"path": "m"},
-    }
-    return build(TrainJob, smallest | sections)
-
-
-def test_the_section_has_every_param_and_no_other() -> None:
-    keys = {camel_case(item.name) for item in fields(EstimatorSection)} - {"kind"}
-    params = {param.name for param in TorchClassifier().params} - {"module"}
-    assert keys == params
-
-
-@pytest.mark.parametrize(
-    ("key", "param"), [("epochs", "epochs"), ("raw_prediction_col", "rawPredictionCol")]
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.job import (
+    VALIDATION_COLUMN,
+    load_model,
+    read_data,
+    read_training_data,
+    run_evaluate,
+    run_predict,
+    run_train,
 )
-def test_camel_case(key: str, param: str) -> None:
-    assert camel_case(key) == param
+from sparkdl.jobfile import (
+    DataSection,
+    EvaluateJob,
+    EvaluateOutput,
+    EvaluationSection,
+    ObjectRef,
+    PredictJob,
+    PredictOutput,
+    SavedModel,
+    TrainJob,
+    TrainOutput,
+    ValidationSection,
+)
+from sparkdl.model import TorchClassifierModel
+from sparkdl.plan import Column
+from sparkdl.scores import ClassificationScores
+
+pytestmark = pytest.mark.spark
+
+X = Column(name="x", role="feature", dtype="float32", shape=(2,))
 
 
-def test_every_given_key_reaches_its_param() -> None:
-    estimator = make_estimator(
-        job(
-            estimator={
-                "epochs": 3,
-                "learning_rate": 0.5,
-                "input_shape": [1, 8, 8],
-                "optimizer": "sgd",
-                "optimizer_params": {"momentum": 0.9},
-                "early_stopping": {"patience": 2},
-                "verbose": 0,
-            }
-        )
+def classifier() -> TorchClassifierModel:
+    """Predicts class 1 where the second number is the larger one."""
+    return TorchClassifierModel(nn.Identity(), [X], num_classes=2)
+
+
+@pytest.fixture
+def rows(spark: SparkSession) -> DataFrame:
+    values = [
+        ([1.0, 0.0], 0, 1.0),
+        ([0.0, 2.0], 1, 2.0),
+        ([3.0, 1.0], 1, 0.5),
+        ([0.0, 1.0], 1, 1.0),
+    ]
+    return spark.createDataFrame(values, "x array<float>, label int, weight double")
+
+
+@pytest.fixture
+def files(rows: DataFrame, tmp_path: Path) -> str:
+    rows.write.parquet(str(tmp_path / "rows"))
+    return str(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("format", ["parquet", "json", "orc", "csv"])
+def test_every_format_of_files_is_read(spark: SparkSession, tmp_path: Path, format: str) -> None:
+    path = str(tmp_path / "files")
+    spark.range(5).selectExpr("CAST(id AS INT) AS n").write.format(format).save(path)
+    section = DataSection(format=format, path=path, schema="n INT", select=("n + 1 AS m",))
+    assert sorted(row.m for row in read_data(spark, section).collect()) == [1, 2, 3, 4, 5]
+
+
+def test_a_table_is_read(spark: SparkSession) -> None:
+    spark.range(3).createOrReplaceTempView("job_rows")
+    assert read_data(spark, DataSection(format="table", table="job_rows")).count() == 3
+
+
+def test_reader_options_have_an_effect(spark: SparkSession, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("n;m\n1;2\n", encoding="utf-8")
+    options = {"header": True, "sep": ";", "inferSchema": True}
+    section = DataSection(format="csv", path=str(tmp_path / "a.csv"), options=options)
+    assert [row.asDict() for row in read_data(spark, section).collect()] == [{"n": 1, "m": 2}]
+
+
+def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) -> None:
+    with pytest.raises(DataError, match=r"cannot read '/none'"):
+        read_data(spark, DataSection(path="/none"))
+    with pytest.raises(DataError, match="no_such"):
+        read_data(spark, DataSection(path=files, select=("no_such",)))
+
+
+def training(path: str, validation: ValidationSection | None) -> TrainJob:
+    return TrainJob(
+        data=DataSection(path=path),
+        model=ObjectRef(factory="sparkdl.demo:DigitsNet"),
+        output=TrainOutput(path=path),
+        validation=validation,
     )
-    assert isinstance(estimator, TorchClassifier)
-    values = {name: estimator.getOrDefault(name) for name in ("epochs", "verbose", "optimizer")}
-    assert values == {"epochs": 3, "verbose": 0, "optimizer": "sgd"}
-    assert estimator.getOrDefault("learningRate") == 0.5
-    assert estimator.getOrDefault("inputShape") == [1, 8, 8]
-    assert estimator.getOrDefault("optimizerParams") == {"momentum": 0.9}
-    assert estimator.getOrDefault("earlyStopping") == EarlyStopping(patience=2)
-    assert not estimator.isSet("batchSize")
 
 
-def test_the_kind_chooses_the_estimator() -> None:
-    assert isinstance(make_estimator(job(estimator={"kind": "regressor"})), TorchRegressor)
+def test_validation_rows_are_the_same_however_the_rows_are_split(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    chosen = []
+    for parts in (1, 5):
+        path = str(tmp_path / f"rows{parts}")
+        spark.range(2000).repartition(parts).write.parquet(path)
+        marked = read_training_data(spark, training(path, ValidationSection(fraction=0.25)))
+        chosen.append({row.id for row in marked.filter(VALIDATION_COLUMN).collect()})
+    assert chosen[0] == chosen[1]
+    assert 420 < len(chosen[0]) < 580
+    other = read_training_data(spark, training(path, ValidationSection(fraction=0.25, seed=1)))
+    assert {row.id for row in other.filter(VALIDATION_COLUMN).collect()} != chosen[0]
 
 
-def test_the_module_is_made_by_the_workers_with_its_arguments() -> None:
-    model = {"factory": "sparkdl.demo:DigitsNet", "args": {"num_classes": 3}}
-    factory = make_estimator(job(model=model)).getOrDefault("module")
-    assert factory().layers[-1].out_features == 3
-    assert make_estimator(job()).getOrDefault("module") is DigitsNet
+def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> None:
+    spark.range(4).write.parquet(str(tmp_path / "train"))
+    spark.range(10, 12).write.parquet(str(tmp_path / "validation"))
+    section = ValidationSection(path=str(tmp_path / "validation"))
+    marked = read_training_data(spark, training(str(tmp_path / "train"), section))
+    assert sorted(marked.filter(VALIDATION_COLUMN).toPandas()["id"]) == [10, 11]
+    assert sorted(marked.filter(f"NOT {VALIDATION_COLUMN}").toPandas()["id"]) == [0, 1, 2, 3]
+    plain = read_training_data(spark, training(str(tmp_path / "train"), None))
+    assert VALIDATION_COLUMN not in plain.columns
 
 
-def test_objects_are_imported_and_made() -> None:
-    estimator = make_estimator(
-        job(
-            estimator={
-                "loss": {"factory": "torch.nn:CrossEntropyLoss", "args": {"label_smoothing": 0.1}},
-                "optimizer": "torch.optim:RMSprop",
-                "scheduler": {
-                    "factory": "torch.optim.lr_scheduler:StepLR",
-                    "args": {"step_size": 5},
-                },
-                "metrics": {
-                    "f1": {
-                        "factory": "torchmetrics.classification:MulticlassF1Score",
-                        "args": {"num_classes": 10},
-                    }
-                },
-            }
-        )
+def test_an_existing_model_is_not_replaced_unasked(spark: SparkSession, files: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set output\.overwrite=true"):
+        run_train(training(files, None), spark)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> SavedModel:
+    path = str(tmp_path / "model")
+    classifier().write().save(path)
+    return SavedModel(path=path)
+
+
+def test_a_saved_model_is_evaluated(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    target = tmp_path / "new" / "scores.json"
+    job = EvaluateJob(
+        data=DataSection(path=files),
+        model=saved,
+        evaluation=EvaluationSection(weight_col="weight"),
+        output=EvaluateOutput(path=str(target)),
     )
-    loss = estimator.getOrDefault("loss")
-    assert isinstance(loss, nn.CrossEntropyLoss)
-    assert loss.label_smoothing == 0.1
-    assert estimator.getOrDefault("optimizer").__name__ == "RMSprop"
-    scheduler = estimator.getOrDefault("scheduler")
-    assert isinstance(scheduler, functools.partial)
-    assert (scheduler.func, scheduler.keywords) == (StepLR, {"step_size": 5})
-    assert estimator.getOrDefault("metrics")["f1"].num_classes == 10
+    scores = run_evaluate(job, spark)
+    assert isinstance(scores, ClassificationScores)
+    assert scores.accuracy == pytest.approx(4 / 4.5)
+    assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
 
 
-def test_a_validation_section_marks_rows_by_a_column() -> None:
-    estimator = make_estimator(job(validation={"fraction": 0.1}))
-    assert estimator.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
-    assert not make_estimator(job()).isDefined("validationIndicatorCol")
+def test_predictions_are_written_as_arrays(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    output = PredictOutput(path=str(tmp_path / "p"), columns=("label", "probability"))
+    job = PredictJob(data=DataSection(path=files), model=saved, output=output)
+    assert run_predict(job, spark).count() == 4
+    written = spark.read.parquet(output.path)
+    assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
+    with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):
+        run_predict(job, spark)
 
 
-@pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.demo:NoSuchNet"])
-def test_what_cannot_be_imported_is_named_with_a_remedy(reference: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot import '{reference}'.*--py-files"):
-        import_object(reference)
+def test_csv_takes_plain_columns_only(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
+) -> None:
+    def job(*columns: str) -> PredictJob:
+        path = str(tmp_path / "csv")
+        output = PredictOutput(path=path, format="csv", columns=columns, options={"header": True})
+        return PredictJob(data=DataSection(path=files), model=saved, output=output)
+
+    with pytest.raises(ConfigError, match=r"CSV cannot hold the columns \['x', 'rawPrediction'"):
+        run_predict(job(), spark)
+    with pytest.raises(ConfigError, match=r"names \['no_such'\], which are not there; known: x"):
+        run_predict(job("no_such"), spark)
+    written = run_predict(job("label", "prediction"), spark)
+    assert sorted((row.label, row.prediction) for row in written.collect()) == [
+        (0, 0.0), (1, 0.0), (1, 1.0), (1, 1.0)
+    ]  # fmt: skip
 
 
-def test_a_factory_must_be_callable() -> None:
-    with pytest.raises(ConfigError, match="cannot be called"):
-        make_estimator(job(model={"factory": "math:pi"}))
-
-
-def test_a_scheduler_without_a_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"estimator\.scheduler must be 'package\.module:name'"):
-        make_estimator(job(estimator={"scheduler": "StepLR"}))
+def test_a_path_without_a_model_is_named(spark: SparkSession, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="there is no saved model at"):
+        load_model(spark, str(tmp_path))

@@ -13,7 +13,17 @@ PACKAGE = ROOT / "sparkdl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Files and folders that may import pyspark; everything else runs without a JVM.
-SPARK_SIDE = {"estimator", "model", "params", "parambase", "persist", "job", "spark"}
+SPARK_SIDE = {
+    "estimator",
+    "model",
+    "params",
+    "parambase",
+    "persist",
+    "job",
+    "jobobjects",
+    "scoring",
+    "spark",
+}
 # Run without Spark too; ask it only from inside a function, where they were called by it.
 ASKS_SPARK_LAZILY = {"packing", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
@@ -21,7 +31,17 @@ WITHOUT_TORCH = {
     "cli", "config", "errors", "installation", "jobfile", "log", "plan", "scores", "summary",
     "tomlvalues",
 }  # fmt: skip
-FACES = {"estimator", "model", "params", "parambase", "persist", "job", "cli"}
+FACES = {
+    "estimator",
+    "model",
+    "params",
+    "parambase",
+    "persist",
+    "job",
+    "jobobjects",
+    "scoring",
+    "cli",
+}
 
 
 def part_of(path: Path) -> str:

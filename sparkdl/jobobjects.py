@@ -1,0 +1,88 @@
+"""How do the names in a job file become an estimator with the user's objects?"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ConfigError
+from sparkdl.jobfile import ObjectRef, TrainJob, check_reference
+
+if TYPE_CHECKING:
+    from pyspark.ml import Estimator
+
+VALIDATION_COLUMN = "sparkdl_validation"
+"""Marks the rows of the section ``[validation]``; `job` makes it."""
+
+
+def make_estimator(job: TrainJob) -> Estimator[Any]:
+    """The estimator that a job describes, with the user's objects imported."""
+    from sparkdl import estimator as faces
+
+    kinds: dict[str, Callable[..., Estimator[Any]]] = {
+        "classifier": faces.TorchClassifier,
+        "regressor": faces.TorchRegressor,
+        "estimator": faces.TorchEstimator,
+    }
+    params = {
+        camel_case(name): _resolve(name, value) for name, value in job.estimator.given.items()
+    }
+    if job.validation is not None:
+        params["validationIndicatorCol"] = VALIDATION_COLUMN
+    return kinds[job.estimator.kind](module=_partial(job.model), **params)
+
+
+def camel_case(name: str) -> str:
+    """The Param that a snake_case key of ``[estimator]`` stands for."""
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
+
+
+def import_object(reference: str) -> Any:
+    """The object that ``package.module:name`` names.
+
+    Raises:
+        ConfigError: the module is not importable or has no such name.
+    """
+    check_reference(reference, "an object")
+    module, _, attribute = reference.partition(":")
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot import '{reference}': {error}; a module of your own travels to driver and "
+            f"workers with spark-submit --py-files"
+        ) from error
+
+
+def _resolve(name: str, value: Any) -> Any:
+    """A value of ``[estimator]`` as its Param takes it."""
+    if name in ("loss", "optimizer", "scheduler") and isinstance(value, str) and ":" in value:
+        value = ObjectRef(factory=value)
+    if name == "scheduler" and isinstance(value, str):
+        raise ConfigError(f"estimator.scheduler must be 'package.module:name'; received {value!r}")
+    if name in ("optimizer", "scheduler") and isinstance(value, ObjectRef):
+        return _partial(value)
+    if name == "metrics":
+        return {key: _made(reference) for key, reference in value.items()}
+    if name == "callbacks":
+        return [_made(reference) for reference in value]
+    if isinstance(value, ObjectRef):
+        return _made(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _partial(reference: ObjectRef) -> Any:
+    """The named object, to be called later with its arguments."""
+    named = import_object(reference.factory)
+    if not callable(named):
+        raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
+    return functools.partial(named, **reference.args) if reference.args else named
+
+
+def _made(reference: ObjectRef) -> Any:
+    """The named object; a class, or whatever has arguments, is called."""
+    named = _partial(reference) if reference.args else import_object(reference.factory)
+    return named() if isinstance(named, type | functools.partial) else named

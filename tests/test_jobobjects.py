@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import functools
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from sparkdl.config import EarlyStopping
+from sparkdl.demo import DigitsNet
+from sparkdl.errors import ConfigError
+from sparkdl.estimator import TorchClassifier, TorchRegressor
+from sparkdl.jobfile import EstimatorSection, TrainJob
+from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
+from sparkdl.tomlvalues import build
+
+
+def job(**sections: Any) -> TrainJob:
+    smallest = {
+        "data": {"path": "d"},
+        "model": {"factory": "sparkdl.demo:DigitsNet"},
+        "output": {"path": "m"},
+    }
+    return build(TrainJob, smallest | sections)
+
+
+def test_the_section_has_every_param_and_no_other() -> None:
+    keys = {camel_case(item.name) for item in fields(EstimatorSection)} - {"kind"}
+    params = {param.name for param in TorchClassifier().params} - {"module"}
+    assert keys == params
+
+
+@pytest.mark.parametrize(
+    ("key", "param"), [("epochs", "epochs"), ("raw_prediction_col", "rawPredictionCol")]
+)
+def test_camel_case(key: str, param: str) -> None:
+    assert camel_case(key) == param
+
+
+def test_every_given_key_reaches_its_param() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "epochs": 3,
+                "learning_rate": 0.5,
+                "input_shape": [1, 8, 8],
+                "optimizer": "sgd",
+                "optimizer_params": {"momentum": 0.9},
+                "early_stopping": {"patience": 2},
+                "verbose": 0,
+            }
+        )
+    )
+    assert isinstance(estimator, TorchClassifier)
+    values = {name: estimator.getOrDefault(name) for name in ("epochs", "verbose", "optimizer")}
+    assert values == {"epochs": 3, "verbose": 0, "optimizer": "sgd"}
+    assert estimator.getOrDefault("learningRate") == 0.5
+    assert estimator.getOrDefault("inputShape") == [1, 8, 8]
+    assert estimator.getOrDefault("optimizerParams") == {"momentum": 0.9}
+    assert estimator.getOrDefault("earlyStopping") == EarlyStopping(patience=2)
+    assert not estimator.isSet("batchSize")
+
+
+def test_the_kind_chooses_the_estimator() -> None:
+    assert isinstance(make_estimator(job(estimator={"kind": "regressor"})), TorchRegressor)
+
+
+def test_the_module_is_made_by_the_workers_with_its_arguments() -> None:
+    model = {"factory": "sparkdl.demo:DigitsNet", "args": {"num_classes": 3}}
+    factory = make_estimator(job(model=model)).getOrDefault("module")
+    assert factory().layers[-1].out_features == 3
+    assert make_estimator(job()).getOrDefault("module") is DigitsNet
+
+
+def test_objects_are_imported_and_made() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "loss": {"factory": "torch.nn:CrossEntropyLoss", "args": {"label_smoothing": 0.1}},
+                "optimizer": "torch.optim:RMSprop",
+                "scheduler": {
+                    "factory": "torch.optim.lr_scheduler:StepLR",
+                    "args": {"step_size": 5},
+                },
+                "metrics": {
+                    "f1": {
+                        "factory": "torchmetrics.classification:MulticlassF1Score",
+                        "args": {"num_classes": 10},
+                    }
+                },
+            }
+        )
+    )
+    loss = estimator.getOrDefault("loss")
+    assert isinstance(loss, nn.CrossEntropyLoss)
+    assert loss.label_smoothing == 0.1
+    assert estimator.getOrDefault("optimizer").__name__ == "RMSprop"
+    scheduler = estimator.getOrDefault("scheduler")
+    assert isinstance(scheduler, functools.partial)
+    assert (scheduler.func, scheduler.keywords) == (StepLR, {"step_size": 5})
+    assert estimator.getOrDefault("metrics")["f1"].num_classes == 10
+
+
+def test_a_validation_section_marks_rows_by_a_column() -> None:
+    estimator = make_estimator(job(validation={"fraction": 0.1}))
+    assert estimator.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
+    assert not make_estimator(job()).isDefined("validationIndicatorCol")
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.demo:NoSuchNet"])
+def test_what_cannot_be_imported_is_named_with_a_remedy(reference: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot import '{reference}'.*--py-files"):
+        import_object(reference)
+
+
+def test_a_factory_must_be_callable() -> None:
+    with pytest.raises(ConfigError, match="cannot be called"):
+        make_estimator(job(model={"factory": "math:pi"}))
+
+
+def test_a_scheduler_without_a_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"estimator\.scheduler must be 'package\.module:name'"):
+        make_estimator(job(estimator={"scheduler": "StepLR"}))
