@@ -1,0 +1,95 @@
+"""Arrow arrays become numpy arrays; what is not uniform is found, counted and shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from sparkdl.data.arrow import Findings, NotUniform, examine, to_numpy, uniform
+from sparkdl.errors import DataError
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int16", "int32", "int64", "float32", "float64", "uint8"]
+)
+def test_numbers_keep_dtype_and_are_views(dtype: str) -> None:
+    source = np.arange(5).astype(dtype)
+    values = to_numpy(pa.array(source), dtype)
+    assert values.dtype == dtype
+    np.testing.assert_array_equal(values, source)
+    assert np.shares_memory(values, source)
+
+
+def test_booleans() -> None:
+    values = to_numpy(pa.array([True, False]), "bool")
+    assert values.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_lists_become_matrices_without_a_copy(large: bool) -> None:
+    kind = pa.large_list(pa.float32()) if large else pa.list_(pa.float32())
+    array = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], kind)
+    values = to_numpy(array, "float32")
+    assert values.tolist() == [[1, 2], [3, 4], [5, 6]]
+    inner = array.values.to_numpy()
+    assert np.shares_memory(values, inner)
+    assert to_numpy(array.slice(1, 2), "float32").tolist() == [[3, 4], [5, 6]]
+
+
+def test_nested_lists_and_wanted_shape() -> None:
+    array = pa.array([[[1.0, 2.0], [3.0, 4.0]]] * 3)
+    assert to_numpy(array, "float64").shape == (3, 2, 2)
+    assert to_numpy(array, "float32", (4,)).shape == (3, 4)
+    assert to_numpy(pa.array([], pa.list_(pa.float32())), "float32", (7,)).shape == (0, 7)
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_binary_becomes_bytes(kind: pa.DataType) -> None:
+    array = pa.array([b"ab", b"cd", b"ef"], kind)
+    assert to_numpy(array.slice(1), "uint8").tolist() == [[99, 100], [101, 102]]
+    assert to_numpy(pa.array([b"", b""], kind), "uint8").shape == (2, 0)
+
+
+def test_fixed_size_lists() -> None:
+    array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
+    assert to_numpy(array.slice(1), "int32").tolist() == [[3, 4]]
+
+
+def test_chunked_arrays_are_joined() -> None:
+    array = pa.chunked_array([[1, 2], [3]])
+    assert to_numpy(array, "int64").tolist() == [1, 2, 3]
+
+
+def test_wrong_width_is_refused() -> None:
+    with pytest.raises(DataError, match=r'column "f" has rows of shape \(2,\), expected \(3,\)'):
+        to_numpy(pa.array([[1.0, 2.0]]), "float32", (3,), name="f")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.0], None, [None]], r'column "f" has 2 null rows \(first: row 1\); drop or fill'),
+        ([[1.0], [2.0], [3.0, 4.0]], r"1 do not \(first: row 2, of shape \(2,\)\)"),
+        ([[[1.0], [2.0]], [[1.0], [2.0, 3.0]], [[1.0], [2.0]]], "of shape ragged"),
+    ],
+)
+def test_what_is_not_uniform_is_named(rows: list[object], message: str) -> None:
+    with pytest.raises(NotUniform):
+        uniform(pa.array(rows))
+    with pytest.raises(DataError, match=message):
+        to_numpy(pa.array(rows), "float32", name="f")
+
+
+def test_a_null_deep_inside_belongs_to_its_row() -> None:
+    found = examine(pa.array([[[1.0]], [[None]]]), where=" of partition 3", first_row=10)
+    assert found.nulls == 1
+    assert found.first_null == "row 11 of partition 3"
+
+
+def test_findings_add_up_and_survive_json() -> None:
+    left = examine(pa.array([[1.0], [2.0], [1.0, 2.0]]))
+    right = Findings.from_dict(examine(pa.array([[1.0, 2.0]] * 5), first_row=3).to_dict())
+    left.merge(right)
+    assert left.shapes == {"(1,)": 2, "(2,)": 6}
+    assert "most rows have shape (2,), but 2 do not (first: row 0" in left.message("f")

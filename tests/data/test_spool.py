@@ -1,0 +1,167 @@
+"""A partition is written once, column by column, and opens as exactly the same tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from sparkdl.data.spool import (
+    SpoolColumn,
+    SpoolSummary,
+    SpoolWriter,
+    column_path,
+    open_spool,
+    remove_spool,
+    roomiest,
+)
+from sparkdl.errors import ShardLost, StorageError
+from sparkdl.plan import Column
+
+FEATURE = SpoolColumn(name="f", role="feature", dtype="float32")
+LABEL = SpoolColumn(name="y", role="label", dtype="int64", as_classes=True)
+COLUMNS = (
+    Column(name="f", role="feature", dtype="float32", shape=(2,)),
+    Column(name="y", role="label", dtype="int64", shape=()),
+)
+
+
+def batch(features: list[Any], labels: list[Any], validation: list[Any] | None = None,
+          first_hash: int = 0) -> pa.RecordBatch:  # fmt: skip
+    arrays = [pa.array(features, pa.list_(pa.float32())), pa.array(labels, pa.float64())]
+    if validation is not None:
+        arrays.append(pa.array(validation, pa.bool_()))
+    arrays.append(pa.array(np.arange(len(labels)) + first_hash, pa.int64()))
+    return pa.record_batch(arrays, names=[str(i) for i in range(len(arrays))])
+
+
+def spool(directory: Path, *batches: pa.RecordBatch, validation: bool = False) -> SpoolSummary:
+    columns = (FEATURE, LABEL)
+    with SpoolWriter(directory, columns, has_validation=validation, where=" of partition 0") as out:
+        for part in batches:
+            out.write(part)
+    return SpoolSummary.from_dict(out.summary().to_dict())
+
+
+def test_rows_come_back_in_order(tmp_path: Path) -> None:
+    summary = spool(
+        tmp_path / "s", batch([[1, 2], [3, 4]], [0, 1]), batch([[5, 6]], [2], first_hash=2)
+    )
+    assert (summary.num_rows, summary.num_bytes) == (3, 3 * (8 + 8))
+    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train")
+    assert opened["f"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert opened["y"].dtype == torch.int64
+    assert opened["y"].tolist() == [0, 1, 2]
+    assert (summary.columns[1].minimum, summary.columns[1].maximum) == (0, 2)
+
+
+def test_writing_to_the_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
+    spool(tmp_path / "s", batch([[1, 2]], [0]))
+    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train")["f"].zero_()
+    again = open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train")
+    assert again["f"].tolist() == [[1, 2]]
+
+
+def test_validation_rows_go_apart(tmp_path: Path) -> None:
+    summary = spool(
+        tmp_path / "s", batch([[1, 2], [3, 4], [5, 6]], [0, 1, 2], [False, True, False]),
+        batch([[7, 8]], [3], [True]), validation=True,
+    )  # fmt: skip
+    assert (summary.num_rows, summary.num_validation_rows) == (2, 2)
+    train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train")
+    validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation")
+    assert train["y"].tolist() == [0, 2]
+    assert validation["f"].tolist() == [[3, 4], [7, 8]]
+
+
+def test_a_partition_without_rows(tmp_path: Path) -> None:
+    summary = spool(tmp_path / "s")
+    assert summary.num_rows == 0
+    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train")
+    assert opened["f"].shape == (0, 2)
+
+
+def test_fingerprint_tells_order_and_content_does_not(tmp_path: Path) -> None:
+    rows = batch([[1, 2], [3, 4]], [0, 1])
+    back = rows.take(pa.array([1, 0]))
+    one, two = spool(tmp_path / "a", rows), spool(tmp_path / "b", back)
+    cut = spool(tmp_path / "c", rows.slice(0, 1), rows.slice(1))
+    assert one.fingerprint == cut.fingerprint != two.fingerprint
+    assert one.content == two.content
+    other_split = spool(
+        tmp_path / "d", batch([[1, 2], [3, 4]], [0, 1], [True, False]), validation=True
+    )
+    assert other_split.fingerprint != one.fingerprint
+
+
+def test_bad_labels_are_counted_and_shown(tmp_path: Path) -> None:
+    summary = spool(
+        tmp_path / "s", batch([[1, 2]] * 3, [0, float("nan"), 1.5]), batch([[1, 2]], [-1])
+    )
+    label = summary.columns[1]
+    assert label.bad_values == 3
+    assert label.first_bad == "nan in row 1 of partition 0"
+
+
+def test_nulls_and_ragged_rows_are_counted_over_batches(tmp_path: Path) -> None:
+    summary = spool(
+        tmp_path / "s", batch([[1, 2], [3, 4]], [0, 1]), batch([[5], [6, 7], None], [0, 1, 0])
+    )
+    found = summary.columns[0].nulls_and_shapes
+    assert found.nulls == 1
+    assert found.first_null == "row 4 of partition 0"
+    assert found.shapes == {"(2,)": 3, "(1,)": 1}
+
+
+def test_width_that_changes_between_batches_is_ragged(tmp_path: Path) -> None:
+    summary = spool(tmp_path / "s", batch([[1, 2]] * 3, [0] * 3), batch([[1, 2, 3]], [0]))
+    assert summary.columns[0].nulls_and_shapes.shapes == {"(2,)": 3, "(3,)": 1}
+
+
+def test_null_in_the_indicator_is_counted(tmp_path: Path) -> None:
+    summary = spool(tmp_path / "s", batch([[1, 2]] * 2, [0, 1], [True, None]), validation=True)
+    assert summary.columns[-1].nulls_and_shapes.nulls == 1
+
+
+def test_lost_or_changed_files_are_noticed(tmp_path: Path) -> None:
+    spool(tmp_path / "s", batch([[1, 2]], [0]))
+    with pytest.raises(ShardLost, match="8 bytes, expected 16"):
+        open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train")
+    column_path(tmp_path / "s", "train", 0).unlink()
+    with pytest.raises(ShardLost, match="is not on this host"):
+        open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), SpoolWriter(tmp_path / "s", (FEATURE,), has_validation=False):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_clear_error() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    writer = SpoolWriter(Path("/nowhere"), (FEATURE, LABEL), has_validation=False)
+    files = [full.open("wb", buffering=0), full.open("wb", buffering=0)]
+    writer._files = {("train", 0): files[0], ("train", 1): files[1]}
+    try:
+        with pytest.raises(StorageError, match=r"disk of /nowhere is full.*SPARK_LOCAL_DIRS"):
+            writer.write(batch([[1, 2]], [0]))
+    finally:
+        for file in files:
+            file.close()
+
+
+def test_roomiest_and_remove(tmp_path: Path) -> None:
+    assert roomiest(["/does/not/exist", str(tmp_path)]) == tmp_path
+    with pytest.raises(StorageError, match="none of Spark's local directories"):
+        roomiest(["/does/not/exist"])
+    spool(tmp_path / "run" / "s", batch([[1, 2]], [0]))
+    assert remove_spool(tmp_path / "run" / "s")
+    assert not remove_spool(tmp_path / "run" / "s")
+    assert not (tmp_path / "run").exists()

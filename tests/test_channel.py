@@ -1,0 +1,160 @@
+"""The channel: keys, events and files, behind a secret; and torch's rendezvous through it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkdl.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.checkpoint.storage import open_storage
+from sparkdl.errors import CommunicationError, StorageError
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return Hub()
+
+
+@pytest.fixture
+def server(hub: Hub, tmp_path: Path) -> Iterator[ChannelServer]:
+    files = open_storage(str(tmp_path / "files"))
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def client(server: ChannelServer) -> Iterator[ChannelClient]:
+    client = ChannelClient(server.address, scope="run/0/")
+    yield client
+    client.close()
+
+
+def test_keys_are_scoped(hub: Hub, client: ChannelClient) -> None:
+    client.set("a", b"\x00\n{")
+    assert client.get("a") == b"\x00\n{"
+    assert hub.get("run/0/a") == b"\x00\n{"
+    assert client.get("b") is None
+    assert client.add("n", 2) == 2
+    assert client.add("n", 3) == 5
+    assert client.delete("a")
+    assert not client.delete("a")
+    hub.clear("run/0/")
+    assert client.get("n") is None
+
+
+def test_wait_returns_when_the_last_key_comes(client: ChannelClient) -> None:
+    client.set("a", b"1")
+    timer = threading.Timer(0.2, client.set, ("b", b"2"))
+    timer.start()
+    began = time.monotonic()
+    client.wait(["a", "b"], 10)
+    assert 0.1 < time.monotonic() - began < 5
+    timer.join()
+
+
+def test_wait_gives_up(client: ChannelClient) -> None:
+    with pytest.raises(TimeoutError, match="1 keys not set"):
+        client.wait(["never"], 0.2)
+
+
+def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
+    client.report(attempt=1, rank=2, events=[{"kind": "done"}, {"kind": "log", "lines": ["ä"]}])
+    first, second = hub.events.get(timeout=5), hub.events.get(timeout=5)
+    assert (first.attempt, first.rank, first.body) == (1, 2, {"kind": "done"})
+    assert second.body["lines"] == ["ä"]
+
+
+def test_without_the_secret_nothing_is_answered(server: ChannelServer) -> None:
+    intruder = ChannelStorage(replace(server.address, token="guess"))
+    with pytest.raises(StorageError, match="secret"):
+        intruder.exists("x")
+    with pytest.raises(StorageError, match="secret"):
+        intruder.write("x", b"1")
+    with pytest.raises(StorageError, match="secret"):
+        intruder.read("x")
+    intruder.close()
+
+
+def test_an_absent_server_is_a_communication_error() -> None:
+    client = ChannelClient(Address(host="127.0.0.1", port=1, token="t"), timeout_seconds=2)
+    with pytest.raises(CommunicationError, match="'get' failed"):
+        client.get("a")
+    client.close()
+
+
+def test_files_of_any_size(server: ChannelServer) -> None:
+    storage = ChannelStorage(server.address)
+    large = bytes(range(256)) * 100_000  # more than one chunk
+    storage.write("a/large", large)
+    storage.write("a/pieces", iter([b"ab", memoryview(b"cd")]))
+    storage.write("a/empty", b"")
+    assert storage.list("a") == ["empty", "large", "pieces"]
+    assert storage.read("a/large") == large
+    assert storage.read("a/pieces") == b"abcd"
+    assert storage.read("a/empty") == b""
+    storage.remove("a")
+    assert not storage.exists("a/large")
+    with pytest.raises(StorageError, match="could not send a/large"):
+        storage.read("a/large")
+    storage.close()
+
+
+def test_files_stay_inside_the_folder(server: ChannelServer, tmp_path: Path) -> None:
+    storage = ChannelStorage(server.address)
+    with pytest.raises(StorageError):
+        storage.write("../outside", b"1")
+    assert not (tmp_path / "outside").exists()
+    storage.close()
+
+
+def test_a_channel_without_files_says_so(hub: Hub) -> None:
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    storage = ChannelStorage(server.address)
+    with pytest.raises(StorageError, match="keeps no files"):
+        storage.exists("x")
+    storage.close()
+    server.shutdown()
+
+
+def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int, float]]) -> None:
+    import torch
+
+    from sparkdl.comm import ProcessGroupCommunicator, process_group
+    from sparkdl.store import ChannelStore
+
+    client = ChannelClient(address, scope="run/0/")
+    store = ChannelStore(client, timeout_seconds=30)
+    with process_group(
+        backend="gloo", store=store, rank=rank, world_size=2, timeout_seconds=30,
+        address="127.0.0.1",
+    ):  # fmt: skip
+        comm = ProcessGroupCommunicator()
+        tensor = torch.tensor([float(rank + 1)])
+        comm.all_reduce(tensor)
+        assert comm.all_gather_bytes(b"x" * rank) == [b"", b"x"]
+        assert comm.broadcast_bytes(b"hello" if rank == 0 else None) == b"hello"
+        comm.barrier()
+        results.put((rank, tensor.item()))
+
+
+@pytest.mark.gang
+def test_gloo_meets_through_the_channel(server: ChannelServer) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_meet, args=(rank, server.address, results)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    got = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=30)
+    assert got == [(0, 3.0), (1, 3.0)]
+    assert [process.exitcode for process in ranks] == [0, 0]
