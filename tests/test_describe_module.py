@@ -152,7 +152,7 @@ def local_class() -> nn.Module:
         (lambda: changed(scale=lambda x: x), "differs in scale"),
         (lambda: changed(extra=1), "differs in extra"),
         (lambda: changed(grid=torch.ones(3)), "the buffers of it"),
-        (lambda: changed(scale=nn.Linear(1, 1)), "scale.weight"),
+        (lambda: changed(scale=nn.Linear(1, 1)), "scale.bias"),
         (lambda: changed(scale=[nn.Linear(1, 1)]), "differs in scale"),
         (lambda: NeedsWidth(3), "needs the arguments width"),
         (lambda: nn.Sequential(NeedsWidth(3)), "needs the arguments width"),

@@ -1,0 +1,247 @@
+"""How is a module whose code nobody else can import kept, and read without running its file?
+
+``torch.export`` turns a forward pass into a graph of operators. Its file format is not safe to
+load as it is. What torch 2.13 does when it reads a ``.pt2`` archive:
+
+- sample inputs, tensor subclasses, custom objects and the files of older formats go through
+  ``torch.load(weights_only=False)`` or ``pickle.loads`` (``export/pt2_archive/_package.py``);
+- sizes such as ``2*s0`` go through ``sympy.sympify``, which calls ``eval``; ``guards_code`` is
+  Python source for ``exec``; operator names are looked up with ``getattr`` from ``torch``; node
+  names become Python source (``_export/serde/serialize.py``, ``export/_unlift.py``);
+- ``torch.export.load`` retries with another zip parser and the older format after an error;
+- compiled libraries in ``aotinductor/`` are loaded.
+
+So `write_program` stores none of these, and `read_program` refuses archives with anything else
+than raw tensors, ATen operators, plain names and plain size expressions, before torch reads them.
+It looks through torch's own zip reader, so that both see the same bytes, and calls ``load_pt2``
+itself, which has no second try.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import warnings
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.pt2_archive import PT2ArchiveReader
+from torch.export.pt2_archive._package import load_pt2
+
+from sparkdl.errors import ConfigError, StorageError
+
+_MODEL = "models/model.json"
+_CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+_ENTRY = re.compile(
+    r"data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|models/model\.json|data/sample_inputs/model\.pt"
+    r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
+)
+_NAME = re.compile(r"[\w.+-]*")
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims)\.[a-z]\w*\.\w+|torch\.ops\.higher_order\.[a-z]\w*"
+)
+_SCALAR_OPERATOR = re.compile(r"_operator\.[a-z]+|math\.[a-z]+|torch\.sym_[a-z]+")
+_READS_FILES = ("torch.ops.aten.from_file",)
+_EXPRESSION = re.compile(r"(\d+\.\d+|'\w+'|\w+|[\s(),=+*/<>!-])*")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_SYMBOL = re.compile(r"[a-z]{1,3}\d+")
+_FUNCTIONS = re.compile(
+    r"Symbol|Integer|Rational|Float|Add|Mul|Pow|Max|Min|Abs|Mod|PythonMod|FloorDiv|CeilDiv|CleanDiv"
+    r"|ModularIndexing|Where|IntTrueDiv|FloatTrueDiv|PowByNatural|FloatPow|ToFloat|TruncToInt"
+    r"|TruncToFloat|CeilToInt|FloorToInt|RoundToInt|LShift|RShift|Identity|Eq|Ne|Lt|Le|Gt|Ge|And|Or"
+    r"|Not|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan|True|False"
+    r"|positive|negative|nonnegative|nonpositive|integer|real|finite|zero|precision|oo|int_oo"
+)
+_CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+
+
+class ProgramModule(nn.Module):
+    """An exported program as a module that can only predict. Can be copied and pickled."""
+
+    def __init__(self, archive: bytes) -> None:
+        super().__init__()
+        self._archive = archive
+        contents = load_pt2(io.BytesIO(archive))
+        # Guards are Python source from the file; the operators check the shapes themselves.
+        self.program = contents.exported_programs["model"].module(check_guards=False)
+        for part in self.modules():  # torch's own eval() refuses exported programs
+            part.training = False
+
+    @property
+    def archive(self) -> bytes:
+        """The file that `read_program` reads."""
+        return self._archive
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Run the program on a batch of any size."""
+        return self.program(*inputs)
+
+    def train(self, mode: bool = True) -> ProgramModule:
+        """Stay in evaluation mode.
+
+        Raises:
+            ConfigError: training mode was asked for.
+        """
+        if mode:
+            raise ConfigError(
+                "an exported program can only predict; train the module that it was made from"
+            )
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_program, (self._archive,)
+
+
+def write_program(module: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> bytes:
+    """Export a module's forward pass in evaluation mode, for batches of any size.
+
+    Args:
+        module: on the CPU; left as it was.
+        example_inputs: one batch, ``(batch, ...)`` each, of at least one sample.
+
+    Returns:
+        A ``.pt2`` archive that `read_program` accepts.
+
+    Raises:
+        ConfigError: torch cannot export it, or the program does something else than the module.
+    """
+    if isinstance(module, ProgramModule):
+        return module.archive
+    if not example_inputs or any(x.dim() == 0 or not len(x) for x in example_inputs):
+        raise ConfigError("an export needs example inputs of shape (batch, ...) with a sample each")
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        return _export(module, example_inputs)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def read_program(archive: bytes) -> ProgramModule:
+    """Make a module of what `write_program` wrote.
+
+    Raises:
+        StorageError: the archive is damaged, or holds what could run code while it is read.
+    """
+    try:
+        _check_archive(archive)
+        return ProgramModule(archive)
+    except StorageError:
+        raise
+    except Exception as error:  # torch raises many types for malformed archives
+        raise StorageError(f"the exported program cannot be read: {error!r}") from error
+
+
+def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
+    # torch.export takes sizes 0 and 1 for constants, so the example needs two samples or more.
+    pair = tuple(torch.cat([x, x]) for x in inputs)
+    batch = torch.export.Dim("batch", min=1)
+    shapes: Any = tuple({0: batch} for _ in pair)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature(module.forward).parameters.values()):
+        shapes = (shapes,)  # torch takes ``*inputs`` for one argument
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the result is compared with the module below
+            program = torch.export.export(module, pair, dynamic_shapes=shapes)
+            _strip(program)
+            buffer = io.BytesIO()
+            torch.export.save(program, buffer)
+            exported = read_program(buffer.getvalue())
+            for example in (inputs, pair, tuple(torch.cat([x, x, x]) for x in inputs)):
+                torch.testing.assert_close(exported(*example), module(*example), equal_nan=True)
+    except Exception as error:  # whatever the module's forward or torch's tracer raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"torch.export cannot export it ({type(error).__name__}: {reason})"
+        ) from (error)
+    return buffer.getvalue()
+
+
+def _strip(program: torch.export.ExportedProgram) -> None:
+    """Leave out what only pickle could hold, and paths of this machine."""
+    program._example_inputs = None
+    program._guards_code = []
+    for part in program.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            part.meta.clear()
+            for node in part.graph.nodes:
+                node.meta = {key: item for key, item in node.meta.items() if key == "val"}
+
+
+def _check_archive(archive: bytes) -> None:
+    reader = PT2ArchiveReader(io.BytesIO(archive))
+    names = reader.get_file_names()
+    for name in names:
+        if not _ENTRY.fullmatch(name):
+            raise _refusal(f"the entry {name}")
+    if len(set(names)) != len(names):
+        raise _refusal("two entries of one name")
+    if "data/sample_inputs/model.pt" in names and reader.read_bytes("data/sample_inputs/model.pt"):
+        raise _refusal("pickled sample inputs")
+    for name in _CONFIGS:
+        config = json.loads(reader.read_string(name))["config"]
+        if any(entry["use_pickle"] is not False for entry in config.values()):
+            raise _refusal("a pickled tensor or object")
+        _check_names(config, "config")
+    model = json.loads(reader.read_string(_MODEL))
+    if model.get("guards_code"):
+        raise _refusal("Python source in its guards")
+    _check_names(model, "")
+
+
+def _check_names(value: Any, key: str) -> None:
+    """Look at every string of a JSON value: what it may be depends on the key above it."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not _NAME.fullmatch(name):
+                raise _refusal(f"the name {name!r}")
+            if name == "metadata" and item:
+                raise _refusal("metadata of nodes")
+            _check_names(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check_names(item, key)
+    elif isinstance(value, str):
+        _check_text(value, key)
+
+
+def _check_text(text: str, key: str) -> None:
+    if key in ("target", "as_operator"):
+        is_known = _OPERATOR.fullmatch(text) or _SCALAR_OPERATOR.fullmatch(text)
+        if not is_known or text.startswith(_READS_FILES):
+            raise _refusal(f"the operator {text!r}")
+    elif key == "expr_str":
+        words = _WORD.findall(text)
+        if not _EXPRESSION.fullmatch(text) or not all(
+            _FUNCTIONS.fullmatch(word) or _SYMBOL.fullmatch(word) for word in words
+        ):
+            raise _refusal(f"the size {text!r}")
+    elif key in ("in_spec", "out_spec"):
+        _check_spec(json.loads(text)[1])
+    elif key != "as_string" and not _NAME.fullmatch(text):  # strings stay strings in the program
+        raise _refusal(f"the name {text!r}")
+
+
+def _check_spec(spec: Any) -> None:
+    """The shape of a call's arguments: nested tuples, lists and dicts of tensors."""
+    if spec["type"] not in _CONTAINERS:
+        raise _refusal(f"the container {spec['type']!r}")
+    context = json.loads(spec["context"] or "null")
+    for name in context if isinstance(context, list) else [] if context is None else [context]:
+        if not isinstance(name, str | int) or not _NAME.fullmatch(str(name)):
+            raise _refusal(f"the key {name!r}")
+    for child in spec["children_spec"]:
+        _check_spec(child)
+
+
+def _refusal(what: str) -> StorageError:
+    return StorageError(
+        f"the exported program holds {what}, which could run code while it is read; save the "
+        f"model again, or make it from an importable factory"
+    )
