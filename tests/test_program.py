@@ -1,0 +1,188 @@
+"""Is an exported program refused if reading it could run code?"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export.pt2_archive._package import load_pt2
+
+from sparkdl.errors import ConfigError, StorageError
+from sparkdl.program import read_program, write_program
+
+MODEL = "models/model.json"
+WEIGHTS = "data/weights/model_weights_config.json"
+SAMPLES = "data/sample_inputs/model.pt"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 3)
+        self.rnn = nn.LSTM(3, 2, batch_first=True)
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out, _ = self.rnn(self.embed(x))
+        flat = out.reshape(x.shape[0], -1)
+        return {"sum": flat.sum(1) * self.scale + y, "twice": torch.cat([flat, flat])}
+
+
+@pytest.fixture(scope="module")
+def archive() -> bytes:
+    return write_program(Net(), (torch.randint(0, 9, (1, 4)), torch.ones(1)))
+
+
+def changed(archive: bytes, entries: dict[str, Callable[[bytes], bytes]]) -> bytes:
+    """The archive with some entries changed or added."""
+    buffer = io.BytesIO()
+    left = dict(entries)
+    with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(buffer, "w") as target:
+        root = source.namelist()[0].split("/")[0]
+        for name in source.namelist():
+            change = left.pop(name.removeprefix(f"{root}/"), lambda data: data)
+            target.writestr(name, change(source.read(name)))
+        for name, change in left.items():
+            target.writestr(f"{root}/{name}", change(b""))
+    return buffer.getvalue()
+
+
+def in_model(edit: Callable[[Any], None]) -> dict[str, Callable[[bytes], bytes]]:
+    def change(data: bytes) -> bytes:
+        model = json.loads(data)
+        edit(model)
+        return json.dumps(model).encode()
+
+    return {MODEL: change}
+
+
+def test_nested_outputs_and_several_inputs_come_back(archive: bytes) -> None:
+    program = read_program(archive)
+    for rows in (1, 5):
+        out = program(torch.ones(rows, 4, dtype=torch.int64), torch.ones(rows))
+        assert out["sum"].shape == (rows,) and out["twice"].shape == (2 * rows, 8)
+
+
+def test_an_archive_copied_entry_by_entry_is_read(archive: bytes) -> None:
+    read_program(changed(archive, {}))  # so that the refusals below are due to the changes
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def pickled(path: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save((Touch(path),), buffer)
+    return buffer.getvalue()
+
+
+def source(path: Path) -> str:
+    return f"__import__('pathlib').Path({str(path)!r}).touch() or 1"
+
+
+def set_size(model: Any, text: str) -> None:
+    values = model["graph_module"]["graph"]["tensor_values"]
+    sizes = next(v["sizes"] for v in values.values() if "as_expr" in str(v["sizes"][:1]))
+    sizes[0]["as_expr"]["expr_str"] = text
+
+
+def rename_input(model: Any, text: str) -> None:
+    graph = json.dumps(model["graph_module"])
+    model["graph_module"] = json.loads(graph.replace('"y"', json.dumps(text)))
+
+
+ATTACKS: dict[str, Callable[[Path], dict[str, Callable[[bytes], bytes]]]] = {
+    "samples": lambda path: {SAMPLES: lambda _: pickled(path)},
+    "size": lambda path: in_model(lambda model: set_size(model, source(path))),
+    "guard": lambda path: in_model(lambda model: model.update(guards_code=[source(path)])),
+    "legacy": lambda path: {"data/weights/model.pt": lambda _: pickled(path)},
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_torch_would_run_is_refused(archive: bytes, attack: str, tmp_path: Path) -> None:
+    bad = changed(archive, ATTACKS[attack](tmp_path / "touched"))
+    with pytest.raises(StorageError, match="could run code"):
+        read_program(bad)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attack", ["samples", "size"])
+def test_torch_does_run_it_so_the_guard_is_needed(
+    archive: bytes, attack: str, tmp_path: Path
+) -> None:
+    bad = changed(archive, ATTACKS[attack](tmp_path / "touched"))
+    try:
+        load_pt2(io.BytesIO(bad))
+    except Exception as error:  # torch may fail after it ran the code; that is not the point
+        print(f"torch failed afterwards: {error!r}")
+    assert (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (lambda m: rename_input(m, "y=print(1)"), "the name"),
+        (
+            lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.os.system"),
+            "the oper",
+        ),
+        (
+            lambda m: m["graph_module"]["graph"]["nodes"][0].update(
+                target="torch.ops.aten.from_file.default"
+            ),
+            "the operator",
+        ),
+        (lambda m: set_size(m, "print(1)"), "the size"),
+        (lambda m: set_size(m, "Symbol('s1').__class__"), "the size"),
+        (lambda m: m["graph_module"]["graph"]["nodes"][0].update(metadata={"a": "b"}), "metadata"),
+        (
+            lambda m: m["graph_module"]["signature"].update(
+                in_spec='[1, {"type": "collections.defaultdict", "context": "", '
+                '"children_spec": []}]'
+            ),
+            "the container",
+        ),
+    ],
+)
+def test_a_graph_with_anything_unusual_is_refused(archive: bytes, edit: Any, what: str) -> None:
+    with pytest.raises(StorageError, match=f"holds {what}"):
+        read_program(changed(archive, in_model(edit)))
+
+
+@pytest.mark.parametrize("name", ["data/aotinductor/model/x.so", "data/constants/opaque_obj_0"])
+def test_other_entries_are_refused(archive: bytes, name: str) -> None:
+    with pytest.raises(StorageError, match="holds the entry"):
+        read_program(changed(archive, {name: lambda _: b"x"}))
+
+
+def test_pickled_weights_are_refused(archive: bytes) -> None:
+    bad = {WEIGHTS: lambda data: data.replace(b'"use_pickle": false', b'"use_pickle": true')}
+    with pytest.raises(StorageError, match="pickled tensor"):
+        read_program(changed(archive, bad))
+
+
+@pytest.mark.parametrize("data", [b"", b"PK", pickle.dumps(1)])
+def test_other_files_are_a_storage_error(data: bytes) -> None:
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_program(data)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.tensor(1.0),), (torch.empty(0, 3),)])
+def test_example_inputs_need_samples(inputs: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(ConfigError, match="with a sample each"):
+        write_program(nn.Linear(3, 2), inputs)
