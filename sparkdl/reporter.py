@@ -36,6 +36,8 @@ class Reporter:
 
     def __init__(self, client: ChannelClient | None, *, attempt: int, rank: int) -> None:
         self._client = client
+        self.rows = 0
+        """Rows this rank has trained on in this attempt."""
         self._attempt = attempt
         self._rank = rank
         self._progress: dict[str, Any] = {"kind": "heartbeat", "phase": "start"}
@@ -58,13 +60,14 @@ class Reporter:
             self._thread.join(timeout=10)
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
-        """After a training step: epoch from 1, steps done, loss, rows this rank has trained on."""
+        """After a training step: epoch from 1, steps done, loss, rows of this rank in the step."""
+        self.rows += rows
         self._progress = {
             **self._progress,
             "epoch": epoch,
             "step": step,
             "loss": loss,
-            "rows": rows,
+            "rows": self.rows,
         }
 
     def phase(self, name: str) -> None:

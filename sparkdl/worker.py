@@ -167,8 +167,10 @@ def _train(
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:
-            checkpoints.final(outcome.steps, outcome.shared_state, outcome.rank_state)
-        results = [("result", json.dumps(_report(outcome, checkpoints)).encode())]
+            end = outcome.final
+            checkpoints.final(end.step, end.shared, end.rank_state)
+        report = _report(outcome, reporter.rows, checkpoints)
+        results = [("result", json.dumps(report).encode())]
         if comm.rank == 0:
             results += _deliver(module, files)
         comm.barrier()  # nobody leaves, taking channel or files along, while a peer needs them
@@ -271,13 +273,17 @@ def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
     ]
 
 
-def _report(outcome: TrainOutcome, checkpoints: CheckpointManager | None) -> dict[str, Any]:
+def _report(
+    outcome: TrainOutcome, rows: int, checkpoints: CheckpointManager | None
+) -> dict[str, Any]:
+    """What the driver's summary needs of one rank; ``rows`` are those it has trained on."""
+    busy = sum(outcome.seconds[name] for name in ("data", "compute", "communication"))
+    stall = checkpoints.stall_seconds if checkpoints is not None else 0.0
     return {
         "history": outcome.history,
         "steps": outcome.steps,
-        "seconds": outcome.seconds,
-        "rows_per_second": outcome.rows_per_second,
-        "checkpoint_stall_seconds": checkpoints.stall_seconds if checkpoints is not None else 0.0,
+        "seconds": {**outcome.seconds, "checkpoint stall": stall},
+        "rows_per_second": rows / busy if busy > 0 else 0.0,
     }
 
 
