@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sparkdl.data.shuffle import Order, epoch_order
-from sparkdl.plan import TrainPlan
+from sparkdl.plan import TrainPlan, batch_bounds
 
 Inputs = tuple[torch.Tensor, ...]
 Target = torch.Tensor | Inputs
@@ -134,18 +134,17 @@ class Batches:
         rows = [shard.num_rows for shard in self._shards]
         fingerprints = [shard.fingerprint for shard in self._shards]
         order = epoch_order(self._seed, self._epoch, fingerprints, rows)
-        bounds = [
-            self._plan.bounds(self._rank, step)
-            for step in range(self._start_step, self._plan.steps_per_epoch)
-        ]
+        assert len(order) == self._plan.rows_of(self._rank), "shards do not fit the plan"
+        num_steps = self._plan.steps_per_epoch
         num_together = self._steps_together()
-        capacity = num_together * -(-len(order) // self._plan.steps_per_epoch)
+        capacity = num_together * -(-len(order) // num_steps)
         # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
         # memory is taken afresh instead: torch's allocator knows when the device has read it.
         num_buffers = 3 if self._prefetch else 1
         buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_buffers)]
-        for number, first in enumerate(range(0, len(bounds), num_together)):
-            together = bounds[first : first + num_together]
+        for number, first in enumerate(range(self._start_step, num_steps, num_together)):
+            steps = range(first, min(first + num_together, num_steps))
+            together = [batch_bounds(len(order), num_steps, step) for step in steps]
             start, stop = together[0][0], together[-1][1]
             buffer = {} if self._pin_memory else buffers[number % num_buffers]
             columns = {

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -123,7 +124,7 @@ class _Trainer:
         self._loss = resolve_loss(config.loss, config.task)
         self._loss.to(device)
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
-        self._ranks_with_rows = [rank for rank in range(plan.world_size) if plan.rows_of(rank)]
+        self._rows_by_rank = np.array([plan.rows_of(rank) for rank in range(plan.world_size)])
         self._replica = self._make_replica(module)
         self._step = TrainStep(
             config,
@@ -189,7 +190,10 @@ class _Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         replica, state = self._replica, self._replica.state
-        global_rows = self._plan.global_batch_rows(state.step_in_epoch)
+        # As plan.global_batch_rows, which is too slow to be asked at every step.
+        rows, num_steps = self._rows_by_rank, self._plan.steps_per_epoch
+        first, last = rows * state.step_in_epoch, rows * (state.step_in_epoch + 1)
+        global_rows = int((last // num_steps - first // num_steps).sum())
         with self._timed("step"):
             moved = batch
             if self._device.type != "cpu":
@@ -220,7 +224,7 @@ class _Trainer:
         replica, state = self._replica, self._replica.state
         replica.synchronizer.close_round()
         self._is_round_closed = True
-        sync_buffers(replica.module, self._comm, self._ranks_with_rows)
+        sync_buffers(replica.module, self._comm, np.flatnonzero(self._rows_by_rank).tolist())
         record = self._make_record()
         state.add_record(record)
         if replica.stopper is not None:
@@ -248,7 +252,7 @@ class _Trainer:
             "epoch": state.epoch + 1,
             "steps": state.step_in_epoch,
             "loss": loss,
-            "learning_rate": float(replica.synchronizer.optimizer.param_groups[0]["lr"]),
+            "learning_rate": float(replica.synchronizer.optimizer.param_groups[0].get("lr", math.nan)),
             "seconds": time.perf_counter() - self._epoch_started,
         }
         if self._plan.num_validation_rows:

@@ -1,0 +1,108 @@
+"""How do tests run a function on two ranks? Two processes, started once, with gloo between them.
+
+A function of a test module, and its arguments, must be picklable; it gets the communicator first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+WORLD_SIZE = 2
+TIMEOUT_SECONDS = 60
+
+
+class Gang:
+    """Two ranks that wait for functions to run."""
+
+    def __init__(self, connections: list[Connection]) -> None:
+        self._connections = connections
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """``function(comm, *arguments)`` on every rank; the results in rank order."""
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((function, arguments)))
+        results = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(TIMEOUT_SECONDS):
+                raise TimeoutError(f"rank {rank} did not answer")
+            is_error, result = pickle.loads(connection.recv_bytes())
+            if is_error:
+                raise AssertionError(f"rank {rank} failed:\n{result}")
+            results.append(result)
+        return results
+
+
+@contextlib.contextmanager
+def started_gang(folder: Path) -> Iterator[Gang]:
+    """A gang whose processes end with the context."""
+    key = secrets.token_bytes(16)
+    address = str(folder / "gang.sock")
+    with Listener(address, family="AF_UNIX", authkey=key) as listener:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), address, str(folder / "store")],
+                env={**os.environ, "SPARKDL_TEST_KEY": key.hex()},
+                cwd=Path(__file__).parent.parent,
+            )
+            for rank in range(WORLD_SIZE)
+        ]
+        connections: list[Connection | None] = [None] * WORLD_SIZE
+        try:
+            for _ in processes:
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+            yield Gang([connection for connection in connections if connection is not None])
+        finally:
+            for connection in connections:
+                if connection is not None:
+                    connection.close()
+            for process in processes:
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def main(rank: int, address: str, store_path: str) -> None:
+    """One rank's life: run what comes until the connection closes."""
+    import torch.distributed as dist
+
+    from sparkdl.comm import ProcessGroupCommunicator, process_group
+
+    connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ["SPARKDL_TEST_KEY"]))
+    connection.send(rank)
+    with process_group(
+        backend="gloo",
+        store=dist.FileStore(store_path, WORLD_SIZE),
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout_seconds=TIMEOUT_SECONDS,
+        address="127.0.0.1",
+    ):
+        comm = ProcessGroupCommunicator()
+        while True:
+            try:
+                function, arguments = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            try:
+                answer = (False, function(comm, *arguments))
+            except Exception:
+                answer = (True, traceback.format_exc())
+            connection.send_bytes(pickle.dumps(answer))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
