@@ -34,7 +34,7 @@ setup: prerequisites ## make .venv with the versions of requirements.lock
 			&& cp $(LOCK) $(VENV)/installed.lock; \
 	fi
 	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 			--no-build-isolation --no-deps --editable . \
 			&& cp setup.py $(VENV)/installed.setup; \
 	fi

@@ -13,7 +13,7 @@ class DigitsNet(nn.Module):
     ``(batch, num_classes)``.
     """
 
-    def __init__(self, num_classes: int = 10, hidden: int = 64) -> None:
+    def __init__(self, num_classes: int = 10, hidden: int = 64, dropout: float = 0.5) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(1, hidden // 2, kernel_size=3, padding=1),
@@ -21,9 +21,11 @@ class DigitsNet(nn.Module):
             nn.Conv2d(hidden // 2, hidden, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.Dropout(dropout / 2),
             nn.Flatten(),
             nn.Linear(hidden * 16, hidden),
             nn.ReLU(),
+            nn.Dropout(dropout),
             nn.Linear(hidden, num_classes),
         )
 
