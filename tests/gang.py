@@ -13,12 +13,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 2
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 30
 
 
 class Gang:
@@ -31,15 +31,18 @@ class Gang:
         """``function(comm, *arguments)`` on every rank; the results in rank order."""
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((function, arguments)))
-        results = []
-        for rank, connection in enumerate(self._connections):
-            if not connection.poll(TIMEOUT_SECONDS):
-                raise TimeoutError(f"rank {rank} did not answer")
-            is_error, result = pickle.loads(connection.recv_bytes())
-            if is_error:
-                raise AssertionError(f"rank {rank} failed:\n{result}")
-            results.append(result)
-        return results
+        results: dict[Connection, Any] = {}
+        while len(results) < len(self._connections):
+            waiting = [c for c in self._connections if c not in results]
+            ready = wait(waiting, TIMEOUT_SECONDS)
+            if not ready:
+                raise TimeoutError("a rank did not answer")
+            for connection in ready:
+                is_error, result = pickle.loads(connection.recv_bytes())
+                if is_error:  # the other rank may wait for this one until its time-out
+                    raise AssertionError(f"a rank failed:\n{result}")
+                results[connection] = result
+        return [results[connection] for connection in self._connections]
 
 
 @contextlib.contextmanager

@@ -223,14 +223,15 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
             f"the loss compares one tensor with one; the module's output is {type(output)} and "
             f"the target is {type(target)}; pass a loss of your own, (output, target)"
         )
+    shapes = tuple(output.shape), tuple(target.shape)
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:
         target = target.squeeze(-1)
     if output.shape != target.shape:
         raise ConfigError(
-            f"the module's output has shape {tuple(output.shape)} but the target has shape "
-            f"{tuple(target.shape)}; change the module, or the loss, so that they are equal"
+            f"the module's output has shape {shapes[0]} but the target has shape {shapes[1]}; "
+            "change the module, or the loss, so that they are equal"
         )
     return output, target
 

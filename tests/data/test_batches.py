@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from sparkdl.data import batches
+from sparkdl.data.batches import Batch, Batches, ShardData, gather_rows, sequential_batches
+from sparkdl.data.shuffle import epoch_order
+from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+
+COLUMNS = (
+    Column(name="y", role="label", dtype="int64", shape=()),
+    Column(name="x", role="feature", dtype="float32", shape=(2,)),
+    Column(name="w", role="weight", dtype="float32", shape=()),
+    Column(name="k", role="feature", dtype="int32", shape=()),
+)
+
+
+def make_shards(rows: Sequence[int]) -> list[ShardData]:
+    shards, first = [], 0
+    for number, count in enumerate(rows):
+        y = torch.arange(first, first + count)
+        columns = {"y": y, "x": torch.stack([y, -y], 1).float(), "w": y / 2, "k": y.int()}
+        shards.append(ShardData(str(number), columns))
+        first += count
+    return shards
+
+
+def make_test_plan(
+    rows: Sequence[int],
+    batch_size: int,
+    columns: tuple[Column, ...] = COLUMNS,
+    world_size: int = 1,
+) -> TrainPlan:
+    table = [
+        Shard(
+            shard_id=i,
+            host="",
+            path="",
+            num_rows=count,
+            num_validation_rows=0,
+            fingerprint=str(i),
+            num_bytes=0,
+        )
+        for i, count in enumerate(rows)
+    ]
+    return make_plan(
+        columns=columns, shards=table, world_size=world_size, batch_size=batch_size, epochs=1
+    )
+
+
+def copied(source: Batches) -> list[Batch]:
+    return [batch.map(torch.clone) for batch in source]
+
+
+@pytest.mark.parametrize("rows", [[10], [7, 0, 5], [1], [1, 1]])
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
+def test_epoch_holds_every_row_once_in_order(
+    monkeypatch: pytest.MonkeyPatch, rows: list[int], prefetch: bool, gather_bytes: int
+) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", gather_bytes)
+    plan = make_test_plan(rows, 4)
+    source = Batches(make_shards(rows), plan, 0, seed=5, epoch=1, prefetch=prefetch)
+    seen = copied(source)
+    kept = [(str(i), count) for i, count in enumerate(rows) if count]
+    order = epoch_order(5, 1, [name for name, _ in kept], [count for _, count in kept])
+
+    assert len(seen) == plan.steps_per_epoch
+    assert torch.cat([batch.target for batch in seen]).tolist() == order.tolist()
+    for batch in seen:
+        x, k = batch.inputs
+        assert batch.num_rows == len(batch.target) <= 4
+        assert x.dtype == torch.float32
+        assert k.dtype == torch.int32
+        assert torch.equal(x[:, 1], -batch.target.float())
+        assert k.tolist() == batch.target.tolist()
+        assert torch.equal(batch.weight, batch.target / 2)
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 3, 4])
+def test_start_step_continues_the_same_epoch(start_step: int) -> None:
+    plan = make_test_plan([15], 4)
+    shards = make_shards([15])
+    whole = copied(Batches(shards, plan, 0, seed=0, epoch=0))
+    rest = copied(Batches(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
+    assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start_step:]]
+
+
+def test_rank_without_rows_takes_all_steps() -> None:
+    plan = make_test_plan([0, 9], 4, world_size=2)
+    seen = list(Batches(make_shards([0, 9])[:1], plan, 0, seed=0, epoch=0))
+    assert [batch.num_rows for batch in seen] == [0, 0, 0]
+    assert seen[0].inputs[0].shape == (0, 2)
+    assert seen[0].inputs[1].dtype == torch.int32
+
+
+def test_without_label_the_inputs_are_the_target() -> None:
+    x, k = COLUMNS[1], COLUMNS[3]
+    single = next(sequential_batches(make_shards([3]), make_test_plan([3], 4, (x,))))
+    assert single.target is single.inputs[0]
+    assert single.weight is None
+    both = next(sequential_batches(make_shards([3]), make_test_plan([3], 4, (x, k))))
+    assert both.target is both.inputs
+    part = both.map(torch.clone).rows(1, 3)
+    assert part.num_rows == 2
+    assert torch.equal(part.target[1], both.inputs[1][1:3])
+
+
+def test_sequential_batches_are_copies_in_order() -> None:
+    shards = make_shards([5, 0, 3])
+    seen = list(sequential_batches(shards, make_test_plan([5, 0, 3], 4)))
+    assert [batch.target.tolist() for batch in seen] == [[0, 1, 2, 3], [4], [5, 6, 7]]
+    seen[0].inputs[0].zero_()
+    assert shards[0].columns["x"][1, 0] == 1
+
+
+def test_memory_is_used_again() -> None:
+    plan = make_test_plan([64], 4)
+    shards = make_shards([64])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "GATHER_BYTES", 1)
+        source = Batches(shards, plan, 0, seed=0, epoch=0)
+        places = {batch.inputs[0].data_ptr() for batch in source}
+    assert len(places) <= 3
+
+
+def test_failure_in_the_thread_reaches_the_consumer() -> None:
+    shards = make_shards([8])
+    shards[0].columns["x"] = torch.zeros(2, 2)  # shorter than it says
+    with pytest.raises(IndexError, match="out of range"):
+        list(Batches(shards, make_test_plan([8], 2), 0, seed=0, epoch=0))
+
+
+def test_thread_ends_when_the_consumer_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", 1)
+    before = threading.active_count()
+    source = iter(Batches(make_shards([100]), make_test_plan([100], 1), 0, seed=0, epoch=0))
+    next(source)
+    assert threading.active_count() == before + 1
+    source.close()
+    assert threading.active_count() == before
+
+
+def test_batch_stays_while_the_next_ones_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", 1)
+    for batch in Batches(make_shards([20]), make_test_plan([20], 2), 0, seed=0, epoch=0):
+        before = batch.inputs[0].clone()
+        time.sleep(0.005)  # time enough for the thread to run ahead
+        assert torch.equal(batch.inputs[0], before)
+
+
+def test_gather_from_several_sources() -> None:
+    sources = [torch.arange(3), torch.arange(3, 3), torch.arange(3, 10)]
+    out = torch.empty(4, dtype=torch.int64)
+    gather_rows(sources, np.array([9, 0, 3, 2], dtype=np.int32), out)
+    assert out.tolist() == [9, 0, 3, 2]

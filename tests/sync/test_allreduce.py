@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.comm import LocalCommunicator, Pending
+from sparkdl.errors import ConfigError
+from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer, make_buckets
+
+
+class Recorder(LocalCommunicator):
+    """Two ranks with equal gradients, whose order of messages is written down."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+        self.sizes.append(tensor.numel())
+        tensor.mul_(2)
+        return super().all_reduce_async(tensor)
+
+
+def make_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 1))
+
+
+def set_up(net: nn.Module, comm: LocalCommunicator, bucket_bytes: int) -> AllReduceSynchronizer:
+    strategy = AllReduce(bucket_bytes=bucket_bytes)
+    return strategy.setup(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1), comm)
+
+
+def test_buckets_are_in_reverse_order_and_share_one_buffer() -> None:
+    net = make_net()
+    buckets = make_buckets(list(net.parameters()), 16)
+    assert [p.numel() for bucket in buckets for p in bucket.parameters] == [1, 2, 2, 8, 4, 12]
+    assert [bucket.flat.numel() for bucket in buckets] == [5, 8, 4, 12][: len(buckets)]
+    ends = [b.flat.data_ptr() + b.flat.numel() * 4 for b in buckets[:-1]]
+    assert ends == [b.flat.data_ptr() for b in buckets[1:]]
+
+
+def test_dtypes_do_not_mix() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2))
+    buckets = make_buckets(list(net.parameters()), 1 << 20)
+    assert sorted(str(bucket.flat.dtype) for bucket in buckets) == [
+        "torch.float32",
+        "torch.float64",
+    ]
+    assert sum(bucket.flat.numel() for bucket in buckets) == 18
+
+
+def test_messages_have_one_order_with_and_without_backward() -> None:
+    net, comm = make_net(), Recorder()
+    synchronizer = set_up(net, comm, 16)
+    x = torch.randn(5, 3)
+    synchronizer.zero_gradients()
+    net(x).sum().backward()
+    sent_while_running = len(comm.sizes)
+    synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64))
+    with_backward, comm.sizes = comm.sizes, []
+    synchronizer.zero_gradients()
+    synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64))
+
+    assert sent_while_running == len(with_backward) - 1 > 1
+    assert comm.sizes == with_backward
+
+
+def test_gradients_are_summed_once_after_accumulation() -> None:
+    net, comm = make_net(), Recorder()
+    plain = make_net()
+    plain.load_state_dict(net.state_dict())
+    synchronizer = set_up(net, comm, 16)
+    x = torch.randn(6, 3)
+    for _ in range(2):
+        synchronizer.zero_gradients()
+        with synchronizer.no_sync():
+            net(x[:2]).sum().backward()
+        net(x[2:]).sum().backward()
+        sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64))
+    plain(x).sum().backward()
+
+    assert sums.tolist() == [2.0, 2.0]
+    for mine, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, 2 * expected.grad)
+
+
+def test_views_survive_the_optimizers_own_zero_grad() -> None:
+    net, comm, x = make_net(), Recorder(), torch.randn(2, 3)
+    net(x).sum().backward()
+    expected = net[0].weight.grad.clone()
+    synchronizer = set_up(net, comm, 16)
+    synchronizer.optimizer.zero_grad(set_to_none=True)
+    synchronizer.zero_gradients()
+    net(x).sum().backward()
+    synchronizer.reduce_gradients(torch.zeros(1, dtype=torch.float64))
+    torch.testing.assert_close(net[0].weight.grad, 2 * expected)
+
+
+def test_frozen_parameters_stay_out() -> None:
+    net, comm = make_net(), Recorder()
+    net[0].requires_grad_(False)
+    synchronizer = set_up(net, comm, 1 << 20)
+    net(torch.randn(2, 3)).sum().backward()
+    assert net[0].weight.grad is None
+    assert sum(p.numel() for p in synchronizer.optimizer.param_groups[0]["params"]) == 13
+
+
+def test_second_arrival_in_one_backward_is_an_error() -> None:
+    net, comm = nn.Linear(2, 1), Recorder()
+    synchronizer = set_up(net, comm, 1)
+    synchronizer.zero_gradients()
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="twice"):
+        net(torch.ones(1, 2)).sum().backward()
+
+
+def test_one_rank_sends_nothing_and_close_lets_go() -> None:
+    net = make_net()
+    synchronizer = set_up(net, LocalCommunicator(), 16)
+    synchronizer.zero_gradients()
+    net(torch.randn(2, 3)).sum().backward()
+    assert synchronizer.reduce_gradients(torch.tensor([3.0])).tolist() == [3.0]
+    assert synchronizer.after_step(0) is True
+    synchronizer.close_round()
+    synchronizer.close()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_wrong_option() -> None:
+    with pytest.raises(ConfigError, match="bucket_bytes"):
+        AllReduce(bucket_bytes=0)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sparkdl import sync
+from sparkdl.errors import ConfigError
+from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.base import Synchronizer, SyncStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(SyncStrategy):
+    def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Synchronizer:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedsOption(Mine):
+    period: int
+
+
+@pytest.mark.parametrize("name", sorted(sync.STRATEGIES))
+def test_every_name_makes_a_picklable_strategy(name: str) -> None:
+    strategy = sync.resolve(name)
+    assert isinstance(strategy, SyncStrategy)
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert strategy.deterministic
+
+
+def test_default_object_class_and_path() -> None:
+    assert sync.resolve(None) == AllReduce()
+    assert sync.resolve("AllReduce") == AllReduce()
+    mine = Mine()
+    assert sync.resolve(mine) is mine
+    assert isinstance(sync.resolve(Mine), Mine)
+    assert type(sync.resolve(f"{__name__}:Mine")).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("alreduce", r"unknown strategy 'alreduce'; known: allreduce"),
+        ("no.such.module:X", "cannot be imported"),
+        (f"{__name__}:Missing", "cannot be imported"),
+        ("json:dumps", "must be a SyncStrategy"),
+        (7, "must be a SyncStrategy"),
+        (NeedsOption, "cannot be made without options"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sync.resolve(wrong)
