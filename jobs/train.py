@@ -18,6 +18,11 @@ def train(job: TrainJob) -> None:
         report = run_train(job, spark)
     finally:
         spark.stop()
+    summary = report.summary
+    print(
+        f"\ntrained {len(summary.history)} epochs ({summary.steps:,} steps) on "
+        f"{summary.world_size} workers in {summary.seconds:.0f} s, restarts: {summary.restarts}"
+    )
     if report.scores is not None:
         print("\nheld-out rows:")
         print("\n".join(f"  {line}".rstrip() for line in report.scores.lines()))
