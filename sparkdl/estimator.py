@@ -14,6 +14,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.param.shared import HasLabelCol
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
+from torch import nn
 
 from sparkdl.config import Task
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
@@ -63,7 +64,8 @@ class _TorchEstimator(
             num_classes=result.num_classes,
             summary=result.summary,
         )
-        model.module_factory = self.getOrDefault("module")
+        module = self.getOrDefault("module")
+        model.module_factory = None if isinstance(module, nn.Module) else module
         model._resetUid(self.uid)
         for name in ("featuresCol", "inputCols"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not

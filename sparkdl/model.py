@@ -16,8 +16,9 @@ from typing import Any, ClassVar, TypeVar
 import pyarrow as pa
 import torch
 from pyspark.ml import Model
-from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -54,17 +55,7 @@ _SPARK_TYPES: dict[torch.dtype, tuple[T.DataType, pa.DataType]] = {
     torch.int64: (T.LongType(), pa.int64()),
 }
 _DOUBLE = _SPARK_TYPES[torch.float64]
-_VECTOR = (
-    VectorUDT(),
-    pa.struct(
-        [
-            ("type", pa.int8()),
-            ("size", pa.int32()),
-            ("indices", pa.list_(pa.int32())),
-            ("values", pa.list_(pa.float64())),
-        ]
-    ),
-)
+_DOUBLES = (T.ArrayType(T.DoubleType(), containsNull=False), pa.list_(pa.float64()))
 
 
 @with_accessors
@@ -77,7 +68,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
     """
 
     module_factory: Any = None
-    """What the estimator's ``module`` Param held; helps to save a module without pickle."""
+    """The callable that made the module, if there is one; see `sparkdl.modulefile`."""
 
     def __init__(
         self,
@@ -138,7 +129,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         struct = T.StructType([T.StructField(name, types[name][0]) for name in outputs])
         udf: Any = arrow_udf(predict.udf_function(task), struct)  # type: ignore[call-overload]
         packed = f"{self.uid}_output"
-        projected = {column: F.col(f"{packed}.{field}") for field, column in outputs.items()}
+        projected = {
+            column: self._column(field, F.col(packed)[field]) for field, column in outputs.items()
+        }
         with_struct = dataset.withColumn(packed, udf(*(entry.expression for entry in inputs)))
         return with_struct.withColumns(projected).drop(packed)
 
@@ -146,6 +139,10 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         """Field of the UDF's struct -> output column, without the columns that are off."""
         columns = {"prediction": self.value("predictionCol")}
         return {field: column for field, column in columns.items() if column}
+
+    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
+        """The output column made of a field of the UDF's struct."""
+        return value
 
     def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
         """What becomes of the module's output; here found by running it on zeros."""
@@ -271,11 +268,16 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
         columns = {field: self.value(param) for field, param in self._columns_of.items()}
         return {field: column for field, column in columns.items() if column}
 
+    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
+        # The UDF itself cannot return vectors: over columnar input (Parquet), Spark 4.3 fails
+        # with UNSUPPORTED_DATATYPE when a Python UDF returns a user-defined type.
+        return value if field == "prediction" else array_to_vector(value)
+
     def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
         return "classes", {
             "prediction": _DOUBLE,
-            "rawPrediction": _VECTOR,
-            "probability": _VECTOR,
+            "rawPrediction": _DOUBLES,
+            "probability": _DOUBLES,
         }
 
 

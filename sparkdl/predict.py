@@ -6,7 +6,7 @@ tasks.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,11 @@ from torch import nn
 
 from sparkdl.config import DEVICES
 from sparkdl.data.arrow import to_numpy
+from sparkdl.device import choose_device
 from sparkdl.errors import ConfigError
 from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
+from sparkdl.process import torch_threads, tuned_allocator
 
 Kind = Literal["value", "array", "classes"]
 
@@ -76,7 +78,7 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
         DataError: a null, or a row of another shape than the module was trained on.
     """
     device = task_device(task.device)
-    with _torch_threads(_task_cpus()), torch.inference_mode():
+    with torch_threads(_task_cpus()), tuned_allocator(), torch.inference_mode():
         module = _load(task, device)
         for arrays in batches:
             inputs = [
@@ -170,17 +172,7 @@ def _matrix(output: torch.Tensor) -> torch.Tensor:
 
 
 def _arrow(values: torch.Tensor, data_type: pa.DataType) -> pa.Array:
-    """A column of numbers, of lists, or of Spark ML vectors in their Arrow form."""
-    if pa.types.is_struct(data_type):
-        dense = _arrow(values, data_type.field("values").type)
-        rows = len(values)
-        parts = [
-            pa.array(np.ones(rows, dtype=np.int8)),  # 1 says dense
-            pa.nulls(rows, data_type.field("size").type),
-            pa.nulls(rows, data_type.field("indices").type),
-            dense,
-        ]
-        return pa.StructArray.from_arrays(parts, fields=list(data_type))
+    """A column of numbers or of lists."""
     if pa.types.is_list(data_type):
         rows, width = values.shape
         offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(width))
@@ -206,17 +198,14 @@ def task_device(device: str) -> torch.device:
     """The device of this task: the GPU that Spark assigned to it, or the CPU.
 
     Raises:
-        ConfigError: ``cuda`` was asked for and torch finds none here.
+        ClusterError: ``cuda`` was asked for and torch finds none here.
     """
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but torch finds no GPU on this executor; use 'auto'")
     from pyspark import TaskContext
 
     context = TaskContext.get()
     gpu = context.resources().get("gpu") if context else None
-    return torch.device("cuda", int(gpu.addresses[0]) if gpu and gpu.addresses else 0)
+    partition = context.partitionId() if context else 0
+    return choose_device(device, gpu.addresses if gpu else [], partition, os.environ)
 
 
 def _task_cpus() -> int:
@@ -224,17 +213,6 @@ def _task_cpus() -> int:
 
     context = TaskContext.get()
     return context.cpus() if context else torch.get_num_threads()
-
-
-@contextlib.contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
-    """Let torch use as many threads as the task has cores: its neighbours use the others."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def udf_function(task: PredictTask) -> Callable[..., Iterator[pa.Array]]:
