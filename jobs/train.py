@@ -39,7 +39,8 @@ def next_commands(path: str) -> list[str]:
     ]
     # make runs the Python of .venv without activating it in the user's shell.
     if sys.prefix != sys.base_prefix and "VIRTUAL_ENV" not in os.environ:
-        commands.insert(0, f"source {os.path.relpath(sys.prefix, Path.cwd())}/bin/activate")
+        folder = os.path.relpath(sys.prefix, Path.cwd())
+        commands.insert(0, f"source {folder}/bin/activate && export SPARK_CONF_DIR=conf")
     return commands
 
 
