@@ -252,7 +252,7 @@ class _Trainer:
             "epoch": state.epoch + 1,
             "steps": state.step_in_epoch,
             "loss": loss,
-            "learning_rate": float(replica.synchronizer.optimizer.param_groups[0].get("lr", math.nan)),
+            "learning_rate": self._learning_rate(),
             "seconds": time.perf_counter() - self._epoch_started,
         }
         if self._plan.num_validation_rows:
@@ -260,6 +260,10 @@ class _Trainer:
             with self._timed("evaluate"):
                 record.update(self._evaluate())
         return record
+
+    def _learning_rate(self) -> float:
+        """That of the first parameter group; optimizers of the user's own may have none."""
+        return float(self._replica.synchronizer.optimizer.param_groups[0].get("lr", math.nan))
 
     def _evaluate(self) -> Record:
         return evaluate(

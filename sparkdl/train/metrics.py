@@ -120,7 +120,8 @@ def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: tor
 def _make_metric(name: str, value: Any) -> Metric:
     from torchmetrics import Metric
 
-    metric = value if isinstance(value, Metric) else value() if callable(value) else value
+    is_factory = callable(value) and not isinstance(value, torch.nn.Module)
+    metric = value() if is_factory else value
     if not isinstance(metric, Metric):
         raise ConfigError(
             f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.comm import LocalCommunicator
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import ShardData, sequential_batches
+from sparkdl.train.evaluate import evaluate, evaluation_mode
+from sparkdl.train.loss import resolve_loss
+from sparkdl.train.metrics import Metrics
+from sparkdl.train.precision import NumberFormat
+from tests.train.runs import NUM_FEATURES, make_data, plan_for, seeded
+
+CPU = torch.device("cpu")
+
+
+def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted: bool) -> float:
+    plan = plan_for(shards, TrainConfig(batch_size=batch_size), weighted=weighted)
+    loss = resolve_loss("mse", "regression")
+    metrics = Metrics({}, "regression", loss.predictions, CPU)
+    batches = sequential_batches(shards, plan)
+    comm = LocalCommunicator()
+    values = evaluate(net, batches, loss, metrics, NumberFormat("fp32", CPU), comm, CPU)
+    assert set(values) == {"val_loss"}
+    return values["val_loss"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_any_cut_gives_the_weighted_mean(batch_size: int, weighted: bool) -> None:
+    net = seeded(
+        lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(NUM_FEATURES, 1, dtype=torch.float64))
+    )
+    shards = make_data([7, 0, 4])
+    got = evaluated(net, shards, batch_size, weighted)
+    x, y, w = (torch.cat([shard.columns[name] for shard in shards]) for name in "xyw")
+    losses = (net.eval()(x).squeeze(1) - y) ** 2
+    w = w if weighted else torch.ones_like(w)
+    assert got == pytest.approx(float((losses * w).sum().detach() / w.sum()), abs=1e-12)
+
+
+def test_without_weight_there_is_no_loss() -> None:
+    shards = make_data([3])
+    shards[0].columns["w"].zero_()
+    assert math.isnan(evaluated(nn.Linear(NUM_FEATURES, 1, dtype=torch.float64), shards, 2, True))
+
+
+def test_a_module_that_changes_its_input_does_not_reach_the_data() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.zero_().sum(1)
+
+    shards = make_data([3])
+    before = shards[0].columns["x"].clone()
+    evaluated(InPlace(), shards, 2, False)
+    assert torch.equal(shards[0].columns["x"], before)
+
+
+def test_modes_come_back_also_after_a_failure() -> None:
+    net = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    with pytest.raises(ZeroDivisionError), evaluation_mode(net):
+        assert not any(part.training for part in net.modules())
+        raise ZeroDivisionError
+    assert [part.training for part in net.modules()] == [True, True, False]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.train.optim import OPTIMIZERS, make_scheduler, resolve_optimizer
+
+
+def made(**options: Any) -> torch.optim.Optimizer:
+    return resolve_optimizer(TrainConfig(**options))(nn.Linear(2, 1).parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "ADAMW", torch.optim.AdamW])
+def test_name_or_class_with_options(name: Any) -> None:
+    optimizer = made(optimizer=name, learning_rate=0.3, optimizer_params={"weight_decay": 0.5})
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["lr"] == 0.3
+    assert optimizer.defaults["weight_decay"] == 0.5
+
+
+def test_without_learning_rate_the_optimizers_own_default_stays() -> None:
+    assert made(optimizer="adam").defaults["lr"] == 0.001
+    assert made(optimizer="adam", optimizer_params={"lr": 0.7}).defaults["lr"] == 0.7
+
+
+def test_table_has_what_works_step_by_step() -> None:
+    assert {"sgd", "adam", "adamw", "rmsprop", "adagrad"} <= set(OPTIMIZERS)
+    assert not {"lbfgs", "sparseadam", "optimizer"} & set(OPTIMIZERS)
+
+
+def test_callable() -> None:
+    optimizer = made(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.25))
+    assert optimizer.defaults["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adan"}, "unknown optimizer 'adan'; known: adadelta, "),
+        ({"optimizer": torch.optim.LBFGS}, "step by step"),
+        ({"optimizer": 3}, "must be a name"),
+        ({"optimizer": lambda p: p}, "must make a torch.optim.Optimizer"),
+        ({"optimizer": lambda p: p, "learning_rate": 0.1}, r"set \['lr'\] there"),
+        ({"optimizer": "sgd", "optimizer_params": {"betas": 1}}, "refused"),
+        ({"optimizer": "sgd", "optimizer_params": {"momentum": -1}}, "refused"),
+        ({"learning_rate": 0.1, "optimizer_params": {"lr": 1.0}}, "keep one"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(**options)
+
+
+def test_scheduler() -> None:
+    optimizer = made()
+    assert make_scheduler(TrainConfig(), optimizer) is None
+    config = TrainConfig(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3))
+    assert isinstance(make_scheduler(config, optimizer), torch.optim.lr_scheduler.StepLR)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ("cosine", "must be a callable"),
+        (lambda o: None, "must return an LRScheduler"),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "needs a metric"),
+    ],
+)
+def test_wrong_scheduler(scheduler: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_scheduler(TrainConfig(scheduler=scheduler), made())

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import TrainingDiverged
+from sparkdl.train.precision import NumberFormat
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_autocast(precision: Any, dtype: torch.dtype) -> None:
+    with NumberFormat(precision, CPU).autocast():
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_have_their_true_size(precision: Any) -> None:
+    number_format = NumberFormat(precision, CPU)
+    weight = nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    number_format.backward(3.0 * weight)
+    number_format.unscale(optimizer)
+    assert weight.grad == 3.0
+    assert number_format.step(optimizer)
+    assert weight.item() == 0.5
+
+
+def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
+    number_format = NumberFormat("fp16", CPU)
+    assert number_format.may_skip_steps
+    assert not NumberFormat("bf16", CPU).may_skip_steps
+    weight = nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    before = number_format.state_dict()["scale"]
+    for skipped in range(40):
+        weight.grad = None
+        number_format.backward(weight * torch.inf)
+        number_format.unscale(optimizer)
+        if skipped == 0:
+            assert number_format.step(optimizer) is False
+            assert number_format.state_dict()["scale"] == before / 2
+            other = NumberFormat("fp16", CPU)
+            other.load_state_dict(number_format.state_dict())
+            assert other.state_dict() == number_format.state_dict()
+        elif skipped < 32:
+            assert number_format.step(optimizer) is False
+        else:
+            with pytest.raises(TrainingDiverged, match="at any loss scale"):
+                number_format.step(optimizer)
+            break
+    assert weight.item() == 2.0

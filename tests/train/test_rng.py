@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from sparkdl.train.rng import (
+    deterministic_algorithms,
+    random_state,
+    seed_everything,
+    set_random_state,
+)
+
+
+def draw() -> tuple[float, float, float]:
+    return float(torch.rand(())), float(np.random.rand()), random.random()
+
+
+def drawn(seed: int, rank: int, step: int = 0) -> tuple[float, float, float]:
+    seed_everything(seed, rank, step)
+    return draw()
+
+
+def test_streams_follow_from_seed_rank_and_step() -> None:
+    assert drawn(1, 0) == drawn(1, 0)
+    values = [drawn(1, 0), drawn(2, 0), drawn(1, 1), drawn(1, 0, 5), drawn(-1, 0), drawn(0, 1)]
+    for stream in zip(*values, strict=True):
+        assert len(set(stream)) == len(values)
+
+
+def test_state_comes_back() -> None:
+    seed_everything(3, 0)
+    draw()
+    random.gauss(0, 1)
+    np.random.randn()
+    state = random_state()
+    expected = [draw(), (random.gauss(0, 1), np.random.randn())]
+    set_random_state(state)
+    assert [draw(), (random.gauss(0, 1), np.random.randn())] == expected
+
+
+def test_deterministic_algorithms_restores_what_was_set() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic_algorithms(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert torch.backends.cudnn.deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
