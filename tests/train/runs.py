@@ -105,6 +105,7 @@ def run(
     resume: ResumePoint | None = None,
     plan: TrainPlan | None = None,
     observer: Any = None,
+    device: str = "cpu",
 ) -> TrainOutcome:
     """Train ``module`` in place on this rank's part of ``shards``."""
     comm = comm or LocalCommunicator()
@@ -119,7 +120,7 @@ def run(
         shards=[shards[i] for i in mine],
         validation=[validation[i] for i in mine] if validation else [],
         comm=comm,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         checkpoints=sink,
         resume=copy.deepcopy(resume),
         observer=observer or NullObserver(),

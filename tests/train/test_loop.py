@@ -391,3 +391,24 @@ def test_frozen_parts_keep_their_mode_through_evaluation() -> None:
     config = TrainConfig(epochs=2, batch_size=20, callbacks=(Look(),))
     run(net, config, data(), validation=validation)
     assert modes == [(False, True, True)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_equals_cpu_and_resumes() -> None:
+    def make() -> nn.Module:
+        return seeded(lambda: nn.Linear(NUM_FEATURES, 1))
+
+    config = TrainConfig(epochs=2, batch_size=4, learning_rate=0.05, deterministic=True)
+    validation = make_data([6], dtype=torch.float32)
+    sink = Keeper(steps=(3,))
+    host, device, resumed = make(), make(), make()
+    expected = run(host, config, data(), validation=validation)
+    got = run(device, config, data(), validation=validation, device="cuda", sink=sink)
+    again = run(
+        resumed, config, data(), validation=validation, device="cuda", resume=sink.points[3]
+    )
+    torch.testing.assert_close(weights(device).cpu(), weights(host), rtol=1e-4, atol=1e-5)
+    assert torch.equal(weights(device), weights(resumed))
+    assert shown(again.history) == shown(got.history)
+    assert got.history[-1]["val_loss"] == pytest.approx(expected.history[-1]["val_loss"], rel=1e-4)
