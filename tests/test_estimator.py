@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.params import INFERENCE_BATCH_SIZE
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    # pyspark's tuning leaves its thread pools to the garbage collector
+    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def make_classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def make_line() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+@pytest.fixture(scope="module")
+def points(spark: SparkSession) -> DataFrame:
+    """Two inputs, a class that tells their sum's sign, and a linear target."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(200, 2))
+    rows = [(i, float(a), float(b), float(a + b > 0), 2 * a - b) for i, (a, b) in enumerate(x.tolist())]
+    df = spark.createDataFrame(rows, "id int, a double, b double, label double, target double")
+    return df.withColumn("features", F.array("a", "b")).repartition(2).cache()
+
+
+def classifier(**params: Any) -> TorchClassifier:
+    defaults = {
+        "module": make_classifier, "learningRate": 0.05, "epochs": 5, "batchSize": 20,
+        "numWorkers": 1, "seed": 1, "verbose": 0,
+    }  # fmt: skip
+    return TorchClassifier(**{**defaults, **params})
+
+
+def test_fit_and_transform(points: DataFrame) -> None:
+    model = classifier(numWorkers=2, epochs=8).fit(points)
+    assert isinstance(model, TorchClassifierModel)
+    out = model.transform(points)
+    assert out.where("prediction = label").count() > 180
+    assert model.numClasses == 2
+    assert not model.module.training
+    assert len(model.summary.history) == 8
+    assert model.summary.world_size == 2
+    assert model.summary.rows == 200
+
+
+def test_the_model_takes_over_columns_but_not_the_training_batch(points: DataFrame) -> None:
+    estimator = classifier(epochs=1, predictionCol="p", probabilityCol="", inputCols=["features"])
+    model = estimator.fit(points)
+    assert model.uid == estimator.uid
+    assert model.getInputCols() == ["features"]
+    assert model.transform(points).columns == [*points.columns, "p", "rawPrediction"]
+    assert model.getBatchSize() == INFERENCE_BATCH_SIZE
+
+
+def test_regressor_learns_a_line(points: DataFrame) -> None:
+    regressor = TorchRegressor(
+        module=make_line, labelCol="target", learningRate=0.1, epochs=10, batchSize=20,
+        numWorkers=1, verbose=0,
+    )  # fmt: skip
+    model = regressor.fit(points)
+    assert isinstance(model, TorchRegressorModel)
+    error = RegressionEvaluator(labelCol="target").evaluate(model.transform(points))
+    assert error < 0.1
+
+
+def test_estimator_without_label_reconstructs_its_inputs(points: DataFrame) -> None:
+    estimator = TorchEstimator(
+        module=nn.Linear(2, 2), epochs=10, learningRate=0.1, batchSize=20, numWorkers=1, verbose=0
+    )
+    model = estimator.fit(points)
+    assert type(model) is TorchModel
+    rows = model.transform(points).select("features", "prediction").collect()
+    np.testing.assert_allclose(
+        [row["prediction"] for row in rows], [row["features"] for row in rows], atol=0.3
+    )
+
+
+def test_param_maps(points: DataFrame) -> None:
+    estimator = classifier(epochs=1)
+    maps = [{estimator.epochs: 1}, {estimator.epochs: 2, estimator.predictionCol: "p"}]
+    one, two = estimator.fit(points, maps)
+    assert [len(model.summary.history) for model in (one, two)] == [1, 2]
+    assert two.getPredictionCol() == "p"
+    assert estimator.getEpochs() == 1
+
+
+def test_pipeline_with_save_and_load(points: DataFrame, tmp_path: Path) -> None:
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="assembled")
+    pipeline = Pipeline(stages=[assembler, classifier(featuresCol="assembled", epochs=2)])
+    pipeline.write().save(str(tmp_path / "pipeline"))
+    loaded = Pipeline.load(str(tmp_path / "pipeline"))
+    model = loaded.fit(points)
+    model.write().overwrite().save(str(tmp_path / "model"))
+    again = PipelineModel.load(str(tmp_path / "model"))
+    expected = [row.probability for row in model.transform(points).orderBy("id").collect()]
+    assert [row.probability for row in again.transform(points).orderBy("id").collect()] == expected
+
+
+def test_cross_validator_in_parallel(points: DataFrame, tmp_path: Path) -> None:
+    estimator = classifier(epochs=3)
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-6, 0.05]).build()
+    search = CrossValidator(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+        numFolds=2,
+        parallelism=2,
+        seed=1,
+    )
+    search.write().save(str(tmp_path / "search"))
+    found = CrossValidator.load(str(tmp_path / "search")).fit(points)
+    assert found.avgMetrics[1] > max(0.8, found.avgMetrics[0])
+    assert found.bestModel.transform(points).where("prediction = label").count() > 170
+    gc.collect()  # pyspark's thread pools, while their warning is filtered
+
+
+def test_train_validation_split(points: DataFrame) -> None:
+    estimator = classifier(epochs=3)
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 3]).build()
+    split = TrainValidationSplit(
+        estimator=estimator,
+        estimatorParamMaps=grid,
+        evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+        seed=1,
+    )
+    assert len(split.fit(points).validationMetrics) == 2
+    gc.collect()
+
+
+def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: DataFrame) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    before = tracker.getJobIdsForGroup(None)
+    with pytest.raises(ConfigError, match="epochs"):
+        classifier(epochs=0).fit(points)
+    with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
+        classifier(featuresCol="absent").fit(points)
+    assert tracker.getJobIdsForGroup(None) == before
+
+
+def test_the_users_module_stays_as_it_is(points: DataFrame) -> None:
+    torch.manual_seed(0)
+    module = make_classifier()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = classifier(module=module, epochs=1).fit(points)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert model.module is not module

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from pyspark.ml import PipelineModel
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl.config import EarlyStopping
+from sparkdl.describe import DescribeError
+from sparkdl.errors import StorageError
+from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.plan import Column
+from sparkdl.summary import TrainingSummary
+
+pytestmark = pytest.mark.spark
+COLUMN = Column(name="x", role="feature", dtype="float32", shape=(3,))
+
+
+class Custom(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def make_custom() -> nn.Module:
+    return Custom(3)
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    state = other.state_dict()
+    return all(torch.equal(value, state[name]) for name, value in one.state_dict().items())
+
+
+def test_estimator_round_trip(spark: SparkSession, tmp_path: Path) -> None:
+    estimator = TorchClassifier(
+        module=make_custom,
+        loss=nn.CrossEntropyLoss,
+        optimizer=torch.optim.AdamW,
+        optimizerParams={"betas": (0.8, 0.9)},
+        scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3),
+        earlyStopping=EarlyStopping(patience=2),
+        metrics={"mse": torchmetrics.MeanSquaredError},
+        inputCols=["a", "b"],
+        inputShape=[(3,), None],
+        learningRate=0.25,
+        epochs=3,
+    )
+    estimator.save(str(tmp_path / "e"))
+    loaded = TorchClassifier.load(str(tmp_path / "e"))
+    assert loaded.uid == estimator.uid
+    for param in estimator.params:
+        assert loaded.isSet(param.name) == estimator.isSet(param.name), param.name
+        if estimator.isDefined(param) and param.name != "scheduler":
+            assert loaded.getOrDefault(param.name) == estimator.getOrDefault(param), param.name
+    assert loaded.getScheduler().keywords == {"step_size": 3}
+
+
+@pytest.mark.parametrize("cls", [TorchEstimator, TorchRegressor])
+def test_estimator_keeps_the_weights_of_its_module(
+    spark: SparkSession, tmp_path: Path, cls: Any
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    cls(module=module).save(str(tmp_path / "e"))
+    loaded = cls.load(str(tmp_path / "e")).getModule()
+    assert same_weights(module, loaded)
+
+
+@pytest.mark.parametrize("cls", [TorchModel, TorchClassifierModel, TorchRegressorModel])
+def test_model_round_trip(spark: SparkSession, tmp_path: Path, cls: Any) -> None:
+    summary = TrainingSummary(history=[{"epoch": 0, "loss": 0.5}], restarts=1)
+    model = cls(Custom(3), [COLUMN], num_classes=2, summary=summary)
+    model.module_factory = make_custom
+    model.setBatchSize(7).setPredictionCol("p")
+    path = str(tmp_path / "a model")
+    model.save(path)
+    assert {entry.name for entry in (tmp_path / "a model").iterdir()} == {"metadata", "model"}
+    for _ in range(2):  # a loaded model can be saved again
+        loaded = cls.load(path)
+        assert type(loaded) is cls
+        assert same_weights(model.module, loaded.module)
+        assert (loaded.uid, loaded.columns, loaded.summary) == (model.uid, (COLUMN,), summary)
+        assert loaded._num_classes == 2
+        assert loaded.extractParamMap() == model.extractParamMap()
+        path = str(tmp_path / "again")
+        loaded.write().overwrite().save(path)
+
+
+def test_model_without_summary(spark: SparkSession, tmp_path: Path) -> None:
+    TorchModel(nn.Linear(3, 1), [COLUMN]).save(str(tmp_path / "m"))
+    assert not TorchModel.load(str(tmp_path / "m")).hasSummary
+
+
+def test_inside_a_pipeline_model(spark: SparkSession, tmp_path: Path) -> None:
+    stage = TorchRegressorModel(nn.Linear(3, 1), [COLUMN])
+    PipelineModel([stage]).save(str(tmp_path / "p"))
+    (loaded,) = PipelineModel.load(str(tmp_path / "p")).stages
+    assert isinstance(loaded, TorchRegressorModel)
+    assert same_weights(stage.module, loaded.module)
+
+
+def test_existing_path_needs_overwrite(spark: SparkSession, tmp_path: Path) -> None:
+    path = str(tmp_path / "m")
+    first, second = (TorchModel(nn.Linear(3, 1), [COLUMN]) for _ in range(2))
+    first.save(path)
+    with pytest.raises(Exception, match="already exists"):
+        second.save(path)
+    assert same_weights(first.module, TorchModel.load(path).module)
+    second.write().overwrite().save(path)
+    assert same_weights(second.module, TorchModel.load(path).module)
+
+
+def test_what_cannot_be_saved_is_named_and_destroys_nothing(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "e")
+    TorchRegressor(module=make_custom, epochs=9).save(path)
+    with pytest.raises(DescribeError, match=r"Param 'loss'.*lambda"):
+        TorchRegressor(module=make_custom, loss=lambda a, b: a).write().overwrite().save(path)
+    with pytest.raises(DescribeError, match="Param 'module'"):
+        TorchRegressor(module=Custom(3)).write().overwrite().save(path)
+    assert TorchRegressor.load(path).getEpochs() == 9
+
+
+def test_another_class_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
+    with pytest.raises(StorageError, match=r"holds a sparkdl\.estimator\.TorchRegressor"):
+        TorchClassifier.load(str(tmp_path / "e"))
+
+
+def edit_metadata(folder: Path, **changes: Any) -> None:
+    (part,) = (folder / "metadata").glob("part-*")
+    part.write_text(json.dumps({**json.loads(part.read_text()), **changes}))
+    for checksum in (folder / "metadata").glob(".part-*.crc"):
+        checksum.unlink()
+
+
+def test_another_format_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
+    edit_metadata(tmp_path / "e", sparkdl={"format": 99, "version": "9.9"})
+    with pytest.raises(StorageError, match=r"sparkdl 9\.9 in format 99"):
+        TorchRegressor.load(str(tmp_path / "e"))
+
+
+def test_an_unknown_param_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
+    edit_metadata(tmp_path / "e", paramMap={"momentum": 1})
+    with pytest.raises(StorageError, match="'momentum'"):
+        TorchRegressor.load(str(tmp_path / "e"))
+
+
+def test_missing_model_files_are_named(spark: SparkSession, tmp_path: Path) -> None:
+    TorchModel(nn.Linear(3, 1), [COLUMN]).save(str(tmp_path / "m"))
+    (tmp_path / "m" / "model" / "weights.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"weights\.safetensors"):
+        TorchModel.load(str(tmp_path / "m"))
