@@ -129,11 +129,14 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         struct = T.StructType([T.StructField(name, types[name][0]) for name in outputs])
         udf: Any = arrow_udf(predict.udf_function(task), struct)  # type: ignore[call-overload]
         packed = f"{self.uid}_output"
+        marker = f"{self.uid}_partition"
+        rows, seal = _by_rows(dataset, schema, marker)
+        struct_column = udf(*(entry.expression for entry in inputs))
         projected = {
-            column: self._column(field, F.col(packed)[field]) for field, column in outputs.items()
+            column: seal(self._column(field, F.col(packed)[field]))
+            for field, column in outputs.items()
         }
-        with_struct = dataset.withColumn(packed, udf(*(entry.expression for entry in inputs)))
-        return with_struct.withColumns(projected).drop(packed)
+        return rows.withColumn(packed, struct_column).withColumns(projected).drop(packed, marker)
 
     def _outputs(self) -> dict[str, str]:
         """Field of the UDF's struct -> output column, without the columns that are off."""
@@ -287,6 +290,36 @@ def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.
         torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
         for column in columns
     )
+
+
+def _by_rows(
+    dataset: DataFrame, schema: T.StructType, marker: str
+) -> tuple[DataFrame, Callable[[SparkColumn], SparkColumn]]:
+    """Keep Spark from running the UDF over columnar batches that it cannot handle.
+
+    Over columnar files, Spark 4.3 passes all columns through a converter that fails with
+    UNSUPPORTED_DATATYPE on user-defined types, such as the vectors of Spark ML. An expression
+    that the optimizer must not move makes the plan go row by row below the UDF; it stays in the
+    plan because the outputs depend on it.
+
+    Returns:
+        The DataFrame to apply the UDF to, and what to wrap each output column in.
+    """
+    if all(_is_convertible(field.dataType) for field in schema.fields):
+        return dataset, lambda column: column
+    rows = dataset.withColumn(marker, F.spark_partition_id())
+    return rows, lambda column: F.when(F.col(marker) >= 0, column)
+
+
+def _is_convertible(data_type: T.DataType) -> bool:
+    if isinstance(data_type, T.ArrayType):
+        return _is_convertible(data_type.elementType)
+    if isinstance(data_type, T.MapType):
+        return _is_convertible(data_type.keyType) and _is_convertible(data_type.valueType)
+    if isinstance(data_type, T.StructType):
+        return all(_is_convertible(field.dataType) for field in data_type.fields)
+    known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
+    return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
 
 
 def _trained_input(schema: T.StructType, name: str, column: Column) -> Prepared:

@@ -40,8 +40,10 @@ def make_line() -> nn.Module:
 def points(spark: SparkSession) -> DataFrame:
     """Two inputs, a class that tells their sum's sign, and a linear target."""
     generator = np.random.default_rng(0)
-    x = generator.normal(size=(200, 2))
-    rows = [(i, float(a), float(b), float(a + b > 0), 2 * a - b) for i, (a, b) in enumerate(x.tolist())]
+    x = generator.normal(size=(200, 2)).tolist()
+    rows = [
+        (i, a, b, float(a + b > 0), 2 * a - b) for i, (a, b) in enumerate(x.tolist())
+    ]
     df = spark.createDataFrame(rows, "id int, a double, b double, label double, target double")
     return df.withColumn("features", F.array("a", "b")).repartition(2).cache()
 

@@ -155,6 +155,21 @@ def test_vectors_dense_and_sparse(spark: SparkSession) -> None:
     assert column(out, "prediction") == expected
 
 
+def test_vectors_beside_and_below_the_prediction_over_columnar_files(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = [(0, Vectors.dense(1, 2, 3), Vectors.dense(9)), (1, Vectors.sparse(3, {1: 4.0}), None)]
+    source = spark.createDataFrame(rows, ["id", "features", "kept"])
+    source.write.parquet(str(tmp_path / "in"))
+    df = spark.read.parquet(str(tmp_path / "in"))
+    out = TorchClassifierModel(linear(), [feature("features", "float32", 3)]).transform(df)
+    assert column(out, "kept") == [Vectors.dense(9), None]
+    logits = direct(linear(), [[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]).double()
+    assert column(out, "rawPrediction") == [Vectors.dense(row) for row in logits.tolist()]
+    out.write.parquet(str(tmp_path / "out"))
+    assert spark.read.parquet(str(tmp_path / "out")).count() == 2
+
+
 def test_scalar_columns(spark: SparkSession) -> None:
     df = spark.range(4).select("id", F.col("id").cast("float").alias("a"), F.lit(2).alias("b"))
     columns = [feature("a", "float32"), feature("b", "float32")]
