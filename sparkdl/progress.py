@@ -92,7 +92,8 @@ class ProgressView:
         self._bar.set_description_str(f"epoch {body['epoch']}/{self._plan.epochs}{phase}")
         speed = sum(self._speed.values()) / max(1, len(self._speed))
         self._bar.set_postfix_str(
-            f", loss {body['loss']:.4f}, {speed:,.0f} rows/s per worker", refresh=False
+            f"loss {body['loss']:.4f}" + f", {speed:,.0f} rows/s per worker" * (speed > 0),
+            refresh=False,
         )
         self._bar.update(max(0, int(body["step"]) - self._bar.n))
 

@@ -51,6 +51,7 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         if self._client is not None:
+            self._flush()  # from now on the driver notices when this worker falls silent
             self._thread.start()
         return self
 

@@ -1,0 +1,32 @@
+"""A cluster of two executors with one slot each, as processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SparkSession]:
+    """`local-cluster[2,1,1024]`; executors that die are replaced, as on a real cluster."""
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master("local-cluster[2,1,1024]")
+        .appName("sparkdl cluster tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
+        .config("spark.sparkdl.heartbeatTimeout", "5")
+        .config("spark.locality.wait", "0")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()

@@ -1,0 +1,92 @@
+"""Callbacks that harm their own worker once, at a given step, on a given rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkdl.train.callbacks import Callback, CallbackState
+
+
+def parent_of(pid: int) -> int:
+    """Process id of the parent."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1])
+
+
+def executor_pid() -> int:
+    """The executor JVM of this Python worker: the parent of the daemon that forked it."""
+    return parent_of(os.getppid())
+
+
+@dataclass
+class Fault(Callback):
+    """Strikes once: a marker file tells later attempts that it has."""
+
+    marker: str
+    rank: int
+    step: int
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.rank != self.rank or state.step != self.step:
+            return
+        try:
+            Path(self.marker).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        self.strike()
+
+    def strike(self) -> None:
+        raise NotImplementedError
+
+
+class KillWorker(Fault):
+    def strike(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopWorker(Fault):
+    def strike(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class KillExecutor(Fault):
+    def strike(self) -> None:
+        os.kill(executor_pid(), signal.SIGKILL)
+        time.sleep(30)
+
+
+@dataclass
+class KillWorkerSoon(Fault):
+    """Kills the worker some milliseconds later, while it does something else."""
+
+    delay_seconds: float = 0.0
+
+    def strike(self) -> None:
+        threading.Timer(
+            self.delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)
+        ).start()
+
+
+class Fail(Fault):
+    def strike(self) -> None:
+        raise ArithmeticError("the user's own mistake")
+
+
+class LeaveQuietly(Fault):
+    def strike(self) -> None:
+        os._exit(0)
+
+
+@dataclass
+class Slow(Callback):
+    """Makes every step last, so that there is time to look."""
+
+    seconds: float = 0.02
+
+    def on_step_end(self, state: CallbackState) -> None:
+        time.sleep(self.seconds)
