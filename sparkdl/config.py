@@ -40,6 +40,8 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.patience < 1:
             raise ConfigError(f"patience must be at least 1; received {self.patience}")
+        if not self.min_delta >= 0:
+            raise ConfigError(f"min_delta must not be negative; received {self.min_delta}")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max'; received {self.mode!r}")
 
@@ -109,9 +111,9 @@ class TrainConfig:
             raise ConfigError(f"precision must be one of {PRECISIONS}; received {self.precision!r}")
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {DEVICES}; received {self.device!r}")
-        if self.learning_rate is not None and self.learning_rate <= 0:
+        if self.learning_rate is not None and not self.learning_rate > 0:
             raise ConfigError(f"learningRate must be positive; received {self.learning_rate}")
-        if self.gradient_clip_norm is not None and self.gradient_clip_norm <= 0:
+        if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
             raise ConfigError(
                 f"gradientClipNorm must be positive; received {self.gradient_clip_norm}"
             )

@@ -45,7 +45,8 @@ def choose_device(
 ) -> torch.device:
     """The device for ``device="auto" | "cpu" | "cuda"``; auto is CUDA where there is one.
 
-    Under GPU scheduling, a task to which Spark assigned no GPU stays on the CPU.
+    The GPU is the one that Spark assigned to the task; where Spark schedules no GPUs, the workers
+    of a host take its devices in turn.
 
     Raises:
         ClusterError: CUDA was asked for and this worker has none.

@@ -58,13 +58,13 @@ class WorkerError(SparkDLError):
             f"{error_type} on rank {rank}: {message}\n\n"
             f"Traceback of rank {rank}:\n{worker_traceback.rstrip()}"
         )
+        self._arguments = (rank, error_type, message, worker_traceback)
         self.rank = rank
         self.error_type = error_type
         self.worker_traceback = worker_traceback
 
     def __reduce__(self) -> tuple[object, ...]:
-        message = str(self.args[0]).split("\n\n", 1)[0].split(": ", 1)[1]
-        return type(self), (self.rank, self.error_type, message, self.worker_traceback)
+        return type(self), self._arguments
 
 
 class TrainingDiverged(SparkDLError):

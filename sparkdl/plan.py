@@ -138,6 +138,9 @@ def make_plan(
     """
     if world_size < 1 or world_size > len(shards):
         raise ConfigError(f"world_size must be in [1, {len(shards)}]; received {world_size}")
+    for name, count in (("batch_size", batch_size), ("epochs", epochs)):
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1; received {count}")
     ordered = tuple(sorted(shards, key=lambda shard: shard.shard_id))
     if not any(shard.num_rows for shard in ordered):
         raise DataError("the DataFrame has no training rows; check its filter and the validation")

@@ -1,0 +1,66 @@
+"""Errors travel between processes as they are."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sparkdl import errors
+from sparkdl.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    DataError,
+    GangError,
+    ShardLost,
+    SparkDLError,
+    StorageError,
+    WorkerError,
+)
+
+ALL = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, Exception)
+]
+
+
+@pytest.mark.parametrize(
+    "message", ["no", "", "two\n\nparagraphs", "a: b: c", "x\n\nTraceback of rank 1:\nfake"]
+)
+def test_a_worker_error_survives_pickle(message: str) -> None:
+    error = WorkerError(3, "ValueError", message, "Traceback ...\nValueError\n")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is WorkerError
+    assert str(again) == str(error)
+    assert again.rank == 3
+    assert again.error_type == "ValueError"
+    assert again.worker_traceback == error.worker_traceback
+
+
+def test_a_worker_error_shows_message_and_traceback_once() -> None:
+    text = str(WorkerError(1, "KeyError", "'x'", "Traceback (most recent call last):\n  file\n"))
+    assert text.startswith("KeyError on rank 1: 'x'\n\nTraceback of rank 1:\nTraceback (most")
+    assert text.count("Traceback (most recent call last)") == 1
+    assert not text.endswith("\n")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not WorkerError])
+def test_every_error_survives_pickle(kind: type[Exception]) -> None:
+    again = pickle.loads(pickle.dumps(kind("what, and what to do")))
+    assert type(again) is kind
+    assert str(again) == "what, and what to do"
+
+
+def test_one_base_and_the_builtin_types_that_users_expect() -> None:
+    assert len(ALL) >= 11
+    assert all(issubclass(kind, SparkDLError) for kind in ALL)
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(DataError, ValueError)
+    assert issubclass(CheckpointError, StorageError)
+    assert {k for k in ALL if issubclass(k, GangError)} == {
+        GangError,
+        CommunicationError,
+        ShardLost,
+    }

@@ -1,0 +1,116 @@
+"""The plan's numbers: every row once an epoch, equal steps on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.plan import (
+    Column,
+    Shard,
+    TrainPlan,
+    assign_shards,
+    batch_bounds,
+    make_plan,
+    steps_per_epoch,
+)
+
+FEATURE = Column(name="x", role="feature", dtype="float32", shape=(2,))
+
+
+def shard(shard_id: int, num_rows: int, num_validation_rows: int = 0) -> Shard:
+    return Shard(
+        shard_id=shard_id,
+        host="h",
+        path=f"/spool/{shard_id}",
+        num_rows=num_rows,
+        num_validation_rows=num_validation_rows,
+        fingerprint=str(shard_id),
+        num_bytes=8 * num_rows,
+    )
+
+
+def plan(rows: list[int], *, world_size: int, batch_size: int = 4, epochs: int = 2,
+         max_steps: int = -1) -> TrainPlan:  # fmt: skip
+    return make_plan(
+        columns=[FEATURE],
+        shards=[shard(i, n, n // 2) for i, n in enumerate(rows)],
+        world_size=world_size,
+        batch_size=batch_size,
+        epochs=epochs,
+        max_steps=max_steps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "world_size"),
+    [([10, 10], 2), ([13, 1], 2), ([7, 0], 2), ([1], 1), ([3, 5, 0, 9, 2], 2), ([1, 1, 1], 3)],
+)
+def test_every_row_once_and_no_batch_too_large(rows: list[int], world_size: int) -> None:
+    made = plan(rows, world_size=world_size)
+    for rank in range(world_size):
+        bounds = [made.bounds(rank, step) for step in range(made.steps_per_epoch)]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == made.rows_of(rank)
+        for before, after in zip(bounds, bounds[1:], strict=False):
+            assert before[1] == after[0]
+        assert all(0 <= stop - start <= made.batch_size for start, stop in bounds)
+    global_rows = [made.global_batch_rows(step) for step in range(made.steps_per_epoch)]
+    assert sum(global_rows) == made.num_rows == sum(rows)
+    assert min(global_rows) >= 1
+
+
+def test_batches_differ_by_at_most_one_row() -> None:
+    sizes = [stop - start for start, stop in (batch_bounds(23, 5, step) for step in range(5))]
+    assert sum(sizes) == 23
+    assert max(sizes) - min(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "steps"), [([8, 3], 4, 2), ([9, 3], 4, 3), ([0], 4, 1), ([1], 100, 1)]
+)
+def test_steps_follow_the_largest_rank(rows: list[int], batch_size: int, steps: int) -> None:
+    assert steps_per_epoch(rows, batch_size) == steps
+
+
+def test_steps_in_all() -> None:
+    assert plan([8, 8], world_size=2).total_steps == 4
+    assert plan([8, 8], world_size=2, max_steps=3).total_steps == 3
+    assert plan([8, 8], world_size=2, max_steps=30).total_steps == 4
+
+
+def test_shards_go_to_ranks_in_contiguous_runs() -> None:
+    assert assign_shards(5, 2) == ((0, 1), (2, 3, 4))
+    assert assign_shards(2, 2) == ((0,), (1,))
+    made = plan([1, 2, 3, 4, 5], world_size=2)
+    assert [s.shard_id for s in made.shards_of(1)] == [2, 3, 4]
+    assert made.rows_of(1) == 12
+    assert made.num_validation_rows == 6
+
+
+def test_the_order_of_the_shard_table_does_not_matter() -> None:
+    backwards = make_plan(
+        columns=[FEATURE], shards=[shard(1, 5), shard(0, 3)], world_size=2, batch_size=4, epochs=1
+    )
+    assert [s.shard_id for s in backwards.shards] == [0, 1]
+    assert (backwards.rows_of(0), backwards.rows_of(1)) == (3, 5)
+
+
+@pytest.mark.parametrize("world_size", [0, 3])
+def test_the_world_must_fit_the_shards(world_size: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"world_size must be in \[1, 2\]; received {world_size}"
+    ):
+        plan([1, 1], world_size=world_size)
+
+
+@pytest.mark.parametrize("counts", [{"batch_size": 0}, {"epochs": 0}])
+def test_counts_are_positive(counts: dict[str, int]) -> None:
+    (name,) = counts
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1; received 0"):
+        plan([1, 1], world_size=1, **counts)
+
+
+def test_without_training_rows_there_is_nothing_to_plan() -> None:
+    with pytest.raises(DataError, match="no training rows"):
+        plan([0, 0], world_size=2)

@@ -1,0 +1,88 @@
+"""What a worker changes in its process is put back, also after a failure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkdl import process
+from sparkdl.process import cpu_model, torch_threads, tuned_allocator
+
+
+class FakeLibc:
+    """Remembers the allocator's parameters; everything is "set" that glibc would set."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, int] = {}
+        self.trimmed = 0
+
+    def mallopt(self, parameter: int, value: int) -> int:
+        self.parameters[parameter] = value
+        return 1
+
+    def malloc_trim(self, pad: int) -> int:
+        self.trimmed += 1
+        return 1
+
+
+@pytest.fixture
+def libc(monkeypatch: pytest.MonkeyPatch) -> FakeLibc:
+    fake = FakeLibc()
+    monkeypatch.setattr(process, "_glibc", lambda: fake)
+    return fake
+
+
+def test_the_allocator_is_restored(libc: FakeLibc) -> None:
+    with tuned_allocator():
+        inside = dict(libc.parameters)
+        assert libc.trimmed == 0
+    assert inside[-4] == 0  # M_MMAP_MAX: no block is mapped of its own
+    assert inside[-1] == 512 * 2**20  # M_TRIM_THRESHOLD: what stays with the process is bounded
+    assert libc.parameters == {-1: 128 * 1024, -2: 128 * 1024, -4: 65536}
+    assert set(inside) == set(libc.parameters)
+    assert libc.trimmed == 1
+
+
+def test_the_allocator_is_restored_after_a_failure(libc: FakeLibc) -> None:
+    with pytest.raises(RuntimeError), tuned_allocator():
+        raise RuntimeError
+    assert libc.parameters[-4] == 65536
+    assert libc.trimmed == 1
+
+
+def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_glibc", lambda: None)
+    ran = []
+    with tuned_allocator():
+        ran.append(1)
+    assert ran == [1]
+
+
+def test_the_real_allocator_gives_memory_back() -> None:
+    if process._glibc() is None:
+        pytest.skip("not glibc")
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    with tuned_allocator():
+        blocks = [torch.ones(16 * 2**20 // 4) for _ in range(8)]
+        assert resident() - before > 100 * 2**20
+        blocks.clear()
+        assert resident() - before > 100 * 2**20  # kept for the next step
+    assert resident() - before < 50 * 2**20
+
+
+def test_threads_are_restored() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError), torch_threads(before + 2):
+        assert torch.get_num_threads() == before + 2
+        raise RuntimeError
+    assert torch.get_num_threads() == before
+
+
+def test_the_cpu_has_a_name() -> None:
+    assert cpu_model()
+    assert cpu_model() == cpu_model()
