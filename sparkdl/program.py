@@ -43,7 +43,7 @@ _ENTRY = re.compile(
 )
 _NAME = re.compile(r"[\w.+-]*")
 _OPERATOR = re.compile(
-    r"torch\.ops\.(aten|prims)\.[a-z]\w*\.\w+|torch\.ops\.higher_order\.[a-z]\w*"
+    r"torch\.ops\.(aten|prims)\.[a-z_]\w*\.\w+|torch\.ops\.higher_order\.[a-z]\w*"
 )
 _SCALAR_OPERATOR = re.compile(r"_operator\.[a-z]+|math\.[a-z]+|torch\.sym_[a-z]+")
 _READS_FILES = ("torch.ops.aten.from_file",)

@@ -29,8 +29,11 @@ class View(Protocol):
     def log(self, rank: int, line: str) -> None:
         """A rank logged or printed a line."""
 
+    def done(self, steps: int) -> None:
+        """Training succeeded after ``steps`` steps in all."""
+
     def close(self) -> None:
-        """The fit ended."""
+        """The fit ended, one way or the other."""
 
 
 class SilentView:
@@ -46,6 +49,9 @@ class SilentView:
         """Show nothing."""
 
     def log(self, rank: int, line: str) -> None:
+        """Show nothing."""
+
+    def done(self, steps: int) -> None:
         """Show nothing."""
 
     def close(self) -> None:
@@ -110,8 +116,15 @@ class ProgressView:
         """Print a worker's line above the bar."""
         self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
 
+    def done(self, steps: int) -> None:
+        """Fill the bar; training may have ended before its last planned step."""
+        early = steps < self._plan.total_steps
+        self._bar.total = steps
+        self._bar.update(steps - self._bar.n)
+        self._bar.set_description_str("stopped early" if early else "trained")
+
     def close(self) -> None:
-        """Leave the finished bar on the screen."""
+        """Leave the bar on the screen."""
         self._bar.close()
 
     def _measure(self, rank: int, rows: int) -> None:

@@ -198,7 +198,7 @@ class CheckpointManager:
         layout.write_manifest(info)
         size = sum(record.size_bytes for record in files.values())
         seconds = time.perf_counter() - began
-        logger.info("checkpoint %s: %.1f MB in %.2f s", path, size / 1e6, seconds)
+        logger.debug("checkpoint %s: %.1f MB in %.2f s", path, size / 1e6, seconds)
         self._prune(path)
 
     def _write_file(self, path: str, state: Snapshot) -> FileRecord:

@@ -155,12 +155,14 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         )
         clock.lap("train")
         _load_final(module, result, link)
+        summary = partial(_summary, result, plan, clock)
+        view.done(summary().steps)
     clock.lap("clean up")
     return FitResult(
         module=module.eval(),
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
-        summary=_summary(result, plan, clock),
+        summary=summary(),
     )
 
 

@@ -63,3 +63,20 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
         yield
     finally:
         context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type]
+
+
+def tag_jobs(spark: SparkSession, tag: str) -> None:
+    """Mark the jobs that this thread submits from now on, for `cancel_jobs`."""
+    if is_connect(spark):
+        spark.addTag(tag)
+    else:
+        # The session's own tags do not reach the jobs of a collect() on classic Spark 4.3.
+        spark.sparkContext.addJobTag(tag)
+
+
+def cancel_jobs(spark: SparkSession, tag: str) -> None:
+    """Cancel the jobs marked with ``tag``; called from any thread."""
+    if is_connect(spark):
+        spark.interruptTag(tag)
+    else:
+        spark.sparkContext.cancelJobsWithTag(tag)

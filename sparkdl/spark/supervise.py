@@ -24,6 +24,7 @@ from sparkdl import errors
 from sparkdl.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed, WorkerError
 from sparkdl.progress import View
+from sparkdl.spark.session import cancel_jobs, tag_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def _run(
         if thread.is_alive():
             attempt.cancelled = True
             with _uninterrupted(thread):
-                spark.interruptTag(tag)
+                cancel_jobs(spark, tag)
                 thread.join(timeout=60)
         _drain(hub, attempt, view)
     if attempt.rows is not None:
@@ -183,7 +184,7 @@ def _uninterrupted(thread: threading.Thread) -> Any:
 
 
 def _submit(spark: SparkSession, job: Callable[[], Rows], tag: str, attempt: Attempt) -> None:
-    spark.addTag(tag)  # tags belong to this thread
+    tag_jobs(spark, tag)
     try:
         attempt.rows = job()
     except Exception as error:
