@@ -158,7 +158,7 @@ class _PendingWork:
 def process_group(
     *,
     backend: str,
-    store: dist.Store,
+    store: Any,
     rank: int,
     world_size: int,
     timeout_seconds: float,
@@ -168,7 +168,7 @@ def process_group(
 
     Args:
         backend: ``gloo`` or ``nccl``.
-        store: rendezvous store shared by all ranks.
+        store: a ``torch.distributed.Store`` shared by all ranks.
         rank: this worker's rank.
         world_size: number of ranks.
         timeout_seconds: longest wait in one collective.
@@ -179,7 +179,7 @@ def process_group(
     """
     options: Any = None
     if backend == "gloo" and address is not None:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_seconds)
     with _peer_errors("rendezvous"):

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from sparkdl.channel import ChannelClient
 from sparkdl.errors import CommunicationError
 
 
-class ChannelStore(dist.Store):
+class ChannelStore(Store):  # type: ignore[misc]
     """Keys of one attempt, kept by the channel's server.
 
     Keep a strong reference while the process group lives: torch holds only a weak one.

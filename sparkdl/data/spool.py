@@ -234,7 +234,7 @@ class SpoolWriter:
                 self._put("validation", index, values[mask])
 
     def _put(self, split: Split, index: int, values: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(values)).cast("B") if values.size else b""
+        data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
         file = self._files[split, index]
         self._bytes += len(data)
         while len(data):

@@ -49,6 +49,12 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[Prepared], SparkColumn | None]:
+    """Features, label and weight in this order, and the validation indicator if there is one.
+
+    Raises:
+        DataError: a column is missing or of a type of which no tensor can be made.
+    """
+    """The columns to spool, cast as module and task want them, and the validation indicator."""
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
     if request.label_col is not None:

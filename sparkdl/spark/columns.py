@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 from sparkdl.errors import DataError
 from sparkdl.plan import Role
 
-_INTEGERS = {
+_INTEGERS: dict[type[T.DataType], str] = {
     T.ByteType: "int8",
     T.ShortType: "int16",
     T.IntegerType: "int32",

@@ -48,7 +48,7 @@ from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.spark.session import conf, driver_address, is_connect
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
-from sparkdl.spark.supervise import GangResult, Limits, Rows, supervise
+from sparkdl.spark.supervise import GangResult, Limits, Rows, persistently, supervise
 from sparkdl.summary import TrainingSummary
 
 if TYPE_CHECKING:
@@ -127,7 +127,11 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             profile=gang.profile,
         )
         stack.callback(table.close)
-        spooled = table.collect()
+        spooled = persistently(
+            table.collect,
+            max_restarts=request.max_restarts,
+            prepare=partial(wait_for_slots, spark, gang.num_workers, gang.profile, settings),
+        )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
         num_classes = dry_run(module, columns, request)

@@ -37,7 +37,7 @@ def driver_address(spark: SparkSession) -> tuple[str, str]:
 
 
 def _connect_endpoint(spark: SparkSession) -> tuple[str, int]:
-    client: Any = spark.client  # type: ignore[attr-defined] # Spark Connect sessions only
+    client: Any = spark.client
     target = urlsplit(f"sc://{client.host.split('://')[-1]}")
     return target.hostname or "127.0.0.1", target.port or 15002
 

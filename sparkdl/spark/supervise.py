@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
@@ -29,6 +29,7 @@ from sparkdl.spark.session import cancel_jobs, tag_jobs
 logger = logging.getLogger(__name__)
 
 Rows = list[tuple[int, str, bytes]]
+T = TypeVar("T")
 
 _TICK_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
@@ -135,6 +136,37 @@ def supervise(
     raise TrainingFailed(
         f"training failed {len(reasons)} times (maxRestarts={limits.max_restarts}); "
         f"last: {reasons[-1]}"
+    )
+
+
+def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callable[[], None]) -> T:
+    """Run a Spark job again after the loss of a worker or executor, as `supervise` does.
+
+    Spark does not retry a failed barrier stage, so the spooling job needs this as well.
+
+    Args:
+        action: submits the job.
+        max_restarts: how often it may be submitted again.
+        prepare: called before each new submission; waits for executors.
+
+    Raises:
+        TrainingFailed: workers were lost more than ``max_restarts`` times.
+    """
+    for number in range(max_restarts + 1):
+        if number > 0:
+            prepare()
+        try:
+            return action()
+        except (SparkDLError, PythonException):
+            raise
+        except Exception as error:  # Spark's errors have no common, documented base class
+            if not _is_spark_error(error):
+                raise
+            reason = f"a worker or executor was lost ({_first_line(error)})"
+        if number < max_restarts:
+            logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
+    raise TrainingFailed(
+        f"spooling failed {max_restarts + 1} times (maxRestarts={max_restarts}); last: {reason}"
     )
 
 
