@@ -242,8 +242,9 @@ class ChannelClient:
         return bool(json.loads(self._ask("delete", {"key": self._scope + key})))
 
     def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> None:
-        """Tell the driver what happened."""
-        self._ask("report", {"attempt": attempt, "rank": rank}, json.dumps(events).encode())
+        """Tell the driver what happened; values that are not JSON go as their text."""
+        payload = json.dumps(events, default=str).encode()
+        self._ask("report", {"attempt": attempt, "rank": rank}, payload)
 
     def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
         action = flight.Action(what, _frame(header, payload))

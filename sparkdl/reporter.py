@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 0.25
 _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
+_MAX_PARTIAL = 10_000
+"""Characters kept of a line that has not ended yet."""
 _MAX_FAILURES = 20
 
 
@@ -99,10 +101,13 @@ class Reporter:
         assert self._client is not None
         if self._failures >= _MAX_FAILURES:
             return
+        events, lines, num_lines = self._take()
+        report = [self._progress, *events, *_log_event(lines, num_lines - len(lines))]
         try:
-            self._client.report(attempt=self._attempt, rank=self._rank, events=self._pending())
+            self._client.report(attempt=self._attempt, rank=self._rank, events=report)
             self._failures = 0
         except CommunicationError as error:
+            self._put_back(events, lines, num_lines)
             self._failures += 1
             if self._failures == _MAX_FAILURES:
                 sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
@@ -110,16 +115,28 @@ class Reporter:
                     f"without progress and logs there ({error})\n"
                 )
 
-    def _pending(self) -> list[dict[str, Any]]:
+    def _take(self) -> tuple[list[dict[str, Any]], list[str], int]:
+        """What waits: events, lines, and the number of lines with those already dropped."""
         with self._lock:
-            events, self._events = list(self._events), deque()
-            lines, self._lines = list(self._lines), deque(maxlen=_MAX_LINES)
-            dropped, self._num_lines = self._num_lines - len(lines), 0
-        if dropped:
-            lines.insert(0, f"({dropped} earlier log lines were dropped)")
-        if lines:
-            events.append({"kind": "log", "lines": lines})
-        return [self._progress, *events]
+            events, lines, num_lines = list(self._events), list(self._lines), self._num_lines
+            self._events.clear()
+            self._lines.clear()
+            self._num_lines = 0
+        return events, lines, num_lines
+
+    def _put_back(self, events: list[dict[str, Any]], lines: list[str], num_lines: int) -> None:
+        """Keep for the next time what the driver did not get."""
+        with self._lock:
+            self._events.extendleft(reversed(events))
+            room = _MAX_LINES - len(self._lines)
+            self._lines.extendleft(reversed(lines[max(0, len(lines) - room) :]))
+            self._num_lines += num_lines
+
+
+def _log_event(lines: list[str], dropped: int) -> list[dict[str, Any]]:
+    if dropped:
+        lines = [f"({dropped} earlier log lines were dropped)", *lines]
+    return [{"kind": "log", "lines": lines}] if lines else []
 
 
 class _Handler(logging.Handler):
@@ -143,12 +160,16 @@ class _Tee(io.TextIOBase):
         self._original = original
         self._reporter = reporter
         self._partial = ""
+        self._writing = threading.Lock()
 
     def write(self, text: str) -> int:
-        self._original.write(text)
-        *lines, self._partial = (self._partial + text).split("\n")
-        for line in lines:
-            self._reporter.line(line)
+        with self._writing:
+            self._original.write(text)
+            *lines, partial = (self._partial + text).split("\n")
+            # A progress bar draws over its line again and again: only the last drawing is kept.
+            self._partial = _drawn(partial)[-_MAX_PARTIAL:]
+            for line in lines:
+                self._reporter.line(_drawn(line.rstrip("\r")))
         return len(text)
 
     def flush(self) -> None:
@@ -156,15 +177,28 @@ class _Tee(io.TextIOBase):
 
     def drain(self) -> None:
         """Send an unfinished last line."""
-        if self._partial:
-            self._reporter.line(self._partial)
-            self._partial = ""
+        with self._writing:
+            line, self._partial = self._partial.rstrip("\r"), ""
+        if line:
+            self._reporter.line(line)
 
     def fileno(self) -> int:
         return self._original.fileno()
 
     def isatty(self) -> bool:
         return False
+
+    def writable(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)  # such as buffer
+
+
+def _drawn(line: str) -> str:
+    """What a console shows of a line with carriage returns; one at its end is kept."""
+    end = line.rstrip("\r")
+    return end.rpartition("\r")[2] + line[len(end) :]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from sparkdl.errors import ConfigError, DataError
@@ -52,7 +54,7 @@ def test_every_row_once_and_no_batch_too_large(rows: list[int], world_size: int)
         bounds = [made.bounds(rank, step) for step in range(made.steps_per_epoch)]
         assert bounds[0][0] == 0
         assert bounds[-1][1] == made.rows_of(rank)
-        for before, after in zip(bounds, bounds[1:], strict=False):
+        for before, after in pairwise(bounds):
             assert before[1] == after[0]
         assert all(0 <= stop - start <= made.batch_size for start, stop in bounds)
     global_rows = [made.global_batch_rows(step) for step in range(made.steps_per_epoch)]

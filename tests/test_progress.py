@@ -1,0 +1,150 @@
+"""The bar shows what rank 0 does, every rank's speed, and the workers' lines above it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkdl import progress
+from sparkdl.plan import Column, Shard, make_plan
+from sparkdl.progress import ProgressView, SilentView, View
+
+PLAN = make_plan(
+    columns=[Column(name="x", role="feature", dtype="float32", shape=())],
+    shards=[
+        Shard(
+            shard_id=i, host="", path="", num_rows=100, num_validation_rows=0, fingerprint="",
+            num_bytes=0,
+        )
+        for i in range(2)
+    ],
+    world_size=2,
+    batch_size=10,
+    epochs=2,
+)  # fmt: skip
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+class Console:
+    """What stands on stderr so far."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self._text = ""
+
+    def text(self) -> str:
+        self._text += self._capsys.readouterr().err
+        return self._text
+
+    def bar(self) -> str:
+        return self.text().split("\r")[-1]
+
+    def lines(self) -> list[str]:
+        return [line.strip() for line in self.text().replace("\r", "\n").splitlines()]
+
+
+@pytest.fixture
+def console(capsys: pytest.CaptureFixture[str]) -> Console:
+    return Console(capsys)
+
+
+def beat(step: int, rows: int, phase: str = "train") -> dict[str, object]:
+    return {
+        "kind": "heartbeat", "phase": phase, "epoch": 1 + step // 10, "step": step,
+        "loss": 0.25, "rows": rows,
+    }  # fmt: skip
+
+
+def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
+    view = ProgressView(PLAN)
+    view.attempt(0, 0)
+    view.heartbeat(0, {"kind": "heartbeat", "phase": "setup"})
+    for rank in (0, 1):
+        view.heartbeat(rank, beat(1, 10))
+    clock.now += 2
+    view.heartbeat(1, beat(12, 430))  # this rank runs at 210 rows/s
+    view.heartbeat(0, beat(12, 130, "evaluate"))  # and this one at 60
+    view._bar.refresh()
+    shown = console.bar()
+    assert "epoch 2/2 (evaluate)" in shown
+    assert "12/20 steps" in shown
+    assert "loss 0.2500, 135 rows/s per worker" in shown
+    view.heartbeat(0, beat(20, 200))
+    view.close()
+    last = console.bar()
+    assert "100%" in last
+    assert "20/20 steps" in last
+
+
+def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
+    view = ProgressView(PLAN)
+    view.attempt(0, 0)
+    view.heartbeat(0, beat(5, 50))
+    view.heartbeat(1, beat(9, 90))
+    view.heartbeat(0, beat(4, 40))
+    assert view._bar.n == 5
+    view.close()
+
+
+def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> None:
+    view = ProgressView(PLAN)
+    view.attempt(0, 0)
+    view.heartbeat(0, beat(15, 150))
+    view.attempt(1, 10)
+    view._bar.refresh()
+    shown = console.bar()
+    assert "restart 1" in shown
+    assert "10/20 steps" in shown
+    view.heartbeat(0, beat(11, 10))
+    clock.now += 1
+    view.heartbeat(0, beat(12, 20))  # rows count from the restart: the old speed is forgotten
+    view._bar.refresh()
+    assert "10 rows/s per worker" in console.bar()
+    view.close()
+
+
+def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -> None:
+    view = ProgressView(PLAN)
+    view.attempt(0, 0)
+    view.log(1, "hello")
+    view.epoch(
+        {"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5, "val_f1": 0.75}
+    )
+    view.close()
+    assert "[rank 1] hello" in console.lines()
+    assert "epoch 1: loss 0.5000, val_f1 0.7500" in console.lines()
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(20, "trained"), (14, "stopped early")])
+def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: str) -> None:
+    view = ProgressView(PLAN)
+    view.attempt(0, 0)
+    view.heartbeat(0, beat(11, 110))
+    view.done(steps)
+    view.close()
+    assert f"{shown} 100%" in console.bar()
+    assert f"{steps}/{steps} steps" in console.bar()
+
+
+def test_the_silent_view_shows_nothing(console: Console) -> None:
+    view: View = SilentView()
+    view.attempt(0, 0)
+    view.heartbeat(0, beat(1, 1))
+    view.epoch({"epoch": 1})
+    view.log(0, "line")
+    view.done(1)
+    view.close()
+    assert console.text() == ""
