@@ -41,9 +41,7 @@ def points(spark: SparkSession) -> DataFrame:
     """Two inputs, a class that tells their sum's sign, and a linear target."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(200, 2)).tolist()
-    rows = [
-        (i, a, b, float(a + b > 0), 2 * a - b) for i, (a, b) in enumerate(x.tolist())
-    ]
+    rows = [(i, a, b, float(a + b > 0), 2 * a - b) for i, (a, b) in enumerate(x)]
     df = spark.createDataFrame(rows, "id int, a double, b double, label double, target double")
     return df.withColumn("features", F.array("a", "b")).repartition(2).cache()
 
