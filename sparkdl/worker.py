@@ -86,7 +86,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
             reporter.send({"kind": "done"})
         except BaseException as error:  # also SystemExit of the user's code; all of it is reported
             failure = describe_failure(error, environment.rank)
-            reporter.send({"kind": "error", **failure})
+            reporter.send({"kind": "error", "failure": failure})
             results = [("error", json.dumps(failure).encode())]
     yield from results
 
@@ -104,9 +104,16 @@ def describe_failure(error: BaseException, rank: int) -> dict[str, Any]:
         "rank": rank,
         "kind": kind,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": _message(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the user's class; what failed must be reported all the same
+        return "(no message: its __str__ failed)"
 
 
 def _work(

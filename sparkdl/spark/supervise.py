@@ -295,7 +295,7 @@ def _take(event: Event, attempt: Attempt, view: View) -> None:
     elif kind == "epoch" and event.rank == 0:
         view.epoch(event.body["record"])
     elif kind == "error":
-        attempt.failures.append(event.body)
+        attempt.failures.append(event.body["failure"])
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)

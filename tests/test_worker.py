@@ -1,0 +1,333 @@
+"""One rank's life without Spark: a channel in this process, a spool written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from sparkdl import worker
+from sparkdl.channel import ChannelServer, Hub
+from sparkdl.checkpoint.format import decode, latest
+from sparkdl.checkpoint.storage import open_storage
+from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.environment import WorkerEnvironment, versions
+from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.packing import PackedModule, pack
+from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.train.callbacks import Callback, CallbackState
+
+ROWS = 40
+COLUMNS = (
+    Column(name="x", role="feature", dtype="float32", shape=(3,)),
+    Column(name="y", role="label", dtype="int64", shape=()),
+)
+CONFIG = TrainConfig(
+    task="classification", loss="cross_entropy", optimizer="adam", learning_rate=0.05, epochs=3,
+    batch_size=8, seed=5, checkpoint=CheckpointConfig(interval=4),
+)  # fmt: skip
+
+
+@dataclass
+class Driver:
+    """The driver's side of a channel."""
+
+    hub: Hub
+    server: ChannelServer
+    folder: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        found = []
+        while not self.hub.events.empty():
+            found.append(dict(self.hub.events.get().body))
+        return [body for body in found if body["kind"] == kind]
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    folder = tmp_path / "driver"
+    hub = Hub()
+    files = open_storage(str(folder))
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    yield Driver(hub, server, folder)
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> TrainPlan:
+    directory = tmp_path_factory.mktemp("spool") / "shard"
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(ROWS, 3)).astype(np.float32)
+    batch = pa.record_batch(
+        [
+            pa.array(x.tolist(), pa.list_(pa.float32())),
+            pa.array(x.argmax(1), pa.int64()),
+            pa.array([row % 5 == 0 for row in range(ROWS)], pa.bool_()),
+            pa.array(np.arange(ROWS), pa.int64()),
+        ],
+        names=["x", "y", "validation", "hash"],
+    )
+    columns = [SpoolColumn(name=c.name, role=c.role, dtype=c.dtype) for c in COLUMNS]
+    with SpoolWriter(directory, columns, has_validation=True) as out:
+        out.write(batch)
+    summary = out.summary()
+    shard = Shard(
+        shard_id=0, host="h", path=str(directory), num_rows=summary.num_rows,
+        num_validation_rows=summary.num_validation_rows, fingerprint=summary.fingerprint,
+        num_bytes=summary.num_bytes,
+    )  # fmt: skip
+    return make_plan(columns=COLUMNS, shards=[shard], world_size=1, batch_size=8, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return pack(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 3)))
+
+
+def environment(driver: Driver, **changes: Any) -> WorkerEnvironment:
+    values = {
+        "rank": 0, "world_size": 1, "address": "127.0.0.1", "gpu_addresses": (),
+        "channel": driver.server.address,
+    }  # fmt: skip
+    return WorkerEnvironment(**{**values, **changes})
+
+
+def order(plan: TrainPlan, packed: PackedModule, config: TrainConfig = CONFIG, **changes: Any):  # type: ignore[no-untyped-def]
+    values: dict[str, Any] = {
+        "run_id": "run", "run_key": "0123456789abcdef", "attempt": 0, "plan": plan,
+        "payload": cloudpickle.dumps((config, packed.skeleton)), "weights": packed.tensors,
+        "storage_url": None, "driver_hosts_channel": True, "resume_path": None, "threads": 1,
+        "versions": versions(), "start_timeout_seconds": 10.0, "collective_timeout_seconds": 10.0,
+    }  # fmt: skip
+    return worker.WorkOrder(**{**values, **changes})
+
+
+def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
+    ((kind, payload),) = results
+    assert kind == "error"
+    found = json.loads(payload)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_training_delivers_result_and_weights_and_is_heard(
+    driver: Driver, plan: TrainPlan, packed: PackedModule
+) -> None:
+    open_storage(str(driver.folder)).write(worker.INITIAL, packed.tensors)
+    results = list(worker.run(environment(driver), order(plan, packed, weights=None)))
+    ((kind, payload),) = results
+    assert kind == "result"
+    report = json.loads(payload)
+    assert report["steps"] == plan.total_steps == 12
+    assert [record["epoch"] for record in report["history"]] == [1, 2, 3]
+    assert report["history"][-1]["loss"] < report["history"][0]["loss"]
+    assert "val_loss" in report["history"][0]
+    assert report["rows_per_second"] > 0
+    assert report["seconds"]["checkpoint stall"] >= 0
+    trained = decode((driver.folder / worker.FINAL).read_bytes(), worker.FINAL)
+    assert set(trained) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    heard = []
+    while not driver.hub.events.empty():
+        heard.append(driver.hub.events.get())
+    kinds = {event.body["kind"] for event in heard}
+    assert {"heartbeat", "epoch", "done"} <= kinds
+    assert "error" not in kinds
+    assert {(event.attempt, event.rank) for event in heard} == {(0, 0)}
+    # the driver keeps checkpoints too, but needs none of the end: it has the weights
+    found = latest(open_storage(str(driver.folder)), "0123456789abcdef")
+    assert found is not None
+    assert found.step == 8
+
+
+def test_weights_come_as_rows_when_the_driver_hosts_no_channel(
+    driver: Driver, plan: TrainPlan, packed: PackedModule
+) -> None:
+    over_channel = list(worker.run(environment(driver), order(plan, packed)))
+    assert [kind for kind, _ in over_channel] == ["result"]
+    expected = (driver.folder / worker.FINAL).read_bytes()
+    results = list(
+        worker.run(environment(driver), order(plan, packed, driver_hosts_channel=False, attempt=1))
+    )
+    assert [kind for kind, _ in results] == ["result", "weights"]
+    assert results[1][1] == expected
+
+
+@dataclass
+class Break(Callback):
+    """Raises something at a step."""
+
+    step: int
+    error: BaseException
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.step == self.step:
+            raise self.error
+
+
+def breaking(error: BaseException, step: int = 2) -> TrainConfig:
+    return dataclasses.replace(CONFIG, callbacks=(Break(step, error),))
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "type_name", "message"),
+    [
+        (ZeroDivisionError("their mistake"), "ZeroDivisionError", "their mistake"),
+        (SystemExit(3), "SystemExit", "3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", ""),
+        (MemoryError("large"), "MemoryError", "large"),
+        (Unprintable(), "Unprintable", "(no message: its __str__ failed)"),
+    ],
+)
+def test_an_error_of_the_user_is_one_row_and_one_event(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, error: BaseException, type_name: str,
+    message: str,
+) -> None:  # fmt: skip
+    results = list(worker.run(environment(driver), order(plan, packed, breaking(error))))
+    found = failure(results)
+    assert (found["rank"], found["kind"], found["type"]) == (0, "user", type_name)
+    assert found["message"] == message
+    assert "in on_step_end" in found["traceback"]
+    assert found["traceback"].startswith("Traceback (most recent call last):")
+    (event,) = driver.events("error")
+    assert event["failure"] == found
+    assert not (driver.folder / worker.FINAL).exists()
+
+
+def test_a_lost_shard_may_be_healed(driver: Driver, plan: TrainPlan, packed: PackedModule) -> None:
+    shard = dataclasses.replace(plan.shards[0], path="/nowhere")
+    lost = dataclasses.replace(plan, shards=(shard,))
+    found = failure(list(worker.run(environment(driver), order(lost, packed))))
+    assert (found["kind"], found["type"]) == ("gang", "ShardLost")
+    assert "/nowhere" in found["message"]
+
+
+def test_peers_that_do_not_come_may_be_healed(
+    driver: Driver, plan: TrainPlan, packed: PackedModule
+) -> None:
+    alone = environment(driver, rank=1, world_size=2)
+    found = failure(list(worker.run(alone, order(plan, packed, start_timeout_seconds=0.3))))
+    assert (found["rank"], found["kind"], found["type"]) == (1, "gang", "CommunicationError")
+    assert found["message"].startswith("not all workers started in time: 1 keys not set")
+
+
+def test_other_versions_are_refused_with_the_remedy(
+    driver: Driver, plan: TrainPlan, packed: PackedModule
+) -> None:
+    there = order(plan, packed, versions={**versions(), "torch": "1.0"})
+    found = failure(list(worker.run(environment(driver), there)))
+    assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
+    assert found["message"] == (
+        f"rank 0 on 127.0.0.1 has torch {versions()['torch']}, the driver has torch 1.0; "
+        "install the same version on both sides"
+    )
+
+
+def test_our_own_errors_keep_their_type(
+    driver: Driver, plan: TrainPlan, packed: PackedModule
+) -> None:
+    config = dataclasses.replace(CONFIG, early_stopping=EarlyStopping(monitor="val_absent"))
+    found = failure(list(worker.run(environment(driver), order(plan, packed, config))))
+    assert (found["kind"], found["type"]) == ("sparkdl", ConfigError.__name__)
+    assert "val_absent" in found["message"]
+
+
+def test_a_cuda_device_that_is_not_there(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = dataclasses.replace(CONFIG, device="cuda")
+    found = failure(list(worker.run(environment(driver), order(plan, packed, config))))
+    assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
+
+
+@pytest.mark.parametrize("keeper", ["driver", "directory"])
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path, keeper: str
+) -> None:
+    url = str(tmp_path / "checkpoints") if keeper == "directory" else None
+    storage = open_storage(url or str(driver.folder))
+    whole = list(worker.run(environment(driver), order(plan, packed, driver_hosts_channel=False)))
+    failure(
+        list(
+            worker.run(
+                environment(driver),
+                order(plan, packed, breaking(OSError("gone"), step=11), storage_url=url, attempt=1),
+            )
+        )
+    )
+    found = latest(storage, "0123456789abcdef")
+    assert found is not None
+    assert found.step in (4, 8)  # an aborted run abandons the checkpoint that is being written
+    again = order(plan, packed, storage_url=url, attempt=2, resume_path=found.path)
+    ((kind, payload),) = list(worker.run(environment(driver), again))
+    assert kind == "result"
+    report = json.loads(payload)
+    assert report["steps"] == 12
+    assert [record["epoch"] for record in report["history"]] == [1, 2, 3]
+    assert (driver.folder / worker.FINAL).read_bytes() == whole[1][1]
+    end = latest(storage, "0123456789abcdef")
+    assert end is not None
+    assert end.step == (12 if keeper == "directory" else 8)
+
+
+def test_a_checkpoint_of_other_conditions_is_named(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "checkpoints")
+    list(worker.run(environment(driver), order(plan, packed, storage_url=url)))
+    found = latest(open_storage(url), "0123456789abcdef")
+    assert found is not None
+    driver.events("log")
+    later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path, threads=2)
+    list(worker.run(environment(driver), later))
+    lines = [line for event in driver.events("log") for line in event["lines"]]
+    assert any("threads: 1 -> 2" in line and "bits will differ" in line for line in lines)
+
+
+def test_a_driver_that_is_gone_is_a_gang_failure(plan: TrainPlan, packed: PackedModule) -> None:
+    server = ChannelServer(Hub(), bind="127.0.0.1", announce="127.0.0.1")
+    lost = Driver(Hub(), server, Path())
+    there = environment(lost)
+    server.shutdown()
+    found = failure(list(worker.run(there, order(plan, packed))))
+    assert (found["kind"], found["type"]) == ("gang", CommunicationError.__name__)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x")])
+def test_the_process_is_left_as_it_was(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, error: BaseException | None
+) -> None:
+    root, own = logging.getLogger(), logging.getLogger("sparkdl")
+
+    def state() -> tuple[Any, ...]:
+        return (
+            sys.stdout, sys.stderr, list(root.handlers), root.level, own.level,
+            torch.get_num_threads(), torch.distributed.is_initialized(),
+            sorted(t.name for t in threading.enumerate() if t.name.startswith("sparkdl")),
+        )  # fmt: skip
+
+    before = state()
+    config = CONFIG if error is None else breaking(error)
+    list(worker.run(environment(driver), order(plan, packed, config, threads=2)))
+    assert state() == before
