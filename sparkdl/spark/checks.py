@@ -54,7 +54,6 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
-    """The columns to spool, cast as module and task want them, and the validation indicator."""
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
     if request.label_col is not None:

@@ -61,6 +61,8 @@ def inspect_cluster(spark: SparkSession) -> ClusterInfo:
 
     info = from_conf(get)
     if is_connect(spark) or re.match(r"local(\[|$)", info.master):
+        if "*" in info.master and not is_connect(spark):  # the JVM may count fewer cores than we
+            return replace(info, cores_per_executor=_default_slots(spark) * info.task_cpus)
         return info
     executors = _registered_executors(spark)
     expected = info.num_executors
@@ -94,8 +96,10 @@ def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
     if threads:
         return 1, _local_threads(threads[1])
     executors, cores = get("spark.executor.instances"), get("spark.executor.cores")
-    default_cores = 1 if master.startswith(("yarn", "k8s")) else None
-    return int(executors) if executors else None, int(cores) if cores else default_cores
+    # Without dynamic allocation YARN and Kubernetes start two executors of one core by default;
+    # standalone starts one on each of its workers, with all cores.
+    defaults = (2, 1) if master.startswith(("yarn", "k8s")) else (None, None)
+    return int(executors) if executors else defaults[0], int(cores) if cores else defaults[1]
 
 
 def _local_threads(text: str | None) -> int:
@@ -114,11 +118,15 @@ def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
     """Standalone without spark.executor.cores: an executor takes all cores of its worker."""
     if executors < 1:
         return None
+    cpus = int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
+    return max(1, _default_slots(spark) // executors) * cpus
+
+
+def _default_slots(spark: SparkSession) -> int:
     context: Any = spark.sparkContext
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
-    slots = int(scala.maxNumConcurrentTasks(profile))
-    return max(1, slots // executors) * int(context.getConf().get("spark.task.cpus", "1"))
+    return int(scala.maxNumConcurrentTasks(profile))
 
 
 def slots_per_executor(
@@ -129,8 +137,13 @@ def slots_per_executor(
     slots = info.cores_per_executor // (cpus_per_worker or info.task_cpus)
     gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
     if gpus:
-        by_gpu = info.gpus_per_executor / gpus if gpus <= 1 else info.gpus_per_executor // gpus
-        slots = min(slots, int(by_gpu))
+        # Several tasks may share a GPU, or one may have several; none has parts of two.
+        by_gpu = (
+            info.gpus_per_executor * int(1 / gpus)
+            if gpus <= 1
+            else (info.gpus_per_executor // int(gpus))
+        )
+        slots = min(slots, by_gpu)
     return slots
 
 
@@ -156,8 +169,9 @@ def choose_num_workers(
     fitting = slots_per_executor(info, cpus_per_worker, gpus_per_worker)
     slots = info.num_executors * fitting
     if requested is None:
-        uses_gpus = info.gpus_per_executor and (gpus_per_worker or info.gpus_per_task)
-        return max(1, slots if uses_gpus else info.num_executors)
+        if not (info.gpus_per_executor and (gpus_per_worker or info.gpus_per_task)):
+            return max(1, info.num_executors)
+        return max(1, min(slots, info.num_executors * info.gpus_per_executor))
     if requested > slots and info.is_complete:
         raise ClusterError(_too_few(requested, slots, info, cpus_per_worker, gpus_per_worker))
     return requested
@@ -340,12 +354,13 @@ def overhead_bytes(get: Get) -> int:
 
 def parse_bytes(text: str, *, unit: int) -> int:
     """Bytes of a Spark size such as ``512m``; a bare number counts in ``unit``."""
-    match = re.fullmatch(r"\s*(\d+)\s*([kmgtp]?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+)\s*([kmgtp])?(b)?\s*", text.lower())
     if match is None:
         raise ClusterError(f"cannot read the size {text!r}; write it like 512m or 4g")
     exponent = {"k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-    factor = 1024 ** exponent[match[2]] if match[2] else unit
-    return int(match[1]) * factor
+    if match[2]:
+        return int(match[1]) << 10 * exponent[match[2]]
+    return int(match[1]) * (1 if match[3] else unit)
 
 
 def _mib(size: int) -> int:

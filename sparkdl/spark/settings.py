@@ -38,6 +38,25 @@ class Settings:
             raise ConfigError(
                 f"spark.sparkdl.channel must be one of {CHANNEL_MODES}; received {self.channel!r}"
             )
+        for field in ("heartbeat", "start", "collective"):
+            seconds = getattr(self, f"{field}_timeout_seconds")
+            if not seconds > 0:
+                raise ConfigError(
+                    f"spark.sparkdl.{field}Timeout must be a positive number of seconds; "
+                    f"received {seconds:g}"
+                )
+        if not 0 <= self.channel_port < 2**16:
+            raise ConfigError(
+                f"spark.sparkdl.channel.port must be a port number, or 0 for any; "
+                f"received {self.channel_port}"
+            )
+
+
+def _boolean(text: str) -> bool:
+    values = {"true": True, "false": False}
+    if text.strip().lower() not in values:
+        raise ValueError(f"{text!r}; write true or false")
+    return values[text.strip().lower()]
 
 
 _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -46,7 +65,7 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
     "collective_timeout_seconds": ("collectiveTimeout", float),
     "channel": ("channel", str),
     "channel_port": ("channel.port", int),
-    "allow_unencrypted": ("allowUnencrypted", lambda text: text.strip().lower() == "true"),
+    "allow_unencrypted": ("allowUnencrypted", _boolean),
 }
 
 

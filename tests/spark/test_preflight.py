@@ -1,0 +1,287 @@
+"""What follows from a cluster's configuration, without a cluster."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from sparkdl.errors import ClusterError
+from sparkdl.spark.preflight import (
+    ClusterInfo,
+    check_memory,
+    choose_num_workers,
+    from_conf,
+    inspect_cluster,
+    make_profile,
+    overhead_bytes,
+    parse_bytes,
+    require_gang_support,
+    slots_per_executor,
+    threads_per_worker,
+    wait_for_slots,
+)
+from sparkdl.spark.settings import Settings
+
+MIB = 2**20
+
+
+def info(executors: int | None, cores: int | None, **changes: Any) -> ClusterInfo:
+    values: dict[str, Any] = {"master": "spark://h:7077", "is_complete": True, **changes}
+    return ClusterInfo(num_executors=executors, cores_per_executor=cores, **values)
+
+
+def described(master: str, **entries: str) -> ClusterInfo:
+    texts = {name.replace("_", "."): text for name, text in entries.items()}
+    return from_conf({"spark.master": master, **texts}.get)
+
+
+@pytest.mark.parametrize(
+    ("master", "executors", "cores"),
+    [
+        ("local", 1, 1),
+        ("local[3]", 1, 3),
+        ("local[ 3 ]", 1, 3),
+        ("local[3,2]", 1, 3),
+        ("local[3, 2]", 1, 3),
+        ("local[*]", 1, os.cpu_count()),
+        ("local[*,4]", 1, os.cpu_count()),
+        ("local-cluster[2,4,1024]", 2, 4),
+        ("local-cluster[2, 4, 1024]", 2, 4),
+        ("spark://h:7077", None, None),
+        ("yarn", 2, 1),
+        ("k8s://https://h:443", 2, 1),
+        ("unheard-of", None, None),
+    ],
+)
+def test_masters(master: str, executors: int | None, cores: int | None) -> None:
+    found = described(master)
+    assert (found.num_executors, found.cores_per_executor) == (executors, cores)
+    assert found.is_local == master.startswith("local")
+    assert found.is_complete == found.is_local
+    assert not found.dynamic_allocation
+
+
+@pytest.mark.parametrize("master", ["yarn", "k8s://https://h:443", "spark://h:7077"])
+def test_configured_executors(master: str) -> None:
+    found = described(
+        master, spark_executor_instances="5", spark_executor_cores="4", spark_task_cpus="2"
+    )
+    assert (found.num_executors, found.cores_per_executor, found.task_cpus) == (5, 4, 2)
+    assert found.num_slots == 10
+
+
+def test_gpus_and_dynamic_allocation() -> None:
+    found = described(
+        "local-cluster[2,4,1024]",
+        spark_executor_resource_gpu_amount="2",
+        spark_task_resource_gpu_amount="0.5",
+        spark_dynamicAllocation_enabled="True",
+    )
+    assert (found.gpus_per_executor, found.gpus_per_task) == (2, 0.5)
+    assert found.dynamic_allocation
+
+
+def test_a_session_without_a_master() -> None:
+    found = from_conf({}.get)
+    assert found.master == "unknown"
+    assert found.num_slots is None
+
+
+GPUS = {"gpus_per_executor": 2, "gpus_per_task": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "cpus", "gpus", "slots"),
+    [
+        (info(1, 8), None, None, 8),
+        (info(1, 8, task_cpus=3), None, None, 2),
+        (info(1, 8), 4, None, 2),
+        (info(1, 8), 9, None, 0),
+        (info(1, 8, **GPUS), None, None, 2),
+        (info(1, 1, **GPUS), None, None, 1),
+        (info(1, 8, **GPUS), None, 2.0, 1),
+        (info(1, 8, **GPUS), None, 0.5, 4),
+        (info(1, 8, **GPUS), None, 0.4, 4),  # two tasks per GPU: none spans two
+        (info(1, 80, **GPUS), None, 0.1, 20),
+        (info(1, 8, gpus_per_executor=3, gpus_per_task=2.0), None, None, 1),
+        (info(1, 8, gpus_per_executor=2), None, None, 8),  # GPUs that tasks do not ask for
+        (info(1, 8, gpus_per_executor=2), 2, 1.0, 2),
+    ],
+)
+def test_slots_per_executor(
+    cluster: ClusterInfo, cpus: int | None, gpus: float | None, slots: int
+) -> None:
+    assert slots_per_executor(cluster, cpus, gpus) == slots
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpus", "workers"),
+    [
+        (info(1, 8), None, 1),
+        (info(4, 8), None, 4),
+        (info(4, 8, gpus_per_executor=2), None, 4),
+        (info(4, 8, **GPUS), None, 8),
+        (info(4, 1, **GPUS), None, 4),
+        (info(4, 8, gpus_per_executor=2, gpus_per_task=0.5), None, 8),  # not 16
+        (info(4, 8, gpus_per_executor=2), 1.0, 8),
+        (info(4, 8, gpus_per_executor=2), 2.0, 4),
+    ],
+)
+def test_default_number_of_workers(cluster: ClusterInfo, gpus: float | None, workers: int) -> None:
+    assert choose_num_workers(cluster, None, gpus_per_worker=gpus) == workers
+
+
+def test_requested_workers() -> None:
+    assert choose_num_workers(info(2, 2), 4) == 4
+    assert choose_num_workers(info(2, 2), 1) == 1
+    assert choose_num_workers(info(None, None), 7) == 7
+    with pytest.raises(ClusterError, match=r"of spark://h:7077 cannot be read .*; set numWorkers"):
+        choose_num_workers(info(None, None), None)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "requested", "options", "message"),
+    [
+        (
+            info(2, 2),
+            5,
+            {},
+            r"numWorkers=5 needs 5 free slots of 1 cpu at the same time, but spark://h:7077 has 4 "
+            r"\(2 executors with 2 cores and 0 gpus each\); set numWorkers to at most 4 or give",
+        ),
+        (info(2, 4, task_cpus=2), 5, {}, "slots of 2 cpu .* has 4 "),
+        (info(2, 4), 3, {"cpus_per_worker": 4}, "slots of 4 cpu .* at most 2 "),
+        (info(2, 4, **GPUS), 5, {}, "slots of 1 cpu and 1 gpu .* has 4 "),
+        (info(2, 4, **GPUS), 3, {"gpus_per_worker": 2.0}, "slots of 1 cpu and 2 gpu .* has 2 "),
+    ],
+)
+def test_too_many_workers(
+    cluster: ClusterInfo, requested: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ClusterError, match=message):
+        choose_num_workers(cluster, requested, **options)
+
+
+def test_executors_may_still_come() -> None:
+    assert choose_num_workers(info(2, 2, is_complete=False), 5) == 5
+
+
+def test_dynamic_allocation_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"set spark.dynamicAllocation.enabled=false"):
+        require_gang_support(info(1, 1, dynamic_allocation=True), {}.get, Settings())
+    require_gang_support(info(1, 1), {}.get, Settings())
+
+
+@pytest.mark.parametrize(
+    "key", ["spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled"]
+)
+def test_encryption_is_not_silently_dropped(key: str) -> None:
+    get = {key: "TRUE"}.get
+    with pytest.raises(ClusterError, match=f"{key} asks .* spark.sparkdl.allowUnencrypted=true"):
+        require_gang_support(info(1, 1), get, Settings())
+    require_gang_support(info(1, 1), get, Settings(allow_unencrypted=True))
+    require_gang_support(info(1, 1), {key: "false"}.get, Settings())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "cpus", "threads"),
+    [
+        (info(1, 8), 1, None, 8),
+        (info(1, 8), 2, None, 4),
+        (info(1, 8), 3, None, 2),
+        (info(2, 8), 3, None, 4),
+        (info(2, 8), 2, None, 8),
+        (info(1, 2), 4, None, 1),
+        (info(1, 8), 2, 3, 4),
+        (info(1, 8), 8, 3, 3),
+        (info(None, None), 2, None, 1),
+        (info(None, None, task_cpus=2), 2, None, 2),
+        (info(None, None), 2, 5, 5),
+    ],
+)
+def test_threads(cluster: ClusterInfo, workers: int, cpus: int | None, threads: int) -> None:
+    assert threads_per_worker(cluster, workers, cpus) == threads
+
+
+def memory(cluster: ClusterInfo, workers: int, state_mib: int, **entries: str) -> None:
+    texts = {f"spark.executor.{name}": text for name, text in entries.items()}
+    check_memory(
+        cluster, texts.get, replica_bytes=50 * MIB, state_bytes=state_mib * MIB,
+        spool_bytes=10**12, num_workers=workers,
+    )  # fmt: skip
+
+
+def test_memory_is_checked_where_containers_are_killed() -> None:
+    yarn = info(2, 4, master="yarn")
+    memory(info(2, 4), 8, 10**6)  # standalone kills no one
+    memory(yarn, 2, 100, memoryOverhead="500m")
+    with pytest.raises(ClusterError) as caught:
+        memory(yarn, 4, 100, memoryOverhead="500m")
+    message = str(caught.value)
+    assert message.startswith("2 worker(s) per executor need about 1000 MiB outside the JVM")
+    assert "50 MiB replica, 100 MiB gradients" in message
+    assert "executors grant 500 MiB" in message
+    assert message.endswith("set spark.executor.memoryOverhead to at least 1000m")
+    memory(yarn, 4, 100, memoryOverhead="1000m")
+    memory(yarn, 4, 100, memoryOverhead="500", **{"pyspark.memory": "500m"})
+    memory(info(None, None, master="k8s://h"), 2, 100, memoryOverhead="500m")
+
+
+@pytest.mark.parametrize(
+    ("entries", "mib"),
+    [
+        ({}, 384),
+        ({"memory": "10g"}, 1024),
+        ({"memory": "10g", "memoryOverheadFactor": "0.5"}, 5120),
+        ({"memoryOverhead": "600"}, 600),
+        ({"memoryOverhead": "1g", "pyspark.memory": "2g"}, 3072),
+    ],
+)
+def test_memory_overhead(entries: dict[str, str], mib: int) -> None:
+    texts = {f"spark.executor.{name}": text for name, text in entries.items()}
+    assert overhead_bytes(texts.get) == mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512m", 512 * MIB),
+        ("2g", 2 * 1024 * MIB),
+        ("2GB", 2 * 1024 * MIB),
+        (" 3k ", 3 * 1024),
+        ("1t", 2**40),
+        ("7", 7 * MIB),
+        ("1048576b", MIB),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text, unit=MIB) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "1.5g", "-1m"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ClusterError, match="cannot read the size"):
+        parse_bytes(text, unit=1)
+
+
+def test_profiles_need_stage_level_scheduling() -> None:
+    spark: Any = None
+    assert make_profile(spark, info(1, 2, master="local[2]"), None, None) is None
+    for master in ("local", "local[2]", "local[*]"):
+        with pytest.raises(ClusterError, match="need stage-level scheduling, which local"):
+            make_profile(spark, info(1, 2, master=master), 1, None)
+    with pytest.raises(ClusterError, match="cpusPerWorker=4 exceeds the 2 cores"):
+        make_profile(spark, info(1, 2), 4, None)
+    with pytest.raises(ClusterError, match="gpusPerWorker=2 exceeds the 1 gpus"):
+        make_profile(spark, info(1, 2, gpus_per_executor=1), None, 2.0)
+
+
+@pytest.mark.spark
+def test_a_real_session(spark: Any) -> None:
+    found = inspect_cluster(spark)
+    assert (found.master, found.num_executors, found.cores_per_executor) == ("local[2]", 1, 2)
+    wait_for_slots(spark, 2, None, Settings())
+    with pytest.raises(ClusterError, match=r"only 2 of the 3 slots that numWorkers=3 needs came"):
+        wait_for_slots(spark, 3, None, Settings(start_timeout_seconds=0.3))

@@ -1,0 +1,61 @@
+"""Entries spark.sparkdl.* become checked values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sparkdl.errors import ConfigError
+from sparkdl.spark.settings import Settings, read_settings
+
+
+def read(**entries: str) -> Settings:
+    texts = {f"spark.sparkdl.{name.replace('_', '.')}": text for name, text in entries.items()}
+    return read_settings(texts.get)
+
+
+def test_defaults() -> None:
+    assert read() == Settings()
+
+
+def test_every_entry_has_an_effect() -> None:
+    found = read(
+        heartbeatTimeout="2.5", startTimeout="30", collectiveTimeout="60", channel="workers",
+        channel_port="7077", allowUnencrypted=" True ",
+    )  # fmt: skip
+    assert found == Settings(
+        heartbeat_timeout_seconds=2.5,
+        start_timeout_seconds=30.0,
+        collective_timeout_seconds=60.0,
+        channel="workers",
+        channel_port=7077,
+        allow_unencrypted=True,
+    )
+    changed = [
+        field.name
+        for field in dataclasses.fields(Settings)
+        if getattr(found, field.name) != getattr(Settings(), field.name)
+    ]
+    assert len(changed) == len(dataclasses.fields(Settings))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"heartbeatTimeout": "10s"}, "spark.sparkdl.heartbeatTimeout has a wrong value: .*'10s'"),
+        ({"heartbeatTimeout": "0"}, "spark.sparkdl.heartbeatTimeout must be .* received 0"),
+        ({"startTimeout": "-1"}, "spark.sparkdl.startTimeout must be .* received -1"),
+        ({"collectiveTimeout": "nan"}, "spark.sparkdl.collectiveTimeout must be .* received nan"),
+        ({"channel": "rank0"}, "spark.sparkdl.channel must be one of .* received 'rank0'"),
+        ({"channel_port": "http"}, "spark.sparkdl.channel.port has a wrong value"),
+        ({"channel_port": "70000"}, "spark.sparkdl.channel.port must be .* received 70000"),
+        (
+            {"allowUnencrypted": "yes"},
+            "spark.sparkdl.allowUnencrypted has a wrong value: .*'yes'; write true or false",
+        ),
+    ],
+)
+def test_wrong_values_name_the_entry(entries: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(**entries)
