@@ -147,7 +147,8 @@ class ShardTable:
             DataError: rows cannot be used, or the source has changed since the first call.
         """
         with described(self._spark, f"sparkdl {self._run_id}: spool"):
-            rows = self.df.collect()
+            # A new query each time: one that has failed gives its failure again, from memory.
+            rows = self.df.select("shard_id", "payload").collect()
         shards = tuple(
             _parse(row["shard_id"], row["payload"])
             for row in sorted(rows, key=lambda row: row["shard_id"])

@@ -162,7 +162,7 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
         except Exception as error:  # Spark's errors have no common, documented base class
             if not _is_spark_error(error):
                 raise
-            reason = f"a worker or executor was lost ({_first_line(error)})"
+            reason = f"a worker or executor was lost ({_told_by(error)})"
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise TrainingFailed(
@@ -317,7 +317,7 @@ def _verdict(attempt: Attempt) -> str | None:
         # its type, is a consequence; a mistake of the user's would come again.
         if isinstance(attempt.spark_error, PythonException):
             raise attempt.spark_error
-        return f"a worker or executor was lost ({_first_line(attempt.spark_error)})"
+        return f"a worker or executor was lost ({_told_by(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(
@@ -345,8 +345,11 @@ def _is_spark_error(error: Exception) -> bool:
     return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
 
 
-def _first_line(error: Exception) -> str:
+def _told_by(error: Exception) -> str:
+    """What Spark says of a failure, without the stacks: its first lines, joined."""
     java = getattr(error, "java_exception", None)
     text = str(java.getMessage() if java is not None else error)
-    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    return line if len(line) <= 300 else line[:297] + "..."
+    lines = [line.strip() for line in text.splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]
+    shown = " | ".join(telling) or type(error).__name__
+    return shown if len(shown) <= 600 else shown[:597] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[SparkSession]:
+def local_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the executors keep their files."""
+    return tmp_path_factory.mktemp("spark-local")
+
+
+@pytest.fixture(scope="session")
+def cluster(local_dir: Path) -> Iterator[SparkSession]:
     """`local-cluster[2,1,1024]`; executors that die are replaced, as on a real cluster."""
     from pyspark.sql import SparkSession
 
@@ -24,7 +31,7 @@ def cluster() -> Iterator[SparkSession]:
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
         .config("spark.sparkdl.heartbeatTimeout", "5")
-        .config("spark.locality.wait", "0")
+        .config("spark.local.dir", str(local_dir))
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")

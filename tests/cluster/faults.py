@@ -8,14 +8,11 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from sparkdl.spark.shards import SpoolTask
 from sparkdl.train.callbacks import Callback, CallbackState
-
-
-def parent_of(pid: int) -> int:
-    """Process id of the parent."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[1])
+from tests.cluster.processes import parent_of
 
 
 def executor_pid() -> int:
@@ -67,9 +64,7 @@ class KillWorkerSoon(Fault):
     delay_seconds: float = 0.0
 
     def strike(self) -> None:
-        threading.Timer(
-            self.delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)
-        ).start()
+        threading.Timer(self.delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 class Fail(Fault):
@@ -80,6 +75,22 @@ class Fail(Fault):
 class LeaveQuietly(Fault):
     def strike(self) -> None:
         os._exit(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillingSpoolTask(SpoolTask):
+    """Spools, but the first worker to write is killed, once."""
+
+    marker: str
+
+    def _write(self, *arguments: Any) -> Any:
+        summary = super()._write(*arguments)
+        try:
+            Path(self.marker).touch(exist_ok=False)
+        except FileExistsError:
+            return summary
+        os.kill(os.getpid(), signal.SIGKILL)
+        return summary
 
 
 @dataclass

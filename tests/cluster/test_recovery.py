@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import pytest
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.errors import TrainingFailed, WorkerError
 from tests.cluster import faults
+from tests.cluster.processes import descendants, state_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
-STEPS_PER_EPOCH = 17  # of the larger shard; see `request`
-
 
 def make_net() -> nn.Module:
     from torch import nn
@@ -35,14 +35,18 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
 
 
-@pytest.fixture(scope="module")
-def df(cluster: SparkSession) -> DataFrame:
+def training_rows(spark: SparkSession) -> DataFrame:
     from pyspark.sql import functions as F
 
     features = [((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)]
-    return cluster.range(0, 1000, 1, 3).select(
+    return spark.range(0, 1000, 1, 3).select(
         F.array(*features).alias("features"), (F.col("id") % 3).alias("label")
     )
+
+
+@pytest.fixture(scope="module")
+def df(cluster: SparkSession) -> DataFrame:
+    return training_rows(cluster)
 
 
 def request(*callbacks: Any, **changes: Any) -> FitRequest:
@@ -82,6 +86,16 @@ def digest(result: FitResult) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: SparkSession, local_dir: Path) -> Iterator[None]:
+    """After every fit, good or bad: no spool, no persisted table, no thread, no stopped worker."""
+    yield
+    assert list(local_dir.rglob("sparkdl-*")) == []
+    assert dict(cluster.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
+    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")] == []
+    assert [pid for pid in descendants(os.getpid()) if state_of(pid) in "TZ"] == []
+
+
 @pytest.fixture(scope="module")
 def undisturbed(df: DataFrame) -> str:
     from sparkdl.spark.fit import fit
@@ -92,8 +106,16 @@ def undisturbed(df: DataFrame) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", [faults.KillWorker, faults.KillExecutor, faults.StopWorker])
-@pytest.mark.parametrize(("rank", "step"), [(1, 12), (0, 1)])
+@pytest.mark.parametrize(
+    ("fault", "rank", "step"),
+    [
+        (faults.KillWorker, 1, 12),
+        (faults.KillWorker, 0, 1),
+        (faults.LeaveQuietly, 1, 12),
+        (faults.KillExecutor, 0, 12),
+        (faults.StopWorker, 1, 12),
+    ],
+)
 def test_a_lost_worker_changes_no_bit(
     df: DataFrame, undisturbed: str, tmp_path: Path,
     fault: Callable[..., faults.Fault], rank: int, step: int,
@@ -109,8 +131,7 @@ def test_a_lost_worker_changes_no_bit(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.004, 0.02])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "delay_seconds"), [(0, 0.002), (1, 0.0)])
 def test_a_worker_lost_while_a_checkpoint_is_written(
     df: DataFrame, undisturbed: str, tmp_path: Path, rank: int, delay_seconds: float
 ) -> None:
@@ -123,3 +144,64 @@ def test_a_worker_lost_while_a_checkpoint_is_written(
     result = fit(df, request(fault, faults.Slow(), checkpoint=checkpoint))
     assert result.summary.restarts == 1
     assert digest(result) == undisturbed
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_lost_while_it_spools(
+    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparkdl.spark import shards
+    from sparkdl.spark.fit import fit
+
+    marker = tmp_path / "struck"
+    task = partial(faults.KillingSpoolTask, marker=str(marker))
+    monkeypatch.setattr(shards, "SpoolTask", task)
+    result = fit(df, request())
+    assert marker.exists()
+    assert digest(result) == undisturbed
+
+
+@pytest.mark.timeout(240)
+def test_too_many_losses_end_the_fit(df: DataFrame, tmp_path: Path) -> None:
+    from sparkdl.spark.fit import fit
+
+    fault = faults.KillWorker(marker=str(tmp_path / "struck"), rank=0, step=3)
+    with pytest.raises(TrainingFailed, match=r"failed 1 times \(maxRestarts=0\).*lost"):
+        fit(df, request(fault, max_restarts=0))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_the_user_ends_the_fit_at_once(
+    df: DataFrame, tmp_path: Path, rank: int
+) -> None:
+    from sparkdl.spark.fit import fit
+
+    fault = faults.Fail(marker=str(tmp_path / "struck"), rank=rank, step=12)
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        fit(df, request(fault))
+    assert time.monotonic() - began < 30
+    assert caught.value.rank == rank
+    assert caught.value.error_type == "ArithmeticError"
+    assert "the user's own mistake" in str(caught.value)
+    assert "in strike" in caught.value.worker_traceback
+
+
+@pytest.mark.timeout(240)
+def test_a_finished_run_is_not_trained_again_and_can_be_continued(
+    df: DataFrame, undisturbed: str, tmp_path: Path
+) -> None:
+    from sparkdl.spark.fit import fit
+
+    checkpoint = CheckpointConfig(directory=str(tmp_path / "c"), interval=5)
+    first = request(checkpoint=checkpoint)
+    short = replace(first, config=replace(first.config, epochs=1))
+    assert len(fit(df, short).summary.history) == 1
+    result = fit(df, first)
+    assert digest(result) == undisturbed
+    assert [record["epoch"] for record in result.summary.history] == [1, 2, 3]
+    again = fit(df, request(faults.Fail(marker=str(tmp_path / "never"), rank=0, step=1),
+                            checkpoint=checkpoint))  # fmt: skip
+    assert digest(again) == undisturbed
+    assert not (tmp_path / "never").exists()
