@@ -64,8 +64,13 @@ format: setup ## ruff: repair what can be repaired
 types: setup ## mypy, strict, on the package
 	@$(BIN)/mypy
 
+# Clusters of several executors need a Spark context of their own, hence a pytest of their own.
 unit: setup ## the tests alone; TESTS=tests/sync chooses some
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
+ifndef TESTS
+	@$(BIN)/python -m pytest tests/cluster
+	@$(BIN)/python -m pytest tests/cluster_gpu
+endif
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined] # torch does not export it
 
 from sparkdl.channel import ChannelClient
 from sparkdl.errors import CommunicationError
 
 
-class ChannelStore(Store):  # type: ignore[misc]
+class ChannelStore(Store):
     """Keys of one attempt, kept by the channel's server.
 
     Keep a strong reference while the process group lives: torch holds only a weak one.

@@ -23,6 +23,11 @@ os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 
+# A process has one Spark context: these directories bring their own and are named on the command
+# line, as `make unit` does.
+_OWN_CONTEXT = ["cluster", "cluster_gpu"]
+collect_ignore = [] if any("tests/cluster" in word for word in sys.argv) else _OWN_CONTEXT
+
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
