@@ -134,9 +134,13 @@ def supervise(
                 limits.max_restarts,
             )
     raise TrainingFailed(
-        f"training failed {len(reasons)} times (maxRestarts={limits.max_restarts}); "
+        f"training failed {_times(len(reasons))} (maxRestarts={limits.max_restarts}); "
         f"last: {reasons[-1]}"
     )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callable[[], None]) -> T:
@@ -166,7 +170,7 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise TrainingFailed(
-        f"spooling failed {max_restarts + 1} times (maxRestarts={max_restarts}); last: {reason}"
+        f"spooling failed {_times(max_restarts + 1)} (maxRestarts={max_restarts}); last: {reason}"
     )
 
 
@@ -317,6 +321,8 @@ def _verdict(attempt: Attempt) -> str | None:
         # its type, is a consequence; a mistake of the user's would come again.
         if isinstance(attempt.spark_error, PythonException):
             raise attempt.spark_error
+        if not _is_spark_error(attempt.spark_error):  # such as a task that cannot be pickled
+            raise attempt.spark_error
         return f"a worker or executor was lost ({_told_by(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
@@ -333,7 +339,7 @@ def _verdict(attempt: Attempt) -> str | None:
 
 def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
     kind = getattr(errors, failure["type"], None)
-    if kind is None or kind is WorkerError:
+    if not (isinstance(kind, type) and issubclass(kind, SparkDLError)) or kind is WorkerError:
         return WorkerError(
             failure["rank"], failure["type"], failure["message"], failure["traceback"]
         )

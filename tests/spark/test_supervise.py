@@ -1,0 +1,481 @@
+"""What follows from what happens to a gang, with jobs and a session made up for the test."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from pyspark.errors import PySparkException, PythonException
+
+from sparkdl.channel import Event, Hub
+from sparkdl.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    TrainingFailed,
+    WorkerError,
+)
+from sparkdl.spark import supervise as module
+from sparkdl.spark.supervise import GangResult, Limits, Rows, persistently, supervise
+
+Job = Callable[[], Rows]
+
+
+class FakeContext:
+    """Remembers tags; cancelling ends every job that waits for it."""
+
+    def __init__(self) -> None:
+        self.tags: list[str] = []
+        self.cancelled: list[str] = []
+        self.ended = threading.Event()
+
+    def addJobTag(self, tag: str) -> None:
+        self.tags.append(tag)
+        self.ended.clear()
+
+    def cancelJobsWithTag(self, tag: str) -> None:
+        self.cancelled.append(tag)
+        self.ended.set()
+
+
+class FakeSpark:
+    def __init__(self) -> None:
+        self.sparkContext = FakeContext()
+
+
+class FakeView:
+    """Remembers what it was shown; ``on_heartbeat`` is called with every heartbeat."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[Any, ...]] = []
+        self.on_heartbeat: Callable[[], None] = lambda: None
+
+    def attempt(self, number: int, start_step: int) -> None:
+        raise AssertionError("the one who submits says where an attempt starts")
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        self.shown.append(("heartbeat", rank))
+        self.on_heartbeat()
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        self.shown.append(("epoch", record))
+
+    def log(self, rank: int, line: str) -> None:
+        self.shown.append(("log", rank, line))
+
+    def done(self, steps: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stage:
+    """One run of the supervisor: jobs act on it as executors would."""
+
+    def __init__(self) -> None:
+        self.spark = FakeSpark()
+        self.hub = Hub()
+        self.view = FakeView()
+        self.submitted: list[int] = []
+
+    def say(self, rank: int, kind: str, *, attempt: int = 0, **body: Any) -> None:
+        event = Event(
+            attempt=attempt, rank=rank, received=time.monotonic(), body={"kind": kind, **body}
+        )
+        self.hub.events.put(event)
+
+    def fail(self, failure: Mapping[str, Any], *, attempt: int = 0) -> None:
+        self.say(failure["rank"], "error", attempt=attempt, failure=failure)
+
+    def until_cancelled(self) -> Rows:
+        assert self.spark.sparkContext.ended.wait(10), "nobody cancelled the job"
+        raise PySparkException("job cancelled")
+
+    def run(
+        self,
+        *jobs: Job | BaseException,
+        world_size: int = 2,
+        max_restarts: int = 0,
+        heartbeat_timeout: float = 5.0,
+        start_timeout: float = 5.0,
+        is_watched: bool = True,
+    ) -> GangResult:
+        def submit(number: int) -> Job:
+            self.submitted.append(number)
+            job = jobs[number]
+            if isinstance(job, BaseException):
+                raise job
+            return job
+
+        return supervise(
+            self.spark,  # type: ignore[arg-type]
+            submit,
+            world_size=world_size,
+            hub=self.hub,
+            limits=Limits(
+                max_restarts=max_restarts,
+                heartbeat_timeout_seconds=heartbeat_timeout,
+                start_timeout_seconds=start_timeout,
+            ),
+            view=self.view,
+            run_id="r",
+            is_watched=is_watched,
+        )
+
+
+def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> dict[str, Any]:
+    return {
+        "rank": rank, "kind": kind, "type": type_name, "message": message,
+        "traceback": f"Traceback of {type_name}",
+    }  # fmt: skip
+
+
+def result(*ranks: int) -> Rows:
+    return [(rank, "result", b"{}") for rank in ranks]
+
+
+def error_rows(*failures: Mapping[str, Any]) -> Rows:
+    return [(f["rank"], "error", json.dumps(f).encode()) for f in failures]
+
+
+USER_0 = failure(0, "user", "KeyError", "'zero'")
+USER_1 = failure(1, "user", "ValueError", "one")
+PEER_0 = failure(0, "gang", "CommunicationError", "connection closed")
+PEER_1 = failure(1, "gang", "CommunicationError", "connection closed")
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.3)
+    return Stage()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Any:
+    yield
+    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-gang")] == []
+
+
+def test_a_good_run(stage: Stage) -> None:
+    def job() -> Rows:
+        for rank in (0, 1):
+            stage.say(rank, "heartbeat")
+            stage.say(rank, "log", lines=[f"line of {rank}"])
+            stage.say(rank, "epoch", record={"epoch": 1})
+            stage.say(rank, "done")
+        return result(0, 1)
+
+    found = stage.run(job)
+    assert found == GangResult(rows=result(0, 1), restarts=0)
+    assert stage.spark.sparkContext.tags == ["sparkdl-r-0"]
+    assert stage.spark.sparkContext.cancelled == []
+    assert stage.view.shown == [
+        ("heartbeat", 0),
+        ("log", 0, "line of 0"),
+        ("epoch", {"epoch": 1}),  # of rank 0 only
+        ("heartbeat", 1),
+        ("log", 1, "line of 1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([USER_0], 0),
+        ([USER_1, USER_0], 1),
+        ([PEER_0, USER_1], 1),
+        ([USER_0, PEER_1], 0),
+        ([USER_1, failure(0, "sparkdl", "ClusterError")], 1),
+    ],
+)
+@pytest.mark.parametrize("way", ["events", "rows"])
+def test_the_first_error_of_the_user_ends_the_run(
+    stage: Stage, failures: Sequence[Mapping[str, Any]], rank: int, way: str
+) -> None:
+    def job() -> Rows:
+        if way == "events":
+            for one in failures:
+                stage.fail(one)
+        return error_rows(*failures)
+
+    with pytest.raises(WorkerError) as caught:
+        stage.run(job, max_restarts=3)
+    assert caught.value.rank == rank
+    expected = USER_0 if rank == 0 else USER_1
+    assert caught.value.error_type == expected["type"]
+    assert caught.value.worker_traceback == expected["traceback"]
+    assert stage.submitted == [0]
+
+
+def test_arrival_counts_not_the_order_of_the_rows(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.fail(USER_1)
+        return error_rows(USER_0, USER_1)
+
+    with pytest.raises(WorkerError, match="ValueError on rank 1: one"):
+        stage.run(job)
+
+
+def test_peers_that_compute_on_are_cancelled(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.fail(USER_1)
+        return stage.until_cancelled()
+
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="ValueError on rank 1: one"):
+        stage.run(job, max_restarts=3)
+    assert time.monotonic() - began < 3
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+    assert stage.submitted == [0]
+
+
+def test_the_cause_may_arrive_after_its_consequence(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.fail(PEER_0)
+        time.sleep(0.15)
+        stage.fail(USER_1)
+        return stage.until_cancelled()
+
+    with pytest.raises(WorkerError, match="ValueError on rank 1: one"):
+        stage.run(job)
+
+
+def test_a_broken_gang_starts_again(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    found = stage.run(
+        lambda: error_rows(PEER_0, PEER_1), lambda: result(0, 1), max_restarts=2
+    )  # fmt: skip
+    assert found.restarts == 1
+    assert stage.submitted == [0, 1]
+    assert stage.spark.sparkContext.tags == ["sparkdl-r-0", "sparkdl-r-1"]
+    assert "rank 0 failed with CommunicationError: connection closed; restart 1 of 2" in caplog.text
+
+
+def lost() -> Rows:
+    raise PySparkException("ExecutorLostFailure\n  at org.apache...")
+
+
+def test_a_lost_worker_outweighs_what_its_peers_report(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> Rows:
+        stage.fail(USER_0)
+        return lost()
+
+    found = stage.run(job, lambda: result(0, 1), max_restarts=1)
+    assert found.restarts == 1
+    assert "a worker or executor was lost (ExecutorLostFailure" in caplog.text
+
+
+def test_restarts_are_counted_and_end(stage: Stage) -> None:
+    with pytest.raises(TrainingFailed) as caught:
+        stage.run(lost, lambda: error_rows(PEER_1), lost, max_restarts=2)
+    assert stage.submitted == [0, 1, 2]
+    assert str(caught.value).startswith("training failed 3 times (maxRestarts=2); last: a worker")
+
+
+def test_no_restart_at_all(stage: Stage) -> None:
+    with pytest.raises(TrainingFailed, match=r"training failed once \(maxRestarts=0\); last: rank"):
+        stage.run(lambda: error_rows(PEER_1))
+
+
+def test_a_failure_while_preparing_counts_too(stage: Stage) -> None:
+    found = stage.run(PySparkException("executor lost"), lambda: result(0, 1), max_restarts=1)
+    assert (found.restarts, stage.submitted) == (1, [0, 1])
+    with pytest.raises(TrainingFailed, match="2 times"):
+        stage.run(PySparkException("a"), PySparkException("b"), max_restarts=1)
+
+
+@pytest.mark.parametrize("error", [DataError("changed"), ClusterError("slots"), OSError("x")])
+def test_what_starting_again_cannot_heal_while_preparing(stage: Stage, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        stage.run(error, max_restarts=3)
+    assert caught.value is error
+    assert stage.submitted == [0]
+
+
+def test_a_mistake_of_ours_in_the_job_is_not_taken_for_a_lost_worker(stage: Stage) -> None:
+    def job() -> Rows:
+        raise TypeError("cannot pickle")
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        stage.run(job, max_restarts=3)
+    assert stage.submitted == [0]
+
+
+def test_an_exception_of_python_code_on_executors_is_raised(stage: Stage) -> None:
+    def job() -> Rows:
+        raise PythonException("ModuleNotFoundError: No module named 'sparkdl'")
+
+    with pytest.raises(PythonException, match="No module named 'sparkdl'"):
+        stage.run(job, max_restarts=3)
+    assert stage.submitted == [0]
+
+
+@pytest.mark.parametrize("kind", [ClusterError, ConfigError, CheckpointError])
+def test_our_own_errors_come_back_as_they_are(stage: Stage, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        stage.run(
+            lambda: error_rows(PEER_0, failure(1, "sparkdl", kind.__name__, "what to do")),
+            max_restarts=3,
+        )
+    assert type(caught.value) is kind
+    assert str(caught.value) == "what to do"
+
+
+@pytest.mark.parametrize("name", ["OfAnotherVersion", "WorkerError", "annotations"])
+def test_an_error_of_unknown_type_is_a_worker_error(stage: Stage, name: str) -> None:
+    with pytest.raises(WorkerError, match=f"{name} on rank 1: m"):
+        stage.run(lambda: error_rows(failure(1, "sparkdl", name)))
+
+
+def beating(stage: Stage, ranks: Sequence[int], seconds: float, attempt: int = 0) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not stage.spark.sparkContext.ended.is_set():
+        for rank in ranks:
+            stage.say(rank, "heartbeat", attempt=attempt)
+        time.sleep(0.03)
+
+
+def test_silence_is_a_hang(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    def hangs() -> Rows:
+        stage.say(1, "heartbeat")
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    found = stage.run(hangs, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.6)
+    assert found.restarts == 1
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+    assert "rank 1 has not been heard for 0.6 s; restart 1 of 1" in caplog.text
+
+
+def test_a_rank_that_has_finished_may_be_silent(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.say(1, "heartbeat")
+        stage.say(1, "done")
+        beating(stage, [0], 1.5)
+        return result(0, 1)
+
+    assert stage.run(job, heartbeat_timeout=0.6).restarts == 0
+
+
+def test_without_a_channel_silence_means_nothing(stage: Stage) -> None:
+    def job() -> Rows:
+        time.sleep(0.6)
+        return result(0, 1)
+
+    found = stage.run(job, heartbeat_timeout=0.2, start_timeout=0.2, is_watched=False)
+    assert found.restarts == 0
+
+
+def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
+    paused = []
+
+    def pause() -> None:
+        if not paused:
+            paused.append(1)
+            time.sleep(1.2)
+
+    def job() -> Rows:
+        for rank in (0, 1):
+            stage.say(rank, "heartbeat")
+        while not paused:
+            time.sleep(0.01)
+        time.sleep(1.4)
+        return result(0, 1)
+
+    stage.view.on_heartbeat = pause
+    assert stage.run(job, heartbeat_timeout=0.8).restarts == 0
+
+
+def test_workers_that_do_not_start(stage: Stage) -> None:
+    def job() -> Rows:
+        beating(stage, [0], 8)
+        return stage.until_cancelled()
+
+    with pytest.raises(ClusterError, match=r"1 of 2 workers did not start within 0.4 s"):
+        stage.run(job, start_timeout=0.4, max_restarts=3)
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+def test_late_news_of_an_earlier_attempt_is_ignored(stage: Stage) -> None:
+    def again() -> Rows:
+        stage.fail(USER_0, attempt=0)
+        stage.say(0, "log", lines=["late"], attempt=0)
+        stage.say(0, "log", lines=["news"], attempt=1)
+        time.sleep(0.3)
+        return result(0, 1)
+
+    assert stage.run(lost, again, max_restarts=1).restarts == 1
+    assert stage.view.shown == [("log", 0, "news")]
+
+
+def test_interrupting_cancels_the_job(stage: Stage) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def job() -> Rows:
+        stage.say(0, "heartbeat")
+        return stage.until_cancelled()
+
+    stage.view.on_heartbeat = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(job, max_restarts=3)
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+    assert stage.submitted == [0]
+
+
+def test_a_view_that_fails_does_not_leave_the_job_running(stage: Stage) -> None:
+    def fail() -> None:
+        raise BrokenPipeError
+
+    def job() -> Rows:
+        stage.say(0, "heartbeat")
+        return stage.until_cancelled()
+
+    stage.view.on_heartbeat = fail
+    with pytest.raises(BrokenPipeError):
+        stage.run(job)
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+class Spooling:
+    """A job that fails as it is told to."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.prepared = 0
+
+    def __call__(self) -> str:
+        if self.errors:
+            raise self.errors.pop(0)
+        return "spooled"
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def run(self, max_restarts: int) -> str:
+        return persistently(self, max_restarts=max_restarts, prepare=self.prepare)
+
+
+def test_spooling_is_tried_again_after_a_loss() -> None:
+    spooling = Spooling(PySparkException("lost"), PySparkException("lost"))
+    assert spooling.run(2) == "spooled"
+    assert spooling.prepared == 2
+
+
+def test_spooling_gives_up() -> None:
+    with pytest.raises(TrainingFailed, match=r"spooling failed 2 times \(maxRestarts=1\); last: "):
+        Spooling(PySparkException("a"), PySparkException("b")).run(1)
+
+
+@pytest.mark.parametrize("error", [DataError("null"), PythonException("their UDF"), OSError("x")])
+def test_spooling_is_not_tried_again_in_vain(error: Exception) -> None:
+    spooling = Spooling(error)
+    with pytest.raises(type(error)) as caught:
+        spooling.run(3)
+    assert caught.value is error
+    assert spooling.prepared == 0
