@@ -62,7 +62,8 @@ def prepare(
     if isinstance(field.dataType, VectorUDT):
         if role != "feature":
             raise _wrong_type(field, role)
-        expression = vector_to_array(column, dtype=float_dtype)
+        # vector_to_array throws at a null, which would end the job without naming the column.
+        expression = F.when(column.isNotNull(), vector_to_array(column, dtype=float_dtype))
         return Prepared(name=name, role=role, expression=expression, dtype=float_dtype)
     if isinstance(field.dataType, T.BinaryType) and role == "feature":
         return Prepared(name=name, role=role, expression=column, dtype="uint8")
@@ -84,11 +85,15 @@ def require(schema: T.StructType, name: str) -> T.StructField:
     """The field called ``name``.
 
     Raises:
-        DataError: there is none; lists the ones there are.
+        DataError: there is none, and which there are; or there are several.
     """
-    for field in schema.fields:
-        if field.name == name:
-            return field
+    found = [field for field in schema.fields if field.name == name]
+    if len(found) > 1:
+        raise DataError(
+            f'column "{name}" is in the DataFrame {len(found)} times; rename or drop the others'
+        )
+    if found:
+        return found[0]
     known = ", ".join(schema.names)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 

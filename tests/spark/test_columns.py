@@ -1,0 +1,212 @@
+"""Every Spark type becomes the right dtype, or one sentence."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from pyspark.ml.linalg import Matrices, Vectors
+
+from sparkdl.data.arrow import examine, uniform
+from sparkdl.errors import DataError
+from sparkdl.plan import Role
+from sparkdl.spark.columns import Prepared, prepare, validation_indicator
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+D = decimal.Decimal
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    """One row with a column of every type."""
+    schema = """
+        bool boolean, byte tinyint, short smallint, int int, long bigint, float float,
+        double double, decimal decimal(10, 2), string string, binary binary, date date,
+        timestamp timestamp, ntz timestamp_ntz, floats array<float>, doubles array<double>,
+        ints array<int>, bools array<boolean>, decimals array<decimal(10, 2)>,
+        bytes array<tinyint>, matrix array<array<double>>, cube array<array<array<smallint>>>,
+        strings array<string>, binaries array<binary>, map map<string, int>,
+        struct struct<a: int>, interval interval day to second, `a.b` double, `tick``s` int
+    """
+    row = (
+        True, -1, -300, 70000, 2**40, 0.5, 0.1, D("1.25"), "s", b"\x00\xff", datetime.date.today(),
+        datetime.datetime.now(), datetime.datetime.now(), [0.5, 1.5], [0.1, 0.2],
+        [1, 2, 3], [True, False], [D("1.25")], [1, -1], [[1.0, 2.0], [3.0, 4.0]],
+        [[[1], [2]]], ["a"], [b"a"], {"a": 1}, (1,), datetime.timedelta(1), 2.5, 3,
+    )  # fmt: skip
+    return spark.createDataFrame([row], schema)
+
+
+@pytest.fixture(scope="module")
+def vectors(spark: SparkSession) -> DataFrame:
+    rows = [
+        (Vectors.dense(1.0, 2.0), Vectors.sparse(2, {1: 3.0}), Matrices.dense(1, 1, [1.0])),
+    ]  # fmt: skip
+    return spark.createDataFrame(rows, ["dense", "sparse", "matrix"])
+
+
+def values(df: DataFrame, prepared: Prepared) -> np.ndarray:
+    """What a worker would see."""
+    arrow = df.select(prepared.expression.alias("c")).toArrow().column("c").combine_chunks()
+    return uniform(arrow)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("bool", "bool", [True]),
+        ("byte", "int8", [-1]),
+        ("short", "int16", [-300]),
+        ("int", "int32", [70000]),
+        ("long", "int64", [2**40]),
+        ("float", "float32", [0.5]),
+        ("double", "float32", [np.float32(0.1)]),
+        ("decimal", "float32", [1.25]),
+        ("binary", "uint8", [[0, 255]]),
+        ("floats", "float32", [[0.5, 1.5]]),
+        ("doubles", "float32", [[np.float32(0.1), np.float32(0.2)]]),
+        ("ints", "int32", [[1, 2, 3]]),
+        ("bools", "bool", [[True, False]]),
+        ("decimals", "float32", [[1.25]]),
+        ("bytes", "int8", [[1, -1]]),
+        ("matrix", "float32", [[[1.0, 2.0], [3.0, 4.0]]]),
+        ("cube", "int16", [[[[1], [2]]]]),
+        ("a.b", "float32", [2.5]),
+        ("tick`s", "int32", [3]),
+    ],
+)
+def test_features_keep_their_dtype(df: DataFrame, name: str, dtype: str, expected: Any) -> None:
+    prepared = prepare(df.schema, name, "feature", float_dtype="float32")
+    assert (prepared.name, prepared.role, prepared.dtype) == (name, "feature", dtype)
+    got = values(df, prepared)
+    assert got.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(got, np.array(expected, dtype))
+
+
+@pytest.mark.parametrize("name", ["float", "double", "decimal", "floats", "doubles", "matrix"])
+def test_floating_columns_take_the_dtype_of_the_module(df: DataFrame, name: str) -> None:
+    prepared = prepare(df.schema, name, "feature", float_dtype="float64")
+    assert values(df, prepared).dtype == np.dtype("float64") == np.dtype(prepared.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "expected"), [("dense", [[1.0, 2.0]]), ("sparse", [[0.0, 3.0]])])
+def test_vectors(vectors: DataFrame, name: str, expected: Any, dtype: str) -> None:
+    prepared = prepare(vectors.schema, name, "feature", float_dtype=dtype)
+    got = values(vectors, prepared)
+    assert got.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_null_vector_is_found_not_thrown(spark: SparkSession) -> None:
+    rows = [(Vectors.dense(1.0),), (None,)]
+    df = spark.createDataFrame(rows, vector_schema())
+    prepared = prepare(df.schema, "v", "feature", float_dtype="float32")
+    arrow = df.select(prepared.expression.alias("c")).toArrow().column("c").combine_chunks()
+    assert examine(arrow).nulls == 1
+
+
+def vector_schema() -> Any:
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql.types import StructField, StructType
+
+    return StructType([StructField("v", VectorUDT())])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bool", "int64"), ("byte", "int64"), ("int", "int64"), ("long", "int64"),
+        ("float", "float32"), ("double", "float32"), ("decimal", "float32"),
+        ("doubles", "float32"), ("ints", "int64"), ("bools", "int64"), ("matrix", "float32"),
+    ],
+)  # fmt: skip
+def test_labels_are_what_losses_accept(df: DataFrame, name: str, dtype: str) -> None:
+    prepared = prepare(df.schema, name, "label", float_dtype="float32")
+    assert not prepared.as_classes
+    assert prepared.dtype == dtype
+    assert values(df, prepared).dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrow_dtype"),
+    [
+        ("bool", "int64"), ("byte", "int64"), ("long", "int64"), ("float", "float64"),
+        ("double", "float64"), ("decimal", "float64"),
+    ],
+)  # fmt: skip
+def test_class_indices_of_any_numeric_type(df: DataFrame, name: str, arrow_dtype: str) -> None:
+    # Floating ones stay so until the worker has seen that they are whole.
+    prepared = prepare(df.schema, name, "label", float_dtype="float32", as_classes=True)
+    assert (prepared.as_classes, prepared.dtype) == (True, "int64")
+    assert values(df, prepared).dtype == np.dtype(arrow_dtype)
+
+
+@pytest.mark.parametrize("name", ["bool", "int", "float", "double", "decimal"])
+def test_weights_are_floating(df: DataFrame, name: str) -> None:
+    prepared = prepare(df.schema, name, "weight", float_dtype="float32")
+    assert prepared.dtype == "float32"
+    assert values(df, prepared).dtype == np.dtype("float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "shown", "advice"),
+    [
+        *[
+            (name, "feature", shown, "encode strings first")
+            for name, shown in [
+                ("string", "string"), ("date", "date"), ("timestamp", "timestamp"),
+                ("ntz", "timestamp_ntz"), ("strings", "array<string>"),
+                ("binaries", "array<binary>"), ("map", "map<string,int>"),
+                ("struct", "struct<a:int>"), ("interval", "interval day to second"),
+            ]
+        ],
+        ("string", "label", "string", "index strings with StringIndexer"),
+        ("binary", "label", "binary", "a label is a number or an array of numbers"),
+        ("string", "weight", "string", "a weight is a number"),
+        ("doubles", "weight", "array<double>", "a weight is a number"),
+    ],
+)  # fmt: skip
+def test_types_of_which_no_tensor_can_be_made(
+    df: DataFrame, name: str, role: Role, shown: str, advice: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(df.schema, name, role, float_dtype="float32")
+    message = str(caught.value)
+    assert message.startswith(f'column "{name}" has type {shown}, of which no tensor can be made')
+    assert advice in message
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("dense", "label"), ("sparse", "weight"), ("matrix", "feature")]
+)
+def test_vectors_where_none_fits(vectors: DataFrame, name: str, role: Role) -> None:
+    with pytest.raises(DataError, match=f'column "{name}" has type (vector|matrix)'):
+        prepare(vectors.schema, name, role, float_dtype="float32")
+
+
+def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
+    df = spark.range(1).selectExpr("id", "id AS Label")
+    with pytest.raises(DataError, match=r'"label" is not in the DataFrame; its columns: id, Label'):
+        prepare(df.schema, "label", "label", float_dtype="float32")
+
+
+def test_a_column_that_is_there_twice(spark: SparkSession) -> None:
+    df = spark.range(1).selectExpr("id", "id AS id")
+    with pytest.raises(DataError, match=r'column "id" is in the DataFrame 2 times; rename'):
+        prepare(df.schema, "id", "feature", float_dtype="float32")
+
+
+def test_the_validation_indicator_is_boolean(df: DataFrame) -> None:
+    assert df.select(validation_indicator(df.schema, "bool")).first() == (True,)
+    with pytest.raises(DataError, match='"int" marks validation rows and must be boolean; it is'):
+        validation_indicator(df.schema, "int")
+    with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
+        validation_indicator(df.schema, "absent")
