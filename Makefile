@@ -68,6 +68,8 @@ types: setup ## mypy, strict, on the package
 unit: setup ## the tests alone; TESTS=tests/sync chooses some
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
 ifndef TESTS
+	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
+		tests/test_estimator.py tests/test_model.py
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif

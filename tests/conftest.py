@@ -29,20 +29,34 @@ _OWN_CONTEXT = ["cluster", "cluster_gpu"]
 collect_ignore = [] if any("tests/cluster" in word for word in sys.argv) else _OWN_CONTEXT
 
 
+ON_CONNECT = os.environ.get("SPARKDL_TEST_SPARK") == "connect"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of the other kind of session."""
+    other = "classic" if ON_CONNECT else "connect"
+    left_out = [item for item in items if item.get_closest_marker(other)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A classic session with two slots."""
+    """A session with two slots: classic, or Spark Connect if ``SPARKDL_TEST_SPARK=connect``."""
     from pyspark.sql import SparkSession
 
-    session = (
-        SparkSession.builder.master("local[2]")
-        .appName("sparkdl tests")
-        .config("spark.ui.enabled", "false")
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .getOrCreate()
-    )
-    session.sparkContext.setLogLevel("ERROR")
+    if ON_CONNECT:
+        session = SparkSession.builder.remote("local[2]").getOrCreate()
+    else:
+        session = (
+            SparkSession.builder.master("local[2]")
+            .appName("sparkdl tests")
+            .config("spark.ui.enabled", "false")
+            .config("spark.sql.shuffle.partitions", "2")
+            .config("spark.driver.host", "127.0.0.1")
+            .config("spark.driver.bindAddress", "127.0.0.1")
+            .getOrCreate()
+        )
+        session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()

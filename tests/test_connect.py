@@ -1,31 +1,73 @@
+"""What only Spark Connect does differently: recovery, and a driver that executors do not reach."""
+
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
 
-@pytest.mark.spark
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_faces_on_spark_connect(tmp_path: Path) -> None:
-    """A process of its own: one process has either a classic session or a Connect session."""
-    pytest.importorskip("grpc")
-    script = Path(__file__).with_name("connect_faces.py")
-    root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.connect_faces import main; import sys; "
-         "from pathlib import Path; main(Path(sys.argv[1]))", str(tmp_path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root, "SPARK_LOCAL_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr[-6000:]}"
-    for part in ("small module: ok", "large module: ok", "fit: ok"):
-        assert part in done.stdout
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.connect]
+
+
+@pytest.fixture(scope="module")
+def points(spark: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    features = [((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)]
+    return spark.range(0, 600, 1, 3).select(
+        F.array(*features).alias("features"), (F.col("id") % 3).alias("label")
+    )
+
+
+def make_net() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+
+
+def fitted(points: DataFrame, **params: Any) -> Any:
+    from sparkdl import TorchClassifier
+
+    classifier = TorchClassifier(
+        module=make_net, epochs=3, seed=7, numWorkers=2, verbose=0, checkpointInterval=5
+    )
+    return classifier.setParams(**params).fit(points)
+
+
+def digest(model: Any) -> str:
+    tensors = model.module.state_dict().values()
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", ["KillWorker", "StopWorker"])
+def test_a_lost_worker_changes_no_bit(points: DataFrame, tmp_path: Path, fault: str) -> None:
+    from tests.cluster import faults
+
+    undisturbed = fitted(points)
+    strike = getattr(faults, fault)(marker=str(tmp_path / "struck"), rank=1, step=12)
+    model = fitted(points, callbacks=[strike])
+    assert model.summary.restarts == 1
+    assert digest(model) == digest(undisturbed)
+
+
+@pytest.mark.timeout(240)
+def test_executors_that_do_not_reach_the_client(
+    spark: SparkSession, points: DataFrame, tmp_path: Path
+) -> None:
+    from tests.cluster import faults
+
+    undisturbed = fitted(points)
+    strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=12)
+    spark.conf.set("spark.sparkdl.channel", "workers")
+    try:
+        model = fitted(points, callbacks=[strike], checkpointDir=str(tmp_path / "checkpoints"))
+    finally:
+        spark.conf.unset("spark.sparkdl.channel")
+    assert model.summary.restarts == 1
+    assert digest(model) == digest(undisturbed)

@@ -150,6 +150,7 @@ def test_train_validation_split(points: DataFrame) -> None:
     gc.collect()
 
 
+@pytest.mark.classic
 def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: DataFrame) -> None:
     tracker = spark.sparkContext.statusTracker()
     before = tracker.getJobIdsForGroup(None)

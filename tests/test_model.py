@@ -15,7 +15,7 @@ from torch import nn
 
 from sparkdl import predict
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.model import ARTIFACT_BYTES, TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
 
@@ -107,6 +107,7 @@ def test_empty_names_turn_columns_off(arrays: DataFrame, caplog: Any) -> None:
     assert "off" in caplog.text
 
 
+@pytest.mark.classic
 def test_the_udf_is_evaluated_once_and_sees_only_the_features(arrays: DataFrame) -> None:
     model = TorchClassifierModel(linear(), [feature("features", "float32", 3)])
     plan = model.transform(arrays)._jdf.queryExecution().executedPlan().toString()
@@ -259,6 +260,20 @@ def test_an_output_that_is_no_tensor_is_refused(arrays: DataFrame) -> None:
         model.transform(arrays)
 
 
+@pytest.mark.connect
+def test_a_large_module_travels_as_an_artifact(arrays: DataFrame) -> None:
+    module = nn.Sequential(linear(3, 2000), nn.Linear(2000, 1000))
+    assert sum(p.nbytes for p in module.parameters()) > ARTIFACT_BYTES
+    expected = direct(module, ROWS).numpy()
+    model = TorchModel(module, [feature("features", "float32", 3)])
+    for _ in range(2):  # the second time the file is there already
+        values = np.array(column(model.transform(arrays), "prediction"), np.float32)
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
+    again = TorchModel(module, [feature("features", "float32", 3)])  # the same content
+    assert again.transform(arrays).count() == len(ROWS)
+
+
+@pytest.mark.classic
 def test_a_large_module_is_broadcast_once(arrays: DataFrame) -> None:
     module = nn.Sequential(linear(3, 1000), nn.Linear(1000, 500))
     model = TorchModel(module, [feature("features", "float32", 3)])
