@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,7 @@ import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import worker
-from sparkdl.channel import Address, ChannelServer, Hub
 from sparkdl.checkpoint.format import decode, latest
-from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
 from sparkdl.config import TrainConfig
 from sparkdl.describe import describe
 from sparkdl.environment import versions
@@ -34,6 +31,7 @@ from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
 from sparkdl.spark.checks import check_labels, dry_run, make_module, prepare_columns, shaped
 from sparkdl.spark.gang import launch
+from sparkdl.spark.link import Link, open_link
 from sparkdl.spark.preflight import (
     check_memory,
     choose_num_workers,
@@ -43,9 +41,8 @@ from sparkdl.spark.preflight import (
     threads_per_worker,
     wait_for_slots,
 )
-from sparkdl.spark.probe import probe
 from sparkdl.spark.request import FitRequest, FitResult
-from sparkdl.spark.session import conf, driver_address, is_connect
+from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.supervise import GangResult, Limits, Rows, persistently, supervise
@@ -70,20 +67,6 @@ class _Gang:
     num_workers: int
     threads: int
     profile: ResourceProfile | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Link:
-    """How driver and workers reach each other, and where checkpoints lie."""
-
-    hub: Hub
-    channel: Address | None
-    """The driver's channel, if executors reach it."""
-    files: Storage
-    """The driver's temporary folder, which the channel serves."""
-    checkpoints: Storage | None
-    url: str | None
-    """``checkpointDir``, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +99,15 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     prepared, validation = prepare_columns(df, request, float_dtype)
     gang = _plan_gang(spark, request, settings)
     with contextlib.ExitStack() as stack:
-        link = _link(spark, request, gang, settings, run_id, stack)
+        link = open_link(
+            spark,
+            checkpoint_dir=request.config.checkpoint.directory,
+            num_workers=gang.num_workers,
+            profile=gang.profile,
+            settings=settings,
+            run_id=run_id,
+            stack=stack,
+        )
         clock.lap("preflight")
         table = ShardTable(
             df,
@@ -183,83 +174,6 @@ def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> 
     wait_for_slots(spark, num_workers, profile, settings)
     threads = threads_per_worker(info, num_workers, request.cpus_per_worker)
     return _Gang(num_workers=num_workers, threads=threads, profile=profile)
-
-
-def _link(
-    spark: SparkSession,
-    request: FitRequest,
-    gang: _Gang,
-    settings: Settings,
-    run_id: str,
-    stack: contextlib.ExitStack,
-) -> _Link:
-    """Open the channel and the place for checkpoints, and try both from the executors."""
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-"))
-    files = open_storage(folder)
-    hub = Hub()
-    server = None
-    if settings.channel != "workers":
-        bind, announce = driver_address(spark)
-        server = ChannelServer(
-            hub, bind=bind, announce=announce, port=settings.channel_port, files=files
-        )
-        stack.callback(server.shutdown)
-    url = request.config.checkpoint.directory
-    checkpoints = open_storage(url) if url is not None else None
-    if checkpoints is not None:
-        check_writable(checkpoints)
-    address = server.address if server is not None else None
-    reached = _probe(spark, gang, address, url, checkpoints, run_id)
-    if address is not None and not reached:
-        _require_no_channel(spark, address, settings)
-        address = None
-    if address is None and checkpoints is None:
-        logger.warning(
-            "the driver cannot keep checkpoints, since executors do not reach it, and no "
-            "checkpointDir is set: a restart would begin at step 0"
-        )
-    if address is not None and checkpoints is None:
-        checkpoints = files
-    return _Link(hub=hub, channel=address, files=files, checkpoints=checkpoints, url=url)
-
-
-def _probe(
-    spark: SparkSession,
-    gang: _Gang,
-    address: Address | None,
-    url: str | None,
-    checkpoints: Storage | None,
-    run_id: str,
-) -> bool:
-    ask = partial(
-        probe,
-        spark,
-        num_tasks=gang.num_workers,
-        profile=gang.profile,
-        channel=address,
-        storage_url=url,
-        run_id=run_id,
-    )
-    if checkpoints is None:
-        return ask(marker=None)
-    marker = f"sparkdl-marker-{run_id}"
-    checkpoints.write(marker, b"")
-    try:
-        return ask(marker=marker)
-    finally:
-        checkpoints.remove(marker)
-
-
-def _require_no_channel(spark: SparkSession, address: Address, settings: Settings) -> None:
-    """Executors do not reach the driver: fine from a Spark Connect client, else an error."""
-    if settings.channel == "driver" or not is_connect(spark):
-        raise ClusterError(
-            f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
-            "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "
-            "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
-            "checkpoints"
-        )
-    logger.warning("executors cannot reach this client: training shows no progress and no logs")
 
 
 # --- the gang ---------------------------------------------------------------------------------
@@ -354,7 +268,7 @@ def _submit(
     table: ShardTable,
     run: _Run,
     gang: _Gang,
-    link: _Link,
+    link: Link,
     settings: Settings,
     view: View,
     attempt: int,
@@ -389,7 +303,7 @@ def _submit(
     return partial(launch, table.df, worker.run, order, channel=link.channel, profile=gang.profile)
 
 
-def _weights_in_task(run: _Run, link: _Link) -> bytes | None:
+def _weights_in_task(run: _Run, link: Link) -> bytes | None:
     """Initial weights travel over the channel; without it, in the task itself."""
     if link.channel is not None:
         if not link.files.exists(worker.INITIAL):
@@ -404,7 +318,7 @@ def _weights_in_task(run: _Run, link: _Link) -> bytes | None:
     return run.packed.tensors
 
 
-def _load_final(module: nn.Module, result: GangResult, link: _Link) -> None:
+def _load_final(module: nn.Module, result: GangResult, link: Link) -> None:
     """Give the trained weights to the driver's module."""
     if link.channel is not None:
         data = link.files.read(worker.FINAL)
