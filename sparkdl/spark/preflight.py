@@ -17,7 +17,7 @@ from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResour
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
-from sparkdl.spark.session import conf, is_connect
+from sparkdl.spark.session import conf, is_connect, num_slots
 from sparkdl.spark.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def inspect_cluster(spark: SparkSession) -> ClusterInfo:
     info = from_conf(get)
     if is_connect(spark) or re.match(r"local(\[|$)", info.master):
         if "*" in info.master and not is_connect(spark):  # the JVM may count fewer cores than we
-            return replace(info, cores_per_executor=_default_slots(spark) * info.task_cpus)
+            return replace(info, cores_per_executor=num_slots(spark) * info.task_cpus)
         return info
     executors = _registered_executors(spark)
     expected = info.num_executors
@@ -119,14 +119,7 @@ def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
     if executors < 1:
         return None
     cpus = int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
-    return max(1, _default_slots(spark) // executors) * cpus
-
-
-def _default_slots(spark: SparkSession) -> int:
-    context: Any = spark.sparkContext
-    scala = context._jsc.sc()
-    profile = scala.resourceProfileManager().defaultResourceProfile()
-    return int(scala.maxNumConcurrentTasks(profile))
+    return max(1, num_slots(spark) // executors) * cpus
 
 
 def slots_per_executor(

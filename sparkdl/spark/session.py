@@ -21,6 +21,16 @@ def conf(spark: SparkSession, key: str) -> str | None:
     return spark.conf.get(key, None)
 
 
+def num_slots(spark: SparkSession) -> int:
+    """Tasks of the default profile that can run at a time now; 0 where Spark does not tell it."""
+    if is_connect(spark):
+        return 0
+    context: Any = spark.sparkContext
+    scala = context._jsc.sc()
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    return int(scala.maxNumConcurrentTasks(profile))
+
+
 def driver_address(spark: SparkSession) -> tuple[str, str]:
     """Address to bind a server of the driver to, and the one that executors shall call.
 

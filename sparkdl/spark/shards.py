@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from sparkdl.data.spool import (
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared
-from sparkdl.spark.session import described
+from sparkdl.spark.session import described, num_slots
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -149,11 +150,12 @@ class ShardTable:
         with described(self._spark, f"sparkdl {self._run_id}: spool"):
             # A new query each time: one that has failed gives its failure again, from memory.
             rows = self.df.select("shard_id", "payload").collect()
-        shards = tuple(
-            _parse(row["shard_id"], row["payload"])
-            for row in sorted(rows, key=lambda row: row["shard_id"])
-        )
-        self._seen.update(spooled.shard.path for spooled in shards)
+        payloads = {row["shard_id"]: json.loads(row["payload"]) for row in rows}
+        self._seen.update(values["path"] for values in payloads.values() if "path" in values)
+        shards = tuple(_parse(shard_id, payloads[shard_id]) for shard_id in sorted(payloads))
+        # Spark runs no task at all if it finds that there is nothing to do.
+        if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):
+            raise DataError("the DataFrame has no rows; check its source and filters")
         if self._first is None:
             self._first = shards
         else:
@@ -184,14 +186,25 @@ class ShardTable:
         return [[spooled.summary.columns[i] for spooled in shards] for i in range(count)]
 
     def close(self) -> None:
-        """Delete all spools of the run on all executors that are there, and forget the table."""
-        task = _CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
+        """Delete all spools of the run on all executors that are there, and forget the table.
+
+        Raises nothing: it must not hide what went wrong before, nor spoil what went well.
+        """
         try:
             with described(self._spark, f"sparkdl {self._run_id}: clean up"):
-                cleaner = self._spark.range(0, self.num_shards, 1, self.num_shards)
-                cleaner.mapInArrow(task, "removed int").collect()
-        finally:
+                # As many tasks as shards usually meet the executors that spooled; else all slots.
+                self._clean(self.num_shards)
+                if self._seen and (slots := num_slots(self._spark)) > self.num_shards:
+                    self._clean(slots)
             self.df.unpersist()
+        except Exception as error:
+            logger.warning("could not clean up after run %s: %s", self._run_id, error)
+
+    def _clean(self, num_tasks: int) -> None:
+        task = _CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
+        tasks = self._spark.range(0, num_tasks, 1, num_tasks)
+        removed = tasks.mapInArrow(task, "path string").collect()
+        self._seen.difference_update(row["path"] for row in removed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +215,10 @@ class _CleanTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in batches:
             pass
-        folders = {str(Path(path).parent) for path in self.paths}
-        folders.update(f"{root}/{run_folder(self.run_id)}" for root in local_dirs())
-        removed = sum(remove_spool(Path(folder)) for folder in sorted(folders))
-        yield pa.RecordBatch.from_pydict({"removed": pa.array([removed], pa.int32())})
+        removed = [path for path in self.paths if remove_spool(Path(path))]
+        for root in local_dirs():  # what the driver has not seen: of tasks that were lost
+            shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)
+        yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})
 
 
 def local_dirs() -> list[str]:
@@ -222,8 +235,7 @@ def _attempt_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
 
 
-def _parse(shard_id: int, payload: str) -> SpooledShard:
-    values = json.loads(payload)
+def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
     if "error" in values:
         raise getattr(errors, values["error"])(values["message"])
     summary = SpoolSummary.from_dict(values["summary"])

@@ -1,0 +1,326 @@
+"""A DataFrame becomes shards: the same every time, checked, and gone afterwards."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from sparkdl.data.spool import open_spool
+from sparkdl.errors import DataError
+from sparkdl.spark import shards as module
+from sparkdl.spark.columns import prepare, validation_indicator
+from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = "x array<double>, y double, w double, v boolean"
+GOOD = [([float(i), -float(i)], float(i % 3), 1.0, i % 4 == 0) for i in range(20)]
+
+
+class Tables:
+    """Makes shard tables of columns x, y, w and closes them."""
+
+    def __init__(self) -> None:
+        self.open: list[ShardTable] = []
+
+    def __call__(
+        self, df: DataFrame, *, num_shards: int = 2, validation: bool = False,
+        as_classes: bool = True,
+    ) -> ShardTable:  # fmt: skip
+        prepared = [
+            prepare(df.schema, "x", "feature", float_dtype="float32"),
+            prepare(df.schema, "y", "label", float_dtype="float32", as_classes=as_classes),
+            prepare(df.schema, "w", "weight", float_dtype="float32"),
+        ]
+        indicator = validation_indicator(df.schema, "v") if validation else None
+        run_id = uuid.uuid4().hex[:12]
+        table = ShardTable(df, prepared, indicator, num_shards=num_shards, run_id=run_id)
+        self.open.append(table)
+        return table
+
+
+@pytest.fixture
+def tables() -> Iterator[Tables]:
+    tables = Tables()
+    yield tables
+    for table in tables.open:
+        table.close()
+
+
+@pytest.fixture(scope="module")
+def good(spark: SparkSession) -> DataFrame:
+    return spark.createDataFrame(GOOD, SCHEMA)
+
+
+def frame(spark: SparkSession, rows: Sequence[tuple[Any, ...]]) -> DataFrame:
+    return spark.createDataFrame(list(rows), SCHEMA)
+
+
+def read(table: ShardTable, spooled: Sequence[SpooledShard], split: str = "train") -> list[Any]:
+    """The rows of all shards in their order: (x, y, w)."""
+    columns = table.columns(spooled)
+    rows = []
+    for part in spooled:
+        shard = part.shard
+        count = shard.num_rows if split == "train" else shard.num_validation_rows
+        opened = open_spool(Path(shard.path), columns, num_rows=count, split=split)  # type: ignore[arg-type]
+        rows.append(
+            list(zip(*(opened[name].tolist() for name in ("x", "y", "w")), strict=True))
+        )  # fmt: skip
+    return rows
+
+
+def persisted(spark: SparkSession) -> int:
+    context: Any = spark.sparkContext
+    return int(context._jsc.getPersistentRDDs().size())
+
+
+def test_every_row_lands_once_with_its_dtype(good: DataFrame, tables: Tables) -> None:
+    table = tables(good)
+    spooled = table.collect()
+    assert [part.shard.shard_id for part in spooled] == [0, 1]
+    assert sum(part.shard.num_rows for part in spooled) == 20
+    assert all(part.shard.host for part in spooled)
+    columns = table.columns(spooled)
+    assert [(c.name, c.role, c.dtype, c.shape) for c in columns] == [
+        ("x", "feature", "float32", (2,)),
+        ("y", "label", "int64", ()),
+        ("w", "weight", "float32", ()),
+    ]
+    rows = [row for shard in read(table, spooled) for row in shard]
+    assert sorted(rows) == sorted((x, int(y), w) for x, y, w, _ in GOOD)
+    size = 20 * (2 * 4 + 8 + 4)
+    assert sum(part.shard.num_bytes for part in spooled) == size
+
+
+def test_equal_data_gives_equal_shards_in_equal_order(good: DataFrame, tables: Tables) -> None:
+    first, again = tables(good), tables(good.orderBy("y", "w").repartition(5))
+    one, two = first.collect(), again.collect()
+    assert [s.shard.fingerprint for s in one] == [s.shard.fingerprint for s in two]
+    assert len({s.shard.fingerprint for s in one}) == 2
+    assert read(first, one) == read(again, two)
+    assert content_of(one) == content_of(two)
+
+
+def test_the_content_does_not_depend_on_the_number_of_shards(
+    spark: SparkSession, good: DataFrame, tables: Tables
+) -> None:
+    three = tables(good, num_shards=1).collect()
+    assert content_of(three) == content_of(tables(good).collect())
+    changed = [*GOOD[:-1], ([19.0, -19.0], 2.0, 1.0, False)]
+    assert content_of(three) != content_of(tables(frame(spark, changed)).collect())
+
+
+def test_a_second_look_spools_nothing(good: DataFrame, tables: Tables) -> None:
+    table = tables(good)
+    before = table.collect()
+    assert table.collect() == before
+    table.df.unpersist()  # as if the executor had died
+    rebuilt = table.collect()
+    assert [s.shard.path for s in rebuilt] != [s.shard.path for s in before]
+    assert [s.shard.fingerprint for s in rebuilt] == [s.shard.fingerprint for s in before]
+
+
+def test_few_and_no_rows(spark: SparkSession, tables: Tables) -> None:
+    one = tables(frame(spark, GOOD[:1]))
+    spooled = one.collect()
+    assert sorted(part.shard.num_rows for part in spooled) == [0, 1]
+    assert one.columns(spooled)[0].shape == (2,)  # the empty shard has none, and needs none
+    assert sum(map(len, read(one, spooled))) == 1
+
+
+def none(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch.slice(0, 0)
+
+
+@pytest.mark.parametrize("emptied", ["where false", "at run time", "from the start"])
+def test_no_row_at_all(spark: SparkSession, good: DataFrame, tables: Tables, emptied: str) -> None:
+    # Spark may find out, and then runs no task at all.
+    frames = {
+        "where false": good.where("false"),
+        "at run time": good.mapInArrow(none, SCHEMA),
+        "from the start": frame(spark, []),
+    }
+    with pytest.raises(DataError, match="the DataFrame has no rows; check its source and filters"):
+        tables(frames[emptied]).collect()
+
+
+def test_uneven_shards(spark: SparkSession, tables: Tables) -> None:
+    # Equal rows have equal hashes, so all of them go to one shard.
+    table = tables(frame(spark, [GOOD[0]] * 30 + GOOD[1:3]))
+    spooled = table.collect()
+    counts = [part.shard.num_rows for part in spooled]
+    assert sum(counts) == 32
+    assert max(counts) >= 30
+    assert sum(map(len, read(table, spooled))) == 32
+
+
+def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
+    table = tables(good, validation=True)
+    spooled = table.collect()
+    table.check_indicator("v", spooled)
+    assert sum(part.shard.num_rows for part in spooled) == 15
+    assert sum(part.shard.num_validation_rows for part in spooled) == 5
+    rows = [row[0][0] for shard in read(table, spooled, "validation") for row in shard]
+    assert sorted(rows) == [0, 4, 8, 12, 16]
+
+
+NAN = math.nan
+WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(None, 1.0, 1.0, True)], rf'"x" has 1 null row {WHERE}'),
+        ([([1.0, None], 1.0, 1.0, True)] * 2, rf'"x" has 2 null rows {WHERE}'),
+        ([([1.0, 2.0], None, 1.0, True)], rf'"y" has 1 null row {WHERE}'),
+        ([([1.0, 2.0], 1.0, None, True)], rf'"w" has 1 null row {WHERE}'),
+        (
+            [([1.0], 1.0, 1.0, True)],
+            r'"x" is ragged: most rows have shape \(2,\), but 1 do not '
+            r"\(first: row \d+ of partition [01], of shape \(1,\)\); pad or drop them before fit",
+        ),
+        (
+            [([1.0, 2.0], NAN, 1.0, True)] * 3,
+            r'"y" must hold whole, non-negative class indices \(index strings with '
+            r"StringIndexer\), but 3 rows do not \(first: nan in row \d+ of partition [01]\); "
+            "drop or mend them before fit",
+        ),
+        ([([1.0, 2.0], 1.5, 1.0, True)], r'"y" .* but 1 row do not \(first: 1.5 in row \d+ of'),
+        ([([1.0, 2.0], -1.0, 1.0, True)], r'"y" .* but 1 row do not \(first: -1.0 in row'),
+        (
+            [([1.0, 2.0], 1.0, -0.5, True)],
+            r'"w" must hold numbers that are not NaN or negative, but 1 row do not '
+            r"\(first: -0.5 in row",
+        ),
+        ([([1.0, 2.0], 1.0, NAN, True)], r'"w" must hold numbers .* \(first: nan in row'),
+    ],
+)
+def test_bad_rows_are_counted_with_an_example(
+    spark: SparkSession, tables: Tables, rows: list[Any], message: str
+) -> None:
+    table = tables(frame(spark, [*GOOD, *rows]))
+    spooled = table.collect()
+    with pytest.raises(DataError, match=f"column {message}"):
+        table.columns(spooled)
+
+
+def test_a_label_that_is_no_class_may_be_any_number_but_nan(
+    spark: SparkSession, tables: Tables
+) -> None:
+    fine = tables(frame(spark, [([1.0, 2.0], -1.5, 1.0, True)]), as_classes=False)
+    assert fine.columns(fine.collect())[1].dtype == "float32"
+    bad = tables(frame(spark, [([1.0, 2.0], NAN, 1.0, True)]), as_classes=False)
+    with pytest.raises(DataError, match='"y" must hold numbers that are not NaN, but 1 row'):
+        bad.columns(bad.collect())
+
+
+def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, tables: Tables) -> None:
+    rows = [([1.0] * (1 + i % 2), 0.0, float(i), True) for i in range(2)]
+    table = tables(frame(spark, rows), num_shards=2)
+    with pytest.raises(DataError, match='"x" is ragged'):
+        table.columns(table.collect())
+
+
+def test_a_null_indicator(spark: SparkSession, tables: Tables) -> None:
+    table = tables(frame(spark, [*GOOD, ([1.0, 2.0], 1.0, 1.0, None)]), validation=True)
+    spooled = table.collect()
+    with pytest.raises(DataError, match=f'column "v" has 1 null row {WHERE}'):
+        table.check_indicator("v", spooled)
+
+
+def unsteady(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        weights = pa.array(np.random.default_rng().random(batch.num_rows))
+        yield batch.set_column(2, "w", weights)
+
+
+def test_a_source_that_changes_is_refused(good: DataFrame, tables: Tables) -> None:
+    table = tables(good.mapInArrow(unsteady, SCHEMA))
+    table.collect()
+    table.df.unpersist()
+    with pytest.raises(DataError, match=r"has changed during training: shard\(s\) \[0, 1\] hold"):
+        table.collect()
+
+
+def test_closing_leaves_no_file_and_no_persisted_table(
+    spark: SparkSession, good: DataFrame, tables: Tables
+) -> None:
+    before = persisted(spark)
+    table = tables(good)
+    paths = [Path(part.shard.path) for part in table.collect()]
+    assert persisted(spark) == before + 1
+    table.df.unpersist()
+    paths += [Path(part.shard.path) for part in table.collect()]  # after a loss: two of each
+    assert all(path.is_dir() for path in paths)
+    assert len({path.parent for path in paths}) == 1
+    local = paths[0].parent.parent
+    table.close()
+    assert persisted(spark) == before
+    assert not paths[0].parent.exists()
+    assert local.is_dir()  # it is Spark's
+    assert not list(local.glob("sparkdl-*"))
+
+
+def test_closing_after_nothing_was_spooled(spark: SparkSession, good: DataFrame) -> None:
+    before = persisted(spark)
+    prepared = [prepare(good.schema, "x", "feature", float_dtype="float32")]
+    ShardTable(good, prepared, None, num_shards=2, run_id="never").close()
+    assert persisted(spark) == before
+
+
+def test_closing_never_raises(
+    good: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = ShardTable(
+        good,
+        [prepare(good.schema, "x", "feature", float_dtype="float32")],
+        None,
+        num_shards=1,
+        run_id="gone",
+    )
+
+    def broken(*_: Any) -> None:
+        raise OSError("no executors")
+
+    monkeypatch.setattr(table, "_clean", broken)
+    table.close()
+    assert "could not clean up after run gone: no executors" in caplog.text
+    table.df.unpersist()
+
+
+def test_cleaning_keeps_the_directories_of_spark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", ",".join(map(str, roots)))
+    seen, unseen = roots[0] / "sparkdl-r" / "shard-0", roots[1] / "sparkdl-r" / "shard-1"
+    other = roots[1] / "sparkdl-other" / "shard-1"
+    for folder in (seen, unseen, other):
+        folder.mkdir(parents=True)
+        (folder / "train-000.bin").write_bytes(b"x")
+    task = module._CleanTask(run_id="r", paths=(str(seen), "/nowhere/sparkdl-r/shard-9"))
+    (batch,) = task(iter([]))
+    assert batch.column(0).to_pylist() == [str(seen)]
+    assert list(roots[0].iterdir()) == []
+    assert list(roots[1].iterdir()) == [other.parent]
+
+
+def test_a_full_disk_is_told_as_such(good: DataFrame, tables: Tables, spark: SparkSession) -> None:
+    table = tables(good)
+    values = {"error": "StorageError", "message": "the disk of /d is full"}
+    with pytest.raises(module.SparkDLError, match="the disk of /d is full"):
+        module._parse(0, values)
+    assert table.num_shards == 2
