@@ -155,6 +155,15 @@ def test_batch_stays_while_the_next_ones_are_gathered(monkeypatch: pytest.Monkey
         assert torch.equal(batch.inputs[0], before)
 
 
+def test_batch_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", 1)
+    weight = torch.nn.Parameter(torch.ones(()))
+    plan, shards = make_test_plan([20], 2), make_shards([20])
+    for batch in Batches(shards, plan, 0, seed=0, epoch=0, prefetch=False):
+        batch.inputs[0].mul_(weight).sum().backward()
+    assert weight.grad is not None
+
+
 def test_gather_from_several_sources() -> None:
     sources = [torch.arange(3), torch.arange(3, 3), torch.arange(3, 10)]
     out = torch.empty(4, dtype=torch.int64)

@@ -1,0 +1,213 @@
+"""What do the benchmarks share? Synthetic images, one small network, medians, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+DATA = ROOT / "data" / "benchmarks"
+
+# One thread per process, as two workers on two cores have; before torch is imported.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# Spark's workers and torchrun's find this module by the path.
+_PATHS = (str(HERE), str(ROOT), os.environ.get("PYTHONPATH"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+
+import numpy as np  # noqa: E402
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PIXELS = 28 * 28
+CLASSES = 10
+
+
+class SmallCNN(nn.Module):
+    """Two convolutions and a linear layer, for 28x28 images of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, CLASSES),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits ``(batch, 10)`` of images ``(batch, 784)`` or ``(batch, 1, 28, 28)``, uint8."""
+        return self.layers(images.view(-1, 1, 28, 28).float() / 255)
+
+
+def images(rows: int) -> Path:
+    """A Parquet folder of four files: ``image`` (784 bytes) and ``label`` (0 to 9); made once.
+
+    The label is the number of the brightest of ten bands of the image, so it can be learnt.
+    """
+    folder = DATA / f"images-{rows}"
+    if (folder / "_SUCCESS").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for part, start in enumerate(range(0, rows, -(-rows // 4))):
+        count = min(-(-rows // 4), rows - start)
+        labels = generator.integers(0, CLASSES, count)
+        pixels = generator.integers(0, 200, (count, PIXELS), dtype=np.uint8)
+        for label in range(CLASSES):
+            pixels[labels == label, label * 78 : (label + 1) * 78] += 50
+        offsets = pa.py_buffer(np.arange(count + 1, dtype=np.int32) * np.int32(PIXELS))
+        column = pa.BinaryArray.from_buffers(
+            pa.binary(), count, [None, offsets, pa.py_buffer(pixels)]
+        )
+        table = pa.table({"image": column, "label": pa.array(labels, pa.int64())})
+        pq.write_table(table, folder / f"part-{part}.parquet", row_group_size=5000)
+    (folder / "_SUCCESS").touch()
+    return folder
+
+
+def read_images(folder: Path, part: int = 0, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of ``parts`` equal parts of the images in memory: ``(rows, 784)`` and ``(rows,)``."""
+    table = pq.read_table(folder)
+    table = table.slice(part * len(table) // parts, len(table) // parts).combine_chunks()
+    column = table["image"].chunk(0)
+    flat = np.frombuffer(column.buffers()[2], dtype=np.uint8)
+    start = column.offset * PIXELS
+    pixels = flat[start : start + len(table) * PIXELS].reshape(-1, PIXELS).copy()
+    return torch.from_numpy(pixels), torch.from_numpy(table["label"].to_numpy().copy())
+
+
+def spark_session(slots: int = 2) -> SparkSession:
+    """A classic session on this machine."""
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master(f"local[{slots}]")
+        .appName("sparkdl benchmarks")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.shuffle.partitions", str(slots))
+        .config("spark.driver.memory", "2g")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+def arguments(runs: int, **options: tuple[int, str]) -> argparse.Namespace:
+    """``--runs``, and one integer option per keyword: its default and what it is."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=runs, help="runs of which the median is taken")
+    for name, (default, text) in options.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON")
+    return parser.parse_args()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+class Measurements:
+    """Values by name, several of each; medians of them are reported."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._load = [os.getloadavg()[0]]
+
+    def add(self, name: str, value: float) -> None:
+        """Note one value."""
+        self._values.setdefault(name, []).append(value)
+        self._load.append(os.getloadavg()[0])
+
+    def median(self, name: str) -> float:
+        """Median of the values of one name."""
+        return statistics.median(self._values[name])
+
+    def ratio(self, name: str, above: str, below: str) -> None:
+        """Note the ratios of two measurements, run by run: what slows both cancels out."""
+        pairs = zip(self._values[above], self._values[below], strict=True)
+        self._values[name] = [a / b for a, b in pairs]
+
+    def report(self, benchmark: str, options: argparse.Namespace) -> None:
+        """Print the table and write ``<output>/<benchmark>.json``."""
+        rows = [
+            (name, f"{statistics.median(values):.4g}", f"{min(values):.4g}", f"{max(values):.4g}")
+            for name, values in self._values.items()
+        ]
+        print(f"\n{benchmark}\n{table(('', 'median', 'least', 'most'), rows)}")
+        report = {
+            "benchmark": benchmark,
+            "medians": {name: statistics.median(v) for name, v in self._values.items()},
+            "values": self._values,
+            "options": {k: v for k, v in vars(options).items() if k != "output"},
+            "load average": {"least": min(self._load), "most": max(self._load)},
+            **environment(),
+        }
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / f"{benchmark}.json"
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first to the left, the others to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def environment() -> Mapping[str, Any]:
+    """Where and with what a benchmark ran."""
+    from sparkdl.process import cpu_model
+
+    packages = ("torch", "pyspark", "pyarrow", "numpy")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "git": _git("rev-parse", "--short", "HEAD"),
+        "changed files": len(_git("status", "--porcelain", "--", "sparkdl").splitlines()),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "memory GiB": round(memory / 2**30),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+    }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()

@@ -1,0 +1,129 @@
+"""How fast does a DataFrame become batches? The first pass (spool), later epochs, and memory.
+
+Later epochs are random batches from the memory-mapped spool, in one process. They are compared
+with the least that any loader must do: ``torch.index_select`` of a batch from tensors in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from functools import partial
+from pathlib import Path
+
+import common
+import torch
+from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images, seconds
+
+from sparkdl import TorchClassifier
+from sparkdl.data.batches import Batches, ShardData
+from sparkdl.data.spool import open_spool
+from sparkdl.plan import TrainPlan, make_plan
+from sparkdl.process import tuned_allocator
+from sparkdl.spark.checks import prepare_columns, shaped
+from sparkdl.spark.shards import ShardTable
+
+ROW_BYTES = PIXELS + 8
+
+
+def main() -> None:
+    """Measure, several times in turn."""
+    options = common.arguments(
+        7, rows=(240_000, "images"), batch=(64, "rows per batch"), slots=(2, "of Spark, and shards")
+    )
+    folder = images(options.rows)
+    torch.set_num_threads(1)
+    found = Measurements()
+    spark = common.spark_session(options.slots)
+    gigabytes = options.rows * ROW_BYTES / 1e9
+    for run in range(-1, options.runs):  # the first is a warm-up
+        df = spark.read.parquet(str(folder))
+        scan = seconds(lambda df=df: df.write.format("noop").mode("overwrite").save())
+        table, request, prepare = prepared_table(df, options)
+        spool = seconds(prepare)
+        if run >= 0:
+            found.add("Spark scan GB/s", gigabytes / scan)
+            found.add("first pass (spool) GB/s", gigabytes / spool)
+        if run + 1 < options.runs:
+            table.close()
+    spooled = table.collect()
+    plan = partial(
+        make_plan,
+        columns=shaped(table, spooled, request),
+        shards=[part.shard for part in spooled],
+        batch_size=options.batch,
+        epochs=1,
+    )
+    later_epochs(plan(world_size=options.slots), "one shard", folder, options, found)
+    later_epochs(plan(world_size=1), f"{options.slots} shards", folder, options, found)
+    table.close()
+    found.report("data", options)
+    spark.stop()
+
+
+def prepared_table(df, options: argparse.Namespace):
+    """A shard table, and the call that spools it."""
+    classifier = TorchClassifier(module=SmallCNN(), featuresCol="image", labelCol="label")
+    request = classifier._request()
+    prepared, validation = prepare_columns(df, request, "float32")
+    run_id = uuid.uuid4().hex[:12]
+    table = ShardTable(df, prepared, validation, num_shards=options.slots, run_id=run_id)
+    return table, request, table.collect
+
+
+def later_epochs(
+    plan: TrainPlan, name: str, folder: Path, options: argparse.Namespace, found: Measurements
+) -> None:
+    """Rank 0's epochs from the spool against index_select in memory, in turn."""
+    shards = [
+        ShardData(
+            fingerprint=shard.fingerprint,
+            columns=open_spool(
+                Path(shard.path), plan.columns, num_rows=shard.num_rows, split="train"
+            ),
+        )
+        for shard in plan.shards_of(0)
+    ]
+    epoch, rows = partial(from_spool, shards, plan), plan.rows_of(0)
+    before = anonymous_bytes()
+    epoch(0, prefetch=True)  # also touches the pages, as the first epoch of a fit does
+    found.add(f"{name}, memory beyond the mapped spool MB", (anonymous_bytes() - before) / 1e6)
+    memory = tuple(column[:rows].clone() for column in read_images(folder))
+    gigabytes = rows * ROW_BYTES / 1e9
+    plain, ahead = f"{name}, index_select in memory GB/s", f"{name}, later epochs GB/s"
+    alone = f"{name}, later epochs without thread GB/s"
+    with tuned_allocator():  # as in a worker
+        for run in range(options.runs):
+            found.add(plain, gigabytes / seconds(partial(from_memory, memory, options.batch)))
+            found.add(ahead, gigabytes / seconds(partial(epoch, run, prefetch=True)))
+            found.add(alone, gigabytes / seconds(partial(epoch, run, prefetch=False)))
+    found.ratio(f"{name}, later epochs / index_select", ahead, plain)
+    found.ratio(f"{name}, without thread / index_select", alone, plain)
+
+
+def from_spool(shards: list[ShardData], plan: TrainPlan, number: int, *, prefetch: bool) -> None:
+    """All batches of an epoch."""
+    rows = 0
+    for batch in Batches(shards, plan, 0, seed=0, epoch=number, prefetch=prefetch):
+        rows += len(batch.inputs[0])
+    assert rows == plan.rows_of(0)
+
+
+def from_memory(memory: tuple[torch.Tensor, torch.Tensor], batch_size: int) -> None:
+    """The same with tensors in memory."""
+    pixels, labels = memory
+    for positions in torch.randperm(len(labels)).split(batch_size):
+        picked = torch.index_select(pixels, 0, positions), torch.index_select(labels, 0, positions)
+        assert len(picked[0]) <= batch_size
+    assert int(labels.max()) < CLASSES
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""How fast is ``fit``? Against torchrun DDP and TorchDistributor, on the same network and images.
+
+Steps per second count the loop alone; "rest" is everything else of a call: for ``fit`` the
+checks, the spool, the launch, the last checkpoint and the clean-up; for the others imports,
+launch and reading the Parquet files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+from common import HERE, Measurements, SmallCNN, images, spark_session
+
+from sparkdl import TorchClassifier
+
+
+def main() -> None:
+    """Measure, several times in turn."""
+    options = common.arguments(
+        5,
+        rows=(60_000, "images"),
+        batch=(64, "rows per worker and step"),
+        epochs=(1, "epochs"),
+        distributor=(1, "1: measure TorchDistributor too"),
+    )
+    folder = images(options.rows)
+    found = Measurements()
+    started = time.perf_counter()
+    spark = spark_session()
+    found.add("session start s", time.perf_counter() - started)
+    run_fit(spark, folder, options, found, "cold fit")
+    for _ in range(options.runs):
+        run_fit(spark, folder, options, found, "fit")
+        run_torchrun(folder, options, found)
+        if options.distributor:
+            run_distributor(folder, options, found)
+    found.ratio("fit / torchrun steps", "fit steps/s", "torchrun steps/s")
+    if options.distributor:
+        found.ratio("fit / TorchDistributor steps", "fit steps/s", "TorchDistributor steps/s")
+    found.report("fit", options)
+    spark.stop()
+
+
+def run_fit(spark, folder: Path, options: argparse.Namespace, found: Measurements, name: str):
+    """One fit, timed from outside and by its own summary."""
+    classifier = TorchClassifier(
+        module=SmallCNN(),
+        featuresCol="image",
+        labelCol="label",
+        optimizer="sgd",
+        optimizerParams={"momentum": 0.9},
+        learningRate=0.01,
+        batchSize=options.batch,
+        epochs=options.epochs,
+        numWorkers=2,
+        verbose=0,
+    )
+    started = time.perf_counter()
+    summary = classifier.fit(spark.read.parquet(str(folder))).summary
+    total = time.perf_counter() - started
+    loop = sum(record["seconds"] for record in summary.history)
+    found.add(f"{name} steps/s", summary.steps / loop)
+    found.add(f"{name} rest s", total - loop)
+    for phase, spent in summary.phase_seconds.items():
+        rest = spent - loop if phase == "fit: train" else spent
+        found.add(f"{name}, {phase} s", rest)
+
+
+def run_torchrun(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+    """One run of torchrun, from nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "seconds.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--standalone", "--local-addr", "127.0.0.1", *ddp(folder, options, output)]
+        started = time.perf_counter()
+        subprocess.run(command, check=True)
+        note(found, "torchrun", output, time.perf_counter() - started)
+
+
+def run_distributor(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+    """One run of TorchDistributor in the warm session."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "seconds.json"
+        distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
+        started = time.perf_counter()
+        distributor.run(*ddp(folder, options, output))
+        note(found, "TorchDistributor", output, time.perf_counter() - started)
+
+
+def ddp(folder: Path, options: argparse.Namespace, output: Path) -> list[str]:
+    """The DDP script and its arguments."""
+    script = HERE / "ddp.py"
+    return [str(word) for word in (script, folder, options.batch, options.epochs, output)]
+
+
+def note(found: Measurements, name: str, output: Path, total: float) -> None:
+    """Take what the DDP script has measured."""
+    result = json.loads(output.read_text())
+    loop = sum(result["seconds"])
+    found.add(f"{name} steps/s", result["steps"] / loop)
+    found.add(f"{name} rest s", total - loop)
+
+
+if __name__ == "__main__":
+    main()
