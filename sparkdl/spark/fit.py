@@ -56,6 +56,8 @@ __all__ = ["FitRequest", "FitResult", "fit"]
 
 logger = logging.getLogger(__name__)
 
+_SKEW = 1.5
+"""Largest worker's rows over the mean from which on the user is told."""
 _MAX_INLINE_BYTES = 16 * 2**20
 """Largest initial weights that travel in the task itself when there is no other way."""
 
@@ -203,6 +205,15 @@ def _make_plan(
         plan.steps_per_epoch,
         plan.total_steps,
     )
+    largest = max(plan.rows_of(rank) for rank in range(plan.world_size))
+    if largest * plan.world_size > _SKEW * plan.num_rows and largest > plan.batch_size:
+        logger.warning(
+            "the largest worker has %d of the %d rows, because equal rows stay together: the "
+            "result is exact, but the other workers wait for it; use fewer workers, or fewer equal "
+            "rows",
+            largest,
+            plan.num_rows,
+        )
     return plan
 
 
@@ -274,10 +285,11 @@ def _submit(
     attempt: int,
 ) -> Callable[[], Rows]:
     """Prepare one attempt: lost shards are rebuilt, the newest checkpoint is found."""
+    shards = run.plan.shards
     if attempt > 0:
         link.hub.clear(f"{run.run_id}/{attempt - 1}/")
         wait_for_slots(spark, gang.num_workers, gang.profile, settings)
-    spooled = table.collect()
+        shards = tuple(part.shard for part in table.collect())
     found = None
     if link.checkpoints is not None:
         found = latest(link.checkpoints, run.run_key)
@@ -289,7 +301,7 @@ def _submit(
         run_id=run.run_id,
         run_key=run.run_key,
         attempt=attempt,
-        plan=replace(run.plan, shards=tuple(part.shard for part in spooled)),
+        plan=replace(run.plan, shards=shards),
         payload=run.payload,
         weights=_weights_in_task(run, link),
         storage_url=link.url,
