@@ -108,6 +108,7 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     was_training = module.training
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(request.config.seed)  # lazy modules get their weights now
             output = module.eval()(*inputs)
     except Exception as error:
         shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)

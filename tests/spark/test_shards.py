@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from sparkdl.data.spool import open_spool
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, StorageError
 from sparkdl.spark import shards as module
 from sparkdl.spark.columns import prepare, validation_indicator
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
@@ -318,9 +318,6 @@ def test_cleaning_keeps_the_directories_of_spark(
     assert list(roots[1].iterdir()) == [other.parent]
 
 
-def test_a_full_disk_is_told_as_such(good: DataFrame, tables: Tables, spark: SparkSession) -> None:
-    table = tables(good)
-    values = {"error": "StorageError", "message": "the disk of /d is full"}
-    with pytest.raises(module.SparkDLError, match="the disk of /d is full"):
-        module._parse(0, values)
-    assert table.num_shards == 2
+def test_a_failure_of_ours_on_an_executor_keeps_its_type() -> None:
+    with pytest.raises(StorageError, match="the disk of /d is full"):
+        module._parse(0, {"error": "StorageError", "message": "the disk of /d is full"})

@@ -1,0 +1,212 @@
+"""Module, data and configuration must fit together before anything is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.spool import ColumnStats, SpoolSummary
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.plan import Column, Shard
+from sparkdl.spark.checks import check_labels, dry_run, make_module, prepare_columns, shaped
+from sparkdl.spark.request import FitRequest
+from sparkdl.spark.shards import SpooledShard
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+X = Column(name="x", role="feature", dtype="float32", shape=(4,))
+Y = Column(name="y", role="label", dtype="int64", shape=())
+
+
+def request(module: Any = None, **changes: Any) -> FitRequest:
+    values: dict[str, Any] = {
+        "module": module if module is not None else nn.Linear(4, 3),
+        "config": TrainConfig(task=changes.pop("task", "classification"), seed=3),
+        "feature_cols": ("x",), "input_shapes": (None,), "label_col": "y", "weight_col": None,
+        "validation_col": None, "num_workers": None, "max_restarts": 0, "verbose": 0,
+        "cpus_per_worker": None, "gpus_per_worker": None,
+    }  # fmt: skip
+    return FitRequest(**{**values, **changes})
+
+
+def test_the_users_module_is_copied() -> None:
+    module = nn.Linear(4, 3)
+    made, float_dtype = make_module(request(module))
+    assert made is not module
+    assert torch.equal(made.weight, module.weight)  # type: ignore[arg-type]
+    assert float_dtype == "float32"
+
+
+def test_a_callable_makes_the_same_module_each_time_and_leaves_torchs_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    one, two = (make_module(request(lambda: nn.Linear(4, 3)))[0] for _ in range(2))
+    assert torch.equal(one.weight, two.weight)  # type: ignore[arg-type]
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_callable_must_make_a_module() -> None:
+    with pytest.raises(ConfigError, match="callable that returns one; it returned dict"):
+        make_module(request(dict))
+
+
+def test_a_double_module_takes_double_features() -> None:
+    assert make_module(request(nn.Linear(1, 1).double()))[1] == "float64"
+
+
+def test_dry_run_counts_the_classes() -> None:
+    assert dry_run(nn.Linear(4, 3), [X, Y], request()) == 3
+    assert dry_run(nn.Linear(4, 1), [X, Y], request()) == 2
+    assert dry_run(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], request()) == 2
+    assert dry_run(nn.Linear(4, 3), [X, Y], request(task="regression")) is None
+
+
+class Recorder(nn.Module):
+    """Remembers its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(2)
+        self.norm = nn.BatchNorm1d(2)
+        self.inputs: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.inputs = inputs
+        out: torch.Tensor = self.norm(self.lazy(inputs[0]))
+        return out + torch.rand(1)
+
+
+def test_dry_run_gives_what_training_will_give() -> None:
+    columns = [
+        X,
+        Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8)),
+        Column(name="flag", role="feature", dtype="bool", shape=()),
+    ]
+    module = Recorder().train()
+    torch.manual_seed(1)
+    assert dry_run(module, columns, request()) == 2
+    assert [(i.dtype, tuple(i.shape)) for i in module.inputs] == [
+        (torch.float32, (2, 4)),
+        (torch.uint8, (2, 1, 8, 8)),
+        (torch.bool, (2,)),
+    ]
+    assert module.training
+    assert not nn.parameter.is_lazy(module.lazy.weight)
+    assert module.norm.num_batches_tracked == 0
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_lazy_weights_follow_from_the_seed() -> None:
+    modules = [nn.LazyLinear(3) for _ in range(3)]
+    for number, module in enumerate(modules):
+        torch.manual_seed(number)
+        config = TrainConfig(task="classification", seed=min(number, 1))
+        dry_run(module, [X], request(config=config))
+    assert not torch.equal(modules[0].weight, modules[1].weight)
+    assert torch.equal(modules[1].weight, modules[2].weight)
+
+
+def test_a_module_that_does_not_take_the_features() -> None:
+    module = nn.Linear(5, 3).train()
+    with pytest.raises(ConfigError) as caught:
+        dry_run(module, [X, Y], request())
+    message = str(caught.value)
+    assert message.startswith("the module cannot take the features (\"x\" float32 ('batch', 4)): ")
+    assert message.endswith("adapt the module, or set inputShape")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert module.training
+
+
+def test_a_classifier_returns_a_tensor() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    with pytest.raises(ConfigError, match="it returned tuple; use TorchEstimator"):
+        dry_run(Two(), [X], request())
+    assert dry_run(Two(), [X], request(task="custom")) is None
+
+
+class Table:
+    """A shard table that knows its columns."""
+
+    def columns(self, shards: Any) -> tuple[Column, ...]:
+        return (X, Y)
+
+    def check_indicator(self, name: str, shards: Any) -> None:
+        raise DataError(f"asked for {name}")
+
+
+def test_input_shape_reshapes_the_features() -> None:
+    table: Any = Table()
+    columns = shaped(table, [], request(input_shapes=((1, 2, 2),)))
+    assert [column.shape for column in columns] == [(1, 2, 2), ()]
+    assert shaped(table, [], request()) == (X, Y)
+    with pytest.raises(DataError, match=r'"x" has 4 values per row \(shape \(4,\)\), which'):
+        shaped(table, [], request(input_shapes=((3, 3),)))
+    with pytest.raises(DataError, match="asked for v"):
+        shaped(table, [], request(validation_col="v"))
+
+
+def with_maximum(*maxima: float | None) -> list[SpooledShard]:
+    parts = []
+    for shard_id, maximum in enumerate(maxima):
+        shard = Shard(
+            shard_id=shard_id, host="", path="", num_rows=1, num_validation_rows=0,
+            fingerprint="", num_bytes=0,
+        )  # fmt: skip
+        summary = SpoolSummary(
+            num_rows=1, num_validation_rows=0, fingerprint="", content=0, num_bytes=0,
+            columns=(ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum)),
+        )  # fmt: skip
+        parts.append(SpooledShard(shard=shard, summary=summary))
+    return parts
+
+
+def test_labels_inside_the_classes_cost_no_job() -> None:
+    df: Any = None  # not even looked at
+    check_labels(df, "y", 3, 1, with_maximum(2.0, None, 0.0))
+    check_labels(df, "y", 3, 1, with_maximum(None, None))
+
+
+@pytest.mark.spark
+def test_labels_outside_the_classes(spark: SparkSession) -> None:
+    rows = [(i, float(i % 5)) for i in range(20)]
+    df = spark.createDataFrame(rows, "id int, `the label` double")
+    with pytest.raises(DataError) as caught:
+        check_labels(df, "the label", 3, 1, with_maximum(2.0, 4.0))
+    message = str(caught.value)
+    assert message.startswith(
+        'column "the label" has 8 label(s) outside the 3 classes of the module\'s output, 0 to 2 '
+        "(example row: Row(id=3, the label=3.0))"
+    )
+
+
+@pytest.mark.spark
+def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
+    df = spark.createDataFrame(
+        [([0.5, 1.0], 1, 2, True)], "x array<double>, y int, w int, v boolean"
+    )
+
+    def kinds(**changes: Any) -> list[tuple[str, str, str, bool]]:
+        asked = request(**{"weight_col": "w", "validation_col": "v", **changes})
+        prepared, validation = prepare_columns(df, asked, "float32")
+        assert (validation is None) == (asked.validation_col is None)
+        return [(p.name, p.role, p.dtype, p.as_classes) for p in prepared]
+
+    assert kinds() == [
+        ("x", "feature", "float32", False),
+        ("y", "label", "int64", True),
+        ("w", "weight", "float32", False),
+    ]
+    assert kinds(task="regression")[1] == ("y", "label", "float32", False)
+    assert kinds(task="custom")[1] == ("y", "label", "int64", False)
+    assert kinds(label_col=None, weight_col=None, validation_col=None) == [
+        ("x", "feature", "float32", False)
+    ]
