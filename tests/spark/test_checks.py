@@ -87,8 +87,9 @@ def test_dry_run_gives_what_training_will_give() -> None:
         Column(name="flag", role="feature", dtype="bool", shape=()),
     ]
     module = Recorder().train()
+    asked = request(module)
     torch.manual_seed(1)
-    assert dry_run(module, columns, request()) == 2
+    assert dry_run(module, columns, asked) == 2
     assert [(i.dtype, tuple(i.shape)) for i in module.inputs] == [
         (torch.float32, (2, 4)),
         (torch.uint8, (2, 1, 8, 8)),
