@@ -145,6 +145,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
                 max_restarts=request.max_restarts,
                 heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
                 start_timeout_seconds=settings.start_timeout_seconds,
+                queue_timeout_seconds=settings.queue_timeout_seconds,
             ),
             view=view,
             run_id=run_id,

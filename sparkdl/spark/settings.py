@@ -21,7 +21,10 @@ class Settings:
     heartbeat_timeout_seconds: float = 10.0
     """``spark.sparkdl.heartbeatTimeout``: silence after which a worker counts as hung."""
     start_timeout_seconds: float = 120.0
-    """``spark.sparkdl.startTimeout``: longest wait for slots, and for all workers to meet."""
+    """``spark.sparkdl.startTimeout``: longest wait for executors to register, and for the other
+    workers once one has started."""
+    queue_timeout_seconds: float = 3600.0
+    """``spark.sparkdl.queueTimeout``: longest wait for slots that other jobs hold."""
     collective_timeout_seconds: float = 600.0
     """``spark.sparkdl.collectiveTimeout``: longest wait for the peers in one collective."""
     channel: str = "auto"
@@ -62,6 +65,7 @@ def _boolean(text: str) -> bool:
 _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
     "heartbeat_timeout_seconds": ("heartbeatTimeout", float),
     "start_timeout_seconds": ("startTimeout", float),
+    "queue_timeout_seconds": ("queueTimeout", float),
     "collective_timeout_seconds": ("collectiveTimeout", float),
     "channel": ("channel", str),
     "channel_port": ("channel.port", int),

@@ -43,6 +43,7 @@ class Limits:
     max_restarts: int
     heartbeat_timeout_seconds: float
     start_timeout_seconds: float
+    queue_timeout_seconds: float
 
 
 @dataclass(kw_only=True)
@@ -52,6 +53,8 @@ class Attempt:
     number: int
     world_size: int
     submitted: float
+    first_heard: float = 0.0
+    """When the first worker was heard."""
     heard: dict[int, float] = field(default_factory=dict)
     """When each rank was last heard, by the driver's clock."""
     done: set[int] = field(default_factory=set)
@@ -260,12 +263,28 @@ def _watch(
 
 
 def _check_start(attempt: Attempt, now: float, limits: Limits) -> None:
+    """Wait long for slots, which other jobs may hold, but not for part of a gang.
+
+    Raises:
+        ClusterError: no slots became free.
+    """
     missing = attempt.world_size - len(attempt.heard)
-    if missing and now - attempt.submitted > limits.start_timeout_seconds:
-        raise ClusterError(
-            f"{missing} of {attempt.world_size} workers did not start within "
-            f"{limits.start_timeout_seconds:g} s: other jobs hold the slots, or executors are "
-            "gone; free them, lower numWorkers, or raise spark.sparkdl.startTimeout"
+    if missing == attempt.world_size:
+        if now - attempt.submitted > limits.queue_timeout_seconds:
+            raise ClusterError(
+                f"no worker started within {limits.queue_timeout_seconds:g} s: other jobs hold "
+                "the slots, or executors are gone; free them, lower numWorkers, or raise "
+                "spark.sparkdl.queueTimeout"
+            )
+    elif missing and now - attempt.first_heard > limits.start_timeout_seconds:
+        attempt.failures.append(
+            {
+                "rank": min(set(range(attempt.world_size)) - set(attempt.heard)),
+                "kind": "gang",
+                "type": "Missing",
+                "message": f"{missing} of {attempt.world_size} workers did not start within "
+                f"{limits.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)",
+            }
         )
 
 
@@ -289,6 +308,8 @@ def _hear(hub: Hub, attempt: Attempt, view: View) -> None:
 
 
 def _take(event: Event, attempt: Attempt, view: View) -> None:
+    if not attempt.heard:
+        attempt.first_heard = event.received
     attempt.heard[event.rank] = event.received
     kind = event.body["kind"]
     if kind == "heartbeat":

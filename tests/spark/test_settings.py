@@ -22,12 +22,14 @@ def test_defaults() -> None:
 def test_every_entry_has_an_effect() -> None:
     found = read(
         heartbeatTimeout="2.5", startTimeout="30", collectiveTimeout="60", channel="workers",
+        queueTimeout="90",
         channel_port="7077", allowUnencrypted=" True ",
     )  # fmt: skip
     assert found == Settings(
         heartbeat_timeout_seconds=2.5,
         start_timeout_seconds=30.0,
         collective_timeout_seconds=60.0,
+        queue_timeout_seconds=90.0,
         channel="workers",
         channel_port=7077,
         allow_unencrypted=True,

@@ -102,6 +102,7 @@ class Stage:
         max_restarts: int = 0,
         heartbeat_timeout: float = 5.0,
         start_timeout: float = 5.0,
+        queue_timeout: float = 10.0,
         is_watched: bool = True,
     ) -> GangResult:
         def submit(number: int) -> Job:
@@ -120,6 +121,7 @@ class Stage:
                 max_restarts=max_restarts,
                 heartbeat_timeout_seconds=heartbeat_timeout,
                 start_timeout_seconds=start_timeout,
+                queue_timeout_seconds=queue_timeout,
             ),
             view=self.view,
             run_id="r",
@@ -391,13 +393,19 @@ def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
     assert stage.run(job, heartbeat_timeout=0.8).restarts == 0
 
 
-def test_workers_that_do_not_start(stage: Stage) -> None:
+def test_slots_that_never_come(stage: Stage) -> None:
+    with pytest.raises(ClusterError, match=r"no worker started within 0.4 s.*queueTimeout"):
+        stage.run(stage.until_cancelled, start_timeout=0.1, queue_timeout=0.4, max_restarts=3)
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
     def job() -> Rows:
-        beating(stage, [0], 8)
+        beating(stage, [0], 20)
         return stage.until_cancelled()
 
-    with pytest.raises(ClusterError, match=r"1 of 2 workers did not start within 0.4 s"):
-        stage.run(job, start_timeout=0.4, max_restarts=3)
+    found = stage.run(job, lambda: result(0, 1), start_timeout=0.3, max_restarts=1)
+    assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
 
 
