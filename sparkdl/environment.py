@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 from sparkdl.channel import Address
@@ -33,6 +34,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache  # it parses a file, and a worker that is reused is asked at every fit
 def _version(name: str) -> str:
     if name == "sparkdl":
         from sparkdl import __version__

@@ -41,8 +41,9 @@ def driver_address(spark: SparkSession) -> tuple[str, str]:
         address = _route_to(_connect_endpoint(spark))
         return address, address
     context: Any = spark.sparkContext
-    announce = context.getConf().get("spark.driver.host", "127.0.0.1")
-    bind = context.getConf().get("spark.driver.bindAddress", announce)
+    entries = context.getConf()  # copies all entries, one call to the JVM for each
+    announce = entries.get("spark.driver.host", "127.0.0.1")
+    bind = entries.get("spark.driver.bindAddress", announce)
     return bind, announce
 
 
