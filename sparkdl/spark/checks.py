@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
@@ -24,6 +26,22 @@ from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def check_travels(config: TrainConfig) -> None:
+    """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    for field in fields(config):
+        try:
+            cloudpickle.dumps(getattr(config, field.name))
+        except Exception as error:  # whatever the user's classes raise when they are pickled
+            raise ConfigError(
+                f"{field.name} cannot be sent to the workers: {error}; make such things in the "
+                "worker, for example in on_train_begin"
+            ) from error
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:

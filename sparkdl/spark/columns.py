@@ -8,6 +8,7 @@ ML vectors become arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
@@ -68,7 +69,9 @@ def prepare(
     if isinstance(field.dataType, T.BinaryType) and role == "feature":
         return Prepared(name=name, role=role, expression=column, dtype="uint8")
     depth, element = _unnest(field.dataType)
-    if as_classes and depth == 0 and _is_number(element):
+    if as_classes:
+        if depth or not _is_number(element):
+            raise _wrong_type(field, "class")
         sql = "double" if isinstance(element, _FLOATS) else "bigint"
         return Prepared(
             name=name, role=role, expression=column.cast(sql), dtype="int64", as_classes=True
@@ -140,8 +143,9 @@ def _is_exactly(element: T.DataType, dtype: str) -> bool:
     return isinstance(element, types[dtype])
 
 
-def _wrong_type(field: T.StructField, role: Role) -> DataError:
+def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataError:
     advice = {
+        "class": "a class is a whole number from 0 (index strings with StringIndexer)",
         "label": "a label is a number or an array of numbers (index strings with StringIndexer)",
         "weight": "a weight is a number",
         "feature": "a feature is a number, a boolean, an array of numbers, a Spark ML vector or "

@@ -29,7 +29,14 @@ from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
-from sparkdl.spark.checks import check_labels, dry_run, make_module, prepare_columns, shaped
+from sparkdl.spark.checks import (
+    check_labels,
+    check_travels,
+    dry_run,
+    make_module,
+    prepare_columns,
+    shaped,
+)
 from sparkdl.spark.gang import launch
 from sparkdl.spark.link import Link, open_link
 from sparkdl.spark.preflight import (
@@ -97,6 +104,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     spark = df.sparkSession
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
+    check_travels(request.config)
     module, float_dtype = make_module(request)
     prepared, validation = prepare_columns(df, request, float_dtype)
     gang = _plan_gang(spark, request, settings)

@@ -221,11 +221,12 @@ def wait_for_slots(
         return
     context: Any = spark.sparkContext
     scala = context._jsc.sc()
-    java_profile = (
-        scala.resourceProfileManager().defaultResourceProfile()
-        if profile is None
-        else profile._java_resource_profile
-    )
+    manager = scala.resourceProfileManager()
+    if profile is None:
+        java_profile = manager.defaultResourceProfile()
+    else:
+        java_profile = profile._java_resource_profile
+        manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
     deadline = time.monotonic() + settings.start_timeout_seconds
     announced = False
     while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:

@@ -192,6 +192,12 @@ def test_vectors_where_none_fits(vectors: DataFrame, name: str, role: Role) -> N
         prepare(vectors.schema, name, role, float_dtype="float32")
 
 
+@pytest.mark.parametrize("name", ["string", "doubles", "binary"])
+def test_types_that_are_no_class(df: DataFrame, name: str) -> None:
+    with pytest.raises(DataError, match=f'"{name}" has type .* a class is a whole number from 0'):
+        prepare(df.schema, name, "label", float_dtype="float32", as_classes=True)
+
+
 def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
     df = spark.range(1).selectExpr("id", "id AS Label")
     with pytest.raises(DataError, match=r'"label" is not in the DataFrame; its columns: id, Label'):

@@ -1,0 +1,421 @@
+"""Fit as a whole: refuses early, leaves nothing behind, tells what happens."""
+
+from __future__ import annotations
+
+import _thread
+import hashlib
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from sparkdl.config import CheckpointConfig, TrainConfig
+from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
+from sparkdl.spark import preflight, shards
+from sparkdl.spark.fit import fit
+from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.train.callbacks import Callback, CallbackState
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from torch import nn
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
+
+ROWS = 120
+
+
+def make_net() -> nn.Module:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    features = [((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)]
+    return spark.range(0, ROWS, 1, 3).select(
+        F.array(*features).alias("features"),
+        (F.col("id") % 3).alias("label"),
+        F.col("id").cast("string").alias("text"),
+        F.lit(1.0).alias("weight"),
+    )
+
+
+def request(*callbacks: Any, **changes: Any) -> FitRequest:
+    config = TrainConfig(
+        task="classification", loss="cross_entropy", optimizer="adam", learning_rate=0.01,
+        epochs=changes.pop("epochs", 2), batch_size=16, seed=7, callbacks=callbacks,
+        checkpoint=CheckpointConfig(directory=changes.pop("directory", None), interval=5),
+    )  # fmt: skip
+    values: dict[str, Any] = {
+        "module": make_net, "config": config, "feature_cols": ("features",),
+        "input_shapes": (None,), "label_col": "label", "weight_col": None,
+        "validation_col": None, "num_workers": 2, "max_restarts": 0, "verbose": 0,
+        "cpus_per_worker": None, "gpus_per_worker": None,
+    }  # fmt: skip
+    return FitRequest(**{**values, **changes})
+
+
+def digest(result: FitResult) -> str:
+    state = result.module.state_dict()
+    data = b"".join(tensor.numpy().tobytes() for tensor in state.values())
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def expected(df: DataFrame) -> str:
+    """Weights of the plain fit."""
+    return digest(fit(df, request()))
+
+
+def num_jobs(spark: SparkSession) -> int:
+    context: Any = spark.sparkContext
+    return int(context._jsc.sc().statusStore().jobsList(None).size())
+
+
+def tell_local_dirs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for _ in batches:
+        pass
+    yield pa.RecordBatch.from_pydict({"folder": shards.local_dirs()})
+
+
+@pytest.fixture(scope="module")
+def local_dirs(spark: SparkSession) -> list[Path]:
+    """Where executors keep their files."""
+    rows = spark.range(1).mapInArrow(tell_local_dirs, "folder string").collect()
+    return [Path(row["folder"]) for row in rows]
+
+
+def python_processes() -> set[int]:
+    """The Python processes below this one: Spark's daemon and its workers."""
+    parents, names = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+        except OSError:
+            continue
+        pid = int(folder.name)
+        parents[pid] = int(stat.rpartition(")")[2].split()[1])
+        names[pid] = stat.partition("(")[2].rpartition(")")[0]
+    below, size = {os.getpid()}, 0
+    while len(below) != size:
+        size = len(below)
+        below |= {pid for pid, parent in parents.items() if parent in below}
+    return {pid for pid in below - {os.getpid()} if names[pid].startswith("python")}
+
+
+def listening_ports(pids: Iterable[int]) -> set[int]:
+    """Ports on which processes listen."""
+    sockets = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[fields[9]] = int(fields[1].rsplit(":", 1)[1], 16)
+    ports = set()
+    for pid in pids:
+        try:
+            links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue
+        ports |= {sockets[link[8:-1]] for link in links if link[8:-1] in sockets}
+    return ports
+
+
+def left_behind(spark: SparkSession, local_dirs: list[Path], temporary: Path) -> dict[str, Any]:
+    context: Any = spark.sparkContext
+    return {
+        "spools": [path for folder in local_dirs for path in folder.glob("sparkdl-*")],
+        "temporary": list(temporary.glob("sparkdl-*")),
+        "persisted": int(context._jsc.getPersistentRDDs().size()),
+        "jobs": list(spark.sparkContext.statusTracker().getActiveJobsIds()),
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith("sparkdl")],
+        "ports": listening_ports([os.getpid()]),
+        "description": spark.sparkContext.getLocalProperty("spark.job.description"),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(
+    spark: SparkSession, local_dirs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Whatever a test does, nothing stays."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert all(folder.is_dir() for folder in local_dirs)
+    before = left_behind(spark, local_dirs, temporary)
+    num_ports = len(listening_ports(python_processes()))
+    yield
+    deadline = time.monotonic() + 5  # a cancelled task takes a moment to end
+    while left_behind(spark, local_dirs, temporary) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_behind(spark, local_dirs, temporary) == before
+    # Spark puts a new daemon, with a port, in the place of one whose worker it had to kill.
+    assert len(listening_ports(python_processes())) <= max(1, num_ports)
+    assert all(folder.is_dir() for folder in local_dirs)
+
+
+@contextmanager
+def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
+    spark.conf.set(f"spark.sparkdl.{name}", value)
+    try:
+        yield
+    finally:
+        spark.conf.unset(f"spark.sparkdl.{name}")
+
+
+def test_a_fit(df: DataFrame, expected: str) -> None:
+    result = fit(df, request())
+    assert digest(result) == expected
+    assert not result.module.training
+    assert result.num_classes == 3
+    assert [(c.name, c.shape) for c in result.columns] == [("features", (3,))]
+    summary = result.summary
+    assert (summary.rows, summary.world_size, summary.restarts) == (ROWS, 2, 0)
+    assert [record["epoch"] for record in summary.history] == [1, 2]
+    assert len(summary.throughput_by_rank) == 2
+    assert {"fit: preflight", "fit: spool", "fit: train"} <= set(summary.phase_seconds)
+
+
+def test_one_worker_by_default(df: DataFrame) -> None:
+    assert fit(df, request(num_workers=None, epochs=1)).summary.world_size == 1
+
+
+class Unpicklable(Callback):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"num_workers": 3}, ClusterError, r"numWorkers=3 needs 3 free slots of 1 cpu .* has 2 "),
+        ({"cpus_per_worker": 1}, ClusterError, "need stage-level scheduling, which local"),
+        ({"feature_cols": ("absent",)}, DataError, '"absent" is not in the DataFrame; its col'),
+        ({"feature_cols": ("text",)}, DataError, '"text" has type string, of which no tensor'),
+        ({"label_col": "features"}, DataError, '"features" has type array<float>.*a class is'),
+        ({"weight_col": "absent"}, DataError, '"absent" is not in the DataFrame'),
+        ({"validation_col": "weight"}, DataError, '"weight" marks validation rows and must be'),
+        ({"module": dict}, ConfigError, "it returned dict"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_any_job(
+    spark: SparkSession, df: DataFrame, changes: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    before = num_jobs(spark)
+    with pytest.raises(kind, match=message) as caught:
+        fit(df, request(**changes))
+    assert "\n" not in str(caught.value)
+    assert num_jobs(spark) == before
+
+
+def test_what_cannot_travel_is_refused_before_any_job(spark: SparkSession, df: DataFrame) -> None:
+    before = num_jobs(spark)
+    with pytest.raises(ConfigError, match=r"^callbacks cannot be sent to the workers: .*lock"):
+        fit(df, request(Unpicklable()))
+    assert num_jobs(spark) == before
+
+
+def test_a_checkpoint_directory_that_cannot_be_written(
+    spark: SparkSession, df: DataFrame, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    before = num_jobs(spark)
+    with pytest.raises(StorageError, match="file/below"):
+        fit(df, request(directory=str(file / "below")))
+    assert num_jobs(spark) == before
+
+
+def test_a_checkpoint_directory_that_executors_do_not_share(df: DataFrame) -> None:
+    with pytest.raises(StorageError, match=r"cannot be used from the executor on .*; choose a dir"):
+        fit(df, request(directory="memory://only-in-the-driver"))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("spark.dynamicAllocation.enabled", "set spark.dynamicAllocation.enabled=false"),
+        ("spark.network.crypto.enabled", "set spark.sparkdl.allowUnencrypted=true"),
+    ],
+)
+def test_a_cluster_that_cannot_run_a_gang(
+    spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch, key: str, message: str
+) -> None:
+    real = spark.conf.get
+    monkeypatch.setattr(
+        preflight, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
+    )
+    monkeypatch.setattr("sparkdl.spark.fit.conf", preflight.conf)
+    before = num_jobs(spark)
+    with pytest.raises(ClusterError, match=message):
+        fit(df, request())
+    assert num_jobs(spark) == before
+
+
+@pytest.mark.parametrize(
+    ("sql", "changes", "message"),
+    [
+        ("IF(id = 5, NULL, label)", {}, r'"label" has 1 null row \(first: row \d+ of partition'),
+        ("label * 2", {}, r'"label" has 40 label\(s\) outside the 3 classes .*, 0 to 2 \(example'),
+        ("label - 1", {}, r'"label" must hold whole, non-negative class indices .* 40 rows do'),
+        ("label", {"input_shapes": ((2, 2),)}, r'"features" has 3 values per row .* \(2, 2\)'),
+    ],
+)
+def test_bad_data(df: DataFrame, sql: str, changes: dict[str, Any], message: str) -> None:
+    from pyspark.sql import functions as F
+
+    bad = df.withColumn("id", F.col("text").cast("int")).withColumn("label", F.expr(sql))
+    with pytest.raises(DataError, match=message):
+        fit(bad, request(**changes))
+
+
+def test_no_rows(df: DataFrame) -> None:
+    with pytest.raises(DataError, match="the DataFrame has no rows"):
+        fit(df.where("label > 5"), request())
+
+
+def test_an_error_in_the_users_own_query_comes_once(df: DataFrame) -> None:
+    from pyspark.sql import functions as F
+
+    bad = df.withColumn("label", F.expr("CAST(text AS int) DIV (CAST(text AS int) - 7)"))
+    began = time.monotonic()
+    with pytest.raises(Exception, match="DIVIDE_BY_ZERO"):
+        fit(bad, request(max_restarts=3))
+    assert time.monotonic() - began < 20
+
+
+@dataclass
+class Break(Callback):
+    """Fails on rank 1, while rank 0 is busy with something else."""
+
+    seconds: float
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.step < 2:
+            return
+        if state.rank == 1:
+            raise ArithmeticError("the user's own mistake")
+        time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_the_users_error_comes_once_and_soon_and_the_next_fit_works(
+    df: DataFrame, expected: str, seconds: float
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        fit(df, request(Break(seconds), max_restarts=3))
+    assert time.monotonic() - began < 25
+    error = caught.value
+    assert (error.rank, error.error_type) == (1, "ArithmeticError")
+    text = str(error)
+    assert text.startswith("ArithmeticError on rank 1: the user's own mistake\n\nTraceback of rank")
+    assert text.count("Traceback (most recent call last)") == 1
+    assert 'raise ArithmeticError("the user\'s own mistake")' in text
+    assert error.__cause__ is None
+    assert digest(fit(df, request())) == expected
+
+
+@pytest.mark.filterwarnings("error")
+def test_workers_can_host_the_channel_with_the_same_bits(
+    spark: SparkSession, df: DataFrame, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with setting(spark, "channel", "workers"):
+        result = fit(df, request())
+    assert digest(result) == expected
+    assert result.summary.world_size == 2
+    assert "a restart would begin at step 0" in caplog.text
+
+
+def test_workers_can_host_the_channel_and_keep_checkpoints_elsewhere(
+    spark: SparkSession, df: DataFrame, expected: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    with setting(spark, "channel", "workers"):
+        assert digest(fit(df, request(directory=str(directory)))) == expected
+        with pytest.raises(WorkerError, match="the user's own mistake"):
+            fit(df, replace(request(Break(0), directory=str(tmp_path / "other"))))
+    (run,) = directory.iterdir()
+    assert any(run.iterdir())
+
+
+def test_a_wrong_setting(spark: SparkSession, df: DataFrame) -> None:
+    before = num_jobs(spark)
+    with (
+        setting(spark, "heartbeatTimeout", "soon"),
+        pytest.raises(ConfigError, match="heartbeatTimeout has a wrong value"),
+    ):
+        fit(df, request())
+    assert num_jobs(spark) == before
+
+
+@dataclass
+class Speak(Callback):
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        print(f"epoch {state.epoch} as rank {state.rank} sees it")
+
+
+def test_what_workers_say_reaches_the_driver(
+    df: DataFrame, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(df, request(Speak(), verbose=1))
+    lines = [line.strip() for line in capsys.readouterr().err.replace("\r", "\n").splitlines()]
+    for rank in (0, 1):
+        for epoch in (1, 2):
+            assert lines.count(f"[rank {rank}] epoch {epoch} as rank {rank} sees it") == 1
+    assert sum(line.startswith("epoch 2: loss ") for line in lines) == 1
+
+
+@dataclass
+class Linger(Callback):
+    """Tells that training has begun, then takes its time."""
+
+    marker: str
+
+    def on_step_end(self, state: CallbackState) -> None:
+        Path(self.marker).touch()
+        time.sleep(30)
+
+
+def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path, expected: str) -> None:
+    marker = tmp_path / "marker"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not marker.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        _thread.interrupt_main(signal.SIGINT)
+
+    finger = threading.Thread(target=interrupt)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        fit(df, request(Linger(str(marker))))
+    finger.join(timeout=10)
+    assert marker.exists()
+    assert time.time() - marker.stat().st_mtime < 20
+    assert digest(fit(df, request())) == expected
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(
+    df: DataFrame, tmp_path: Path, expected: str
+) -> None:
+    directory = str(tmp_path / "checkpoints")
+    fit(df, request(directory=directory, epochs=1))
+    result = fit(df, request(directory=directory))
+    assert digest(result) == expected
+    assert [record["epoch"] for record in result.summary.history] == [1, 2]
+    assert result.summary.steps > 4
