@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparkdl import errors
 from sparkdl.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed, WorkerError
 from sparkdl.progress import View
+from sparkdl.spark.failures import is_loss, told_by
 from sparkdl.spark.session import cancel_jobs, tag_jobs
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,8 @@ def supervise(
             attempt = _run(
                 spark, job, number, world_size, hub, limits, view, run_id, is_watched=is_watched
             )
-        except (SparkDLError, PythonException, KeyboardInterrupt):
-            raise
-        except Exception as error:  # Spark's errors have no common, documented base class
-            if not _is_spark_error(error):
+        except Exception as error:
+            if not is_loss(error):
                 raise
             attempt = Attempt(number=number, world_size=world_size, submitted=0, spark_error=error)
         reason = _verdict(attempt)
@@ -164,12 +162,10 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
             prepare()
         try:
             return action()
-        except (SparkDLError, PythonException):
-            raise
-        except Exception as error:  # Spark's errors have no common, documented base class
-            if not _is_spark_error(error):
+        except Exception as error:
+            if not is_loss(error):
                 raise
-            reason = f"a worker or executor was lost ({_told_by(error)})"
+            reason = f"a worker or executor was lost ({told_by(error)})"
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise TrainingFailed(
@@ -340,11 +336,9 @@ def _verdict(attempt: Attempt) -> str | None:
     if attempt.spark_error is not None and not attempt.cancelled:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
-        if isinstance(attempt.spark_error, PythonException):
+        if not is_loss(attempt.spark_error):
             raise attempt.spark_error
-        if not _is_spark_error(attempt.spark_error):  # such as a task that cannot be pickled
-            raise attempt.spark_error
-        return f"a worker or executor was lost ({_told_by(attempt.spark_error)})"
+        return f"a worker or executor was lost ({told_by(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(
@@ -366,17 +360,3 @@ def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
         )
     error: SparkDLError = kind(failure["message"])
     return error
-
-
-def _is_spark_error(error: Exception) -> bool:
-    return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
-
-
-def _told_by(error: Exception) -> str:
-    """What Spark says of a failure, without the stacks: its first lines, joined."""
-    java = getattr(error, "java_exception", None)
-    text = str(java.getMessage() if java is not None else error)
-    lines = [line.strip() for line in text.splitlines()]
-    telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]
-    shown = " | ".join(telling) or type(error).__name__
-    return shown if len(shown) <= 600 else shown[:597] + "..."

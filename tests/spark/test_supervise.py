@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from pyspark.errors import PySparkException, PythonException
+from pyspark.errors import (
+    ArithmeticException,
+    PySparkException,
+    PySparkPicklingError,
+    PythonException,
+)
 
 from sparkdl.channel import Event, Hub
 from sparkdl.errors import (
@@ -308,11 +313,14 @@ def test_a_mistake_of_ours_in_the_job_is_not_taken_for_a_lost_worker(stage: Stag
     assert stage.submitted == [0]
 
 
-def test_an_exception_of_python_code_on_executors_is_raised(stage: Stage) -> None:
+@pytest.mark.parametrize("kind", [PythonException, ArithmeticException, PySparkPicklingError])
+def test_an_error_of_spark_that_would_come_again_is_raised(
+    stage: Stage, kind: type[Exception]
+) -> None:
     def job() -> Rows:
-        raise PythonException("ModuleNotFoundError: No module named 'sparkdl'")
+        raise kind("always the same")
 
-    with pytest.raises(PythonException, match="No module named 'sparkdl'"):
+    with pytest.raises(kind, match="always the same"):
         stage.run(job, max_restarts=3)
     assert stage.submitted == [0]
 
@@ -480,7 +488,10 @@ def test_spooling_gives_up() -> None:
         Spooling(PySparkException("a"), PySparkException("b")).run(1)
 
 
-@pytest.mark.parametrize("error", [DataError("null"), PythonException("their UDF"), OSError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [DataError("null"), PythonException("UDF"), ArithmeticException("1/0"), OSError("x")],
+)
 def test_spooling_is_not_tried_again_in_vain(error: Exception) -> None:
     spooling = Spooling(error)
     with pytest.raises(type(error)) as caught:
