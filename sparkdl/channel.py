@@ -71,7 +71,9 @@ class Files(Protocol):
 class Hub:
     """What stands behind the server: keys that can be waited for, and the events received."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_events: bool = True) -> None:
+        """Make an empty hub; without ``keeps_events`` what workers report is thrown away."""
+        self.keeps_events = keeps_events
         self._keys: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -173,6 +175,8 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         return json.dumps(self._hub.delete(header["key"])).encode()
 
     def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
+        if not self._hub.keeps_events:
+            return b""
         now = time.monotonic()
         for body in json.loads(payload):
             self._hub.events.put(

@@ -158,3 +158,13 @@ def test_gloo_meets_through_the_channel(server: ChannelServer) -> None:
         process.join(timeout=30)
     assert got == [(0, 3.0), (1, 3.0)]
     assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def test_a_hub_that_nobody_reads_keeps_no_events() -> None:
+    hub = Hub(keeps_events=False)
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    client = ChannelClient(server.address)
+    client.report(attempt=0, rank=0, events=[{"kind": "done"}])
+    assert hub.events.empty()
+    client.close()
+    server.shutdown()

@@ -95,7 +95,7 @@ def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Ad
     server, message = None, ""
     if context.partitionId() == 0:
         address = context.getTaskInfos()[0].address.rsplit(":", 1)[0]
-        server = ChannelServer(Hub(), bind=address, announce=address)
+        server = ChannelServer(Hub(keeps_events=False), bind=address, announce=address)
         message = json.dumps(asdict(server.address))
     announced = context.allGather(message)[0]
     return server, Address(**json.loads(announced))
