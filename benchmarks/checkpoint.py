@@ -6,7 +6,6 @@ storage. "first" saves into fresh memory, later ones into the buffers of the one
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 
@@ -60,6 +59,7 @@ def main() -> None:
             signal=Keys(),
         )
         for run in range(options.runs + 1):
+            common.wait_until_idle(options.patience)
             plain = seconds(lambda: copy(tensors, targets))
             stall, whole = save(manager, run + 1, state)
             if run == 0:
@@ -70,7 +70,7 @@ def main() -> None:
             found.add("until visible ms", whole * 1e3)
             found.add("write GB/s", size / 1e9 / (whole - stall))
     found.ratio("stall / memcpy", "stall ms", "memcpy ms")
-    report(found, options)
+    found.report("checkpoint", options)
 
 
 def trained(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -97,11 +97,6 @@ def save(manager: CheckpointManager, step: int, state: dict[str, object]) -> tup
     stall = manager.stall_seconds - before
     manager.close()
     return stall, time.perf_counter() - started
-
-
-def report(found: Measurements, options: argparse.Namespace) -> None:
-    """Print and write."""
-    found.report("checkpoint", options)
 
 
 if __name__ == "__main__":

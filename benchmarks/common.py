@@ -125,6 +125,9 @@ def arguments(runs: int, **options: tuple[int, str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=runs, help="runs of which the median is taken")
     for name, (default, text) in options.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument(
+        "--patience", type=int, default=30, help="longest wait for idle CPUs before a measurement"
+    )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON")
     return parser.parse_args()
 
@@ -134,6 +137,21 @@ def seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def wait_until_idle(patience: int) -> None:
+    """Return when nobody else has used the CPUs for two seconds, or after ``patience`` seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        before = _cpu_times()
+        time.sleep(2)
+        spent = _cpu_times() - before
+        if spent[3] > 0.85 * spent.sum():  # the fourth is idle
+            return
+
+
+def _cpu_times() -> np.ndarray:
+    return np.array(Path("/proc/stat").read_text().split("\n")[0].split()[1:9], dtype=np.int64)
 
 
 class Measurements:

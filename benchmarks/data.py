@@ -7,6 +7,8 @@ with the least that any loader must do: ``torch.index_select`` of a batch from t
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import uuid
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,7 @@ def main() -> None:
     spark = common.spark_session(options.slots)
     gigabytes = options.rows * ROW_BYTES / 1e9
     for run in range(-1, options.runs):  # the first is a warm-up
+        common.wait_until_idle(options.patience)
         df = spark.read.parquet(str(folder))
         scan = seconds(lambda df=df: df.write.format("noop").mode("overwrite").save())
         table, request, prepare = prepared_table(df, options)
@@ -75,7 +78,29 @@ def later_epochs(
     plan: TrainPlan, name: str, folder: Path, options: argparse.Namespace, found: Measurements
 ) -> None:
     """Rank 0's epochs from the spool against index_select in memory, in turn."""
-    shards = [
+    shards = opened(plan)
+    epoch, rows = partial(from_spool, shards, plan), plan.rows_of(0)
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        memory = fresh.apply(memory_of_epoch, (plan,))
+    found.add(f"{name}, memory beyond the mapped spool MB", memory / 1e6)
+    epoch(0, prefetch=True)  # touches the pages, as the first epoch of a fit does
+    memory = tuple(column[:rows].clone() for column in read_images(folder))
+    gigabytes = rows * ROW_BYTES / 1e9
+    plain, ahead = f"{name}, index_select in memory GB/s", f"{name}, later epochs GB/s"
+    alone = f"{name}, later epochs without thread GB/s"
+    with tuned_allocator():  # as in a worker
+        for run in range(options.runs):
+            common.wait_until_idle(options.patience)
+            found.add(plain, gigabytes / seconds(partial(from_memory, memory, options.batch)))
+            found.add(ahead, gigabytes / seconds(partial(epoch, run, prefetch=True)))
+            found.add(alone, gigabytes / seconds(partial(epoch, run, prefetch=False)))
+    found.ratio(f"{name}, later epochs / index_select", ahead, plain)
+    found.ratio(f"{name}, without thread / index_select", alone, plain)
+
+
+def opened(plan: TrainPlan) -> list[ShardData]:
+    """Rank 0's shards, mapped into memory."""
+    return [
         ShardData(
             fingerprint=shard.fingerprint,
             columns=open_spool(
@@ -84,21 +109,22 @@ def later_epochs(
         )
         for shard in plan.shards_of(0)
     ]
-    epoch, rows = partial(from_spool, shards, plan), plan.rows_of(0)
-    before = anonymous_bytes()
-    epoch(0, prefetch=True)  # also touches the pages, as the first epoch of a fit does
-    found.add(f"{name}, memory beyond the mapped spool MB", (anonymous_bytes() - before) / 1e6)
-    memory = tuple(column[:rows].clone() for column in read_images(folder))
-    gigabytes = rows * ROW_BYTES / 1e9
-    plain, ahead = f"{name}, index_select in memory GB/s", f"{name}, later epochs GB/s"
-    alone = f"{name}, later epochs without thread GB/s"
-    with tuned_allocator():  # as in a worker
-        for run in range(options.runs):
-            found.add(plain, gigabytes / seconds(partial(from_memory, memory, options.batch)))
-            found.add(ahead, gigabytes / seconds(partial(epoch, run, prefetch=True)))
-            found.add(alone, gigabytes / seconds(partial(epoch, run, prefetch=False)))
-    found.ratio(f"{name}, later epochs / index_select", ahead, plain)
-    found.ratio(f"{name}, without thread / index_select", alone, plain)
+
+
+def memory_of_epoch(plan: TrainPlan) -> int:
+    """Most memory beyond files' pages that an epoch adds to a fresh process, after a first one.
+
+    One batch is drawn before, which loads the code it needs.
+    """
+    torch.set_num_threads(1)
+    shards = opened(plan)
+    next(iter(Batches(shards, plan, 0, seed=0, epoch=0, prefetch=False)))
+    gc.collect()
+    before = most = anonymous_bytes()
+    for step, _ in enumerate(Batches(shards, plan, 0, seed=0, epoch=1)):
+        if step % 50 == 0:
+            most = max(most, anonymous_bytes())
+    return most - before
 
 
 def from_spool(shards: list[ShardData], plan: TrainPlan, number: int, *, prefetch: bool) -> None:
