@@ -61,6 +61,7 @@ class AllReduceSynchronizer(Synchronizer):
         self.optimizer = make_optimizer(self._parameters)
         self._buckets = make_buckets(self._parameters, bucket_bytes)
         self._pending: list[Pending] = []
+        self._sums: torch.Tensor | None = None
         self._num_sent = 0
         self._is_syncing = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -85,18 +86,29 @@ class AllReduceSynchronizer(Synchronizer):
         finally:
             self._is_syncing = True
 
+    def start_sums(self, sums: torch.Tensor) -> None:
+        """See `Synchronizer.start_sums`."""
+        if self._comm.world_size == 1:
+            return
+        # A message of its own: float32 buckets would round the sums. It travels during the
+        # backward pass; after it, all ranks would wait once more.
+        self._sums = sums
+        self._pending.append(self._comm.all_reduce_async(sums))
+
     def reduce_gradients(self, sums: torch.Tensor) -> torch.Tensor:
         """See `Synchronizer.reduce_gradients`."""
         if self._comm.world_size == 1:
             return sums
+        if self._sums is None:  # an empty batch; before the buckets, as on the other ranks
+            self.start_sums(sums)
         while self._num_sent < len(self._buckets):
             self._send_next()
-        # A message of its own: float32 buckets would round the sums, and it travels beside them.
-        self._pending.append(self._comm.all_reduce_async(sums))
         pending, self._pending = self._pending, []
         for message in pending:
             message.wait()
-        return sums
+        shared, self._sums = self._sums, None
+        assert shared is not None
+        return shared
 
     def after_step(self, step: int) -> bool:
         """Replicas are equal after every step."""

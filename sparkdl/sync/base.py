@@ -49,10 +49,12 @@ class Synchronizer(ABC):
     """The strategy at work in one worker; owns model and optimizer.
 
     The loop calls, per step: ``zero_gradients``, forward and backward of each micro-batch (all
-    but the last inside ``no_sync()``), ``reduce_gradients``, the optimizer, ``after_step``.
+    but the last inside ``no_sync()``; ``start_sums`` between the last two), ``reduce_gradients``,
+    the optimizer, ``after_step``.
     Gradients hold *sums* over the local batch of ``loss / global_batch_rows``, so that their sum
     over ranks is the gradient of the weighted mean over the global batch. A rank whose batch is
-    empty runs no forward and no backward pass, but makes all the other calls.
+    empty runs no forward and no backward pass and does not call ``start_sums``, but makes all the
+    other calls.
     """
 
     model: nn.Module
@@ -65,6 +67,13 @@ class Synchronizer(ABC):
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward passes add to the local gradients only."""
+
+    def start_sums(self, sums: torch.Tensor) -> None:  # noqa: B027  # may stay
+        """Offer what `reduce_gradients` will get, before the last backward pass of the step.
+
+        A strategy may start to exchange it, so that nobody waits for it afterwards; ``sums`` is
+        then its own.
+        """
 
     @abstractmethod
     def reduce_gradients(self, sums: torch.Tensor) -> torch.Tensor:

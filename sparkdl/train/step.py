@@ -100,9 +100,11 @@ class TrainStep:
                 with self._format.autocast():
                     output = self._synchronizer.model(*micro_batch.inputs)
                 loss_sum, weight_sum = self._loss(output, micro_batch.target, micro_batch.weight)
+                sums[0] += loss_sum.detach()
+                sums[1] += weight_sum
+                if is_last:
+                    self._synchronizer.start_sums(sums.clone())
                 self._format.backward(loss_sum / global_rows)
-            sums[0] += loss_sum.detach()
-            sums[1] += weight_sum
         return sums
 
     def _update(self, shared: torch.Tensor, global_rows: int) -> bool:

@@ -56,14 +56,17 @@ def test_messages_have_one_order_with_and_without_backward() -> None:
     synchronizer = set_up(net, comm, 16)
     x = torch.randn(5, 3)
     synchronizer.zero_gradients()
-    net(x).sum().backward()
+    output = net(x).sum()
+    synchronizer.start_sums(torch.ones(2, dtype=torch.float64))
+    output.backward()
     sent_while_running = len(comm.sizes)
-    synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64))
+    sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64))
     with_backward, comm.sizes = comm.sizes, []
     synchronizer.zero_gradients()
     synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64))
 
-    assert sent_while_running == len(with_backward) - 1 > 1
+    assert sums.tolist() == [2.0, 2.0]
+    assert sent_while_running == len(with_backward) > 2
     assert comm.sizes == with_backward
 
 
