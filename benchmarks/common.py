@@ -101,7 +101,7 @@ def read_images(folder: Path, part: int = 0, parts: int = 1) -> tuple[torch.Tens
     return torch.from_numpy(pixels), torch.from_numpy(table["label"].to_numpy().copy())
 
 
-def spark_session(slots: int = 2) -> SparkSession:
+def spark_session(slots: int = 2, daemon: str = "pyspark.daemon") -> SparkSession:
     """A classic session on this machine."""
     from pyspark.sql import SparkSession
 
@@ -113,6 +113,7 @@ def spark_session(slots: int = 2) -> SparkSession:
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.sql.shuffle.partitions", str(slots))
         .config("spark.driver.memory", "2g")
+        .config("spark.python.daemon.module", daemon)
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("ERROR")
@@ -160,6 +161,7 @@ class Measurements:
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self._load = [os.getloadavg()[0]]
+        self._environment = environment()
 
     def add(self, name: str, value: float) -> None:
         """Note one value."""
@@ -188,7 +190,7 @@ class Measurements:
             "values": self._values,
             "options": {k: v for k, v in vars(options).items() if k != "output"},
             "load average": {"least": min(self._load), "most": max(self._load)},
-            **environment(),
+            **self._environment,
         }
         options.output.mkdir(parents=True, exist_ok=True)
         path = options.output / f"{benchmark}.json"

@@ -1,0 +1,39 @@
+"""How do Spark's Python workers start with torch in memory? Their daemon imports it first.
+
+Spark keeps Python workers for a minute; every later one would import torch anew, and build the
+compiler's modules with its first optimizer. Opt-in, when the session is built::
+
+    SparkSession.builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
+
+Nothing here may start a thread or use the channel: neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+PRELOADED = (
+    "pyarrow.flight",
+    "torch",
+    "torch._dynamo",  # imported by the first optimizer of a process
+    "sparkdl.spark.gang",
+    "sparkdl.spark.probe",
+    "sparkdl.spark.shards",
+    "sparkdl.train.loop",
+    "sparkdl.worker",
+)
+
+
+def preload() -> None:
+    """Import what training needs; what is not installed is reported by those who need it."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    from pyspark.daemon import manager
+
+    preload()
+    manager()
