@@ -14,7 +14,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types unit lock clean prerequisites
+.PHONY: help setup train evaluate predict test lint format types unit bench lock clean prerequisites
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -73,6 +73,9 @@ ifndef TESTS
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif
+
+bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
+	@for name in checkpoint data transform fit; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

@@ -39,9 +39,10 @@ def main() -> None:
     run_fit(spark, folder, options, found, "cold fit")
     for _ in range(options.runs):
         common.wait_until_idle(options.patience)
-        # Spark ends Python workers that were idle for a minute, as they are here by now: the first
-        # fit starts new ones, the second finds them warm.
-        run_fit(spark, folder, options, found, "fit after a pause")
+        # Spark ends Python workers that were idle for a minute, as they are here after the other
+        # contenders: the first fit starts new ones, the second finds them warm.
+        if options.distributor:
+            run_fit(spark, folder, options, found, "fit after a pause")
         run_fit(spark, folder, options, found, "fit")
         common.wait_until_idle(options.patience)
         run_torchrun(folder, options, found)
