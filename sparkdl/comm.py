@@ -7,29 +7,58 @@ so that the supervisor can tell a dead peer from a mistake in the user's code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from sparkdl.environment import numbered
 from sparkdl.errors import CommunicationError
 
 
 class Communicator(Protocol):
-    """Collective calls among the gang. All ranks must make the same calls in the same order."""
+    """Collective calls among the gang. All ranks must make the same calls in the same order.
+
+    ``bytes_sent`` counts what this rank has sent so far, as the algorithms have it that serve the
+    calls: of a tensor of ``n`` bytes an all-reduce sends ``2 n (W - 1) / W`` (a ring), an
+    all-gather ``n (W - 1)``, an all-to-all ``n (W - 1) / W``, a broadcast ``n (W - 1)`` from its
+    source, an exchange or a send ``n``.
+    """
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
+    nodes: tuple[int, ...]
+    """Number of each rank's node, from 0 in the order of the nodes' first ranks."""
+    bytes_sent: int
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Start a sum over all ranks; the result is there after ``wait()``."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, which have equal shapes: ``(world_size, *shape)``."""
+
+    def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Start to fill ``out``, ``(world_size, *shape)``, with the tensors of all ranks."""
+
+    def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Start to send row ``r`` of ``tensor`` to rank ``r``; row ``r`` of ``out`` comes from it.
+
+        Both are contiguous, ``(world_size, *shape)``.
+        """
+
+    def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """Swap tensors of equal shape with ``peer``, which must call as well; returns its own."""
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send to one rank, which must `receive`; may wait for it."""
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite ``tensor`` with what ``source`` sends."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` on all ranks with that of ``source``."""
@@ -42,6 +71,12 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """A communicator among the ranks of this rank's group, numbered from 0 in rank order.
+
+        Collective over all ranks, which pass the same ``groups``: each rank is in exactly one.
+        """
 
 
 class Pending(Protocol):
@@ -61,8 +96,8 @@ class LocalCommunicator:
 
     rank = 0
     world_size = 1
-    local_rank = 0
-    local_world_size = 1
+    nodes: tuple[int, ...] = (0,)
+    bytes_sent = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave ``tensor`` as it is."""
@@ -70,6 +105,32 @@ class LocalCommunicator:
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Leave ``tensor`` as it is."""
         return _Done()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy with a first dimension of one."""
+        return tensor.clone().unsqueeze(0)
+
+    def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Copy."""
+        out[0].copy_(tensor)
+        return _Done()
+
+    def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Copy."""
+        out.copy_(tensor)
+        return _Done()
+
+    def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """A copy."""
+        return tensor.clone()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Refuse: there is nobody to send to."""
+        raise AssertionError("a gang of one has no peer")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Refuse: there is nobody to receive from."""
+        raise AssertionError("a gang of one has no peer")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Leave ``tensor`` as it is."""
@@ -86,33 +147,100 @@ class LocalCommunicator:
     def barrier(self) -> None:
         """Return at once."""
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return itself."""
+        return self
+
 
 class ProcessGroupCommunicator:
-    """The gang behind torch's default process group, which must be initialized."""
+    """The gang behind torch's default process group, which must be initialized, or a part of it."""
 
     def __init__(
-        self, *, local_rank: int = 0, local_world_size: int = 1, device: str = "cpu"
+        self,
+        *,
+        nodes: Sequence[int] | None = None,
+        device: str = "cpu",
+        options: Any = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.local_rank = local_rank
-        self.local_world_size = local_world_size
+        """Wrap ``group``, or the default one.
+
+        Args:
+            nodes: each rank's node; None: all ranks are on one.
+            device: where the ranks' tensors are.
+            options: what `process_group` gave, for the groups that `split` makes.
+            group: None is the default group.
+        """
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.nodes = tuple(nodes) if nodes is not None else (0,) * self.world_size
+        assert len(self.nodes) == self.world_size
+        self.bytes_sent = 0
         self._device = device
+        self._options = options
+        self._group = group
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `Communicator.all_reduce`."""
-        with _peer_errors("all_reduce"):
-            dist.all_reduce(tensor)
+        self.all_reduce_async(tensor).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """See `Communicator.all_reduce_async`."""
+        self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
         with _peer_errors("all_reduce"):
-            return _PendingWork(dist.all_reduce(tensor, async_op=True))
+            return _PendingWork(
+                "all_reduce", dist.all_reduce(tensor, group=self._group, async_op=True)
+            )
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        self.all_gather_async(tensor, out).wait()
+        return out
+
+    def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """See `Communicator.all_gather_async`."""
+        self.bytes_sent += (self.world_size - 1) * tensor.nbytes
+        with _peer_errors("all_gather"):
+            work = dist.all_gather(list(out.unbind(0)), tensor, group=self._group, async_op=True)
+            return _PendingWork("all_gather", work)
+
+    def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """See `Communicator.all_to_all_async`."""
+        self.bytes_sent += (self.world_size - 1) * tensor[0].nbytes
+        with _peer_errors("all_to_all"):
+            work = dist.all_to_all_single(out, tensor, group=self._group, async_op=True)
+            return _PendingWork("all_to_all", work)
+
+    def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """See `Communicator.exchange`."""
+        theirs = torch.empty_like(tensor)
+        self.bytes_sent += tensor.nbytes
+        with _peer_errors("exchange"):
+            sending = dist.isend(tensor, group=self._group, group_dst=peer)
+            receiving = dist.irecv(theirs, group=self._group, group_src=peer)
+            assert sending is not None and receiving is not None
+            sending.wait()
+            receiving.wait()
+        return theirs
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """See `Communicator.send`."""
+        self.bytes_sent += tensor.nbytes
+        with _peer_errors("send"):
+            dist.send(tensor, group=self._group, group_dst=to)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """See `Communicator.receive`."""
+        with _peer_errors("receive"):
+            dist.recv(tensor, group=self._group, group_src=source)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """See `Communicator.broadcast`."""
+        if self.rank == source:
+            self.bytes_sent += (self.world_size - 1) * tensor.nbytes
         with _peer_errors("broadcast"):
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """See `Communicator.broadcast_bytes`."""
@@ -135,22 +263,34 @@ class ProcessGroupCommunicator:
         mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with _peer_errors("all_gather"):
-            dist.all_gather(parts, mine)
+        parts = self.all_gather(mine)
         return [_bytes(part, int(size)) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         self.all_reduce(torch.zeros(1, device=self._device))
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """See `Communicator.split`."""
+        assert self._group is None, "parts cannot be split again"
+        assert sorted(rank for group in groups for rank in group) == list(range(self.world_size))
+        mine = next(group for group in groups if self.rank in group)
+        with _peer_errors("split"):
+            parts = [dist.new_group(sorted(group), pg_options=self._options) for group in groups]
+        return ProcessGroupCommunicator(
+            nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
+            device=self._device,
+            group=parts[groups.index(mine)],
+        )
+
 
 class _PendingWork:
-    def __init__(self, work: Any) -> None:
+    def __init__(self, what: str, work: Any) -> None:
+        self._what = what
         self._work = work
 
     def wait(self) -> None:
-        with _peer_errors("all_reduce"):
+        with _peer_errors(self._what):
             self._work.wait()
 
 
@@ -163,8 +303,10 @@ def process_group(
     world_size: int,
     timeout_seconds: float,
     address: str | None = None,
-) -> Iterator[None]:
+) -> Iterator[Any]:
     """Initialize torch's default process group, and destroy it at the end, also after a failure.
+
+    Yields the backend's options, which groups of fewer ranks need too, or None.
 
     Args:
         backend: ``gloo`` or ``nccl``.
@@ -192,7 +334,7 @@ def process_group(
             pg_options=options,
         )
     try:
-        yield
+        yield options
     finally:
         dist.destroy_process_group()
 

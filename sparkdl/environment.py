@@ -68,7 +68,12 @@ def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str)
     return None
 
 
-def local_ranks(hosts: Sequence[str], rank: int) -> tuple[int, int]:
-    """``(local_rank, local_world_size)`` of ``rank``, given every rank's host."""
-    mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    return mine.index(rank), len(mine)
+def numbered(hosts: Sequence[object]) -> tuple[int, ...]:
+    """Number of each rank's node, from 0 in the order of first appearance in ``hosts``."""
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+
+
+def local_rank(nodes: Sequence[int], rank: int) -> int:
+    """Place of ``rank`` among the ranks of its node."""
+    return list(nodes[:rank]).count(nodes[rank])

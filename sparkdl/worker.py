@@ -23,7 +23,7 @@ from sparkdl.channel import ChannelClient, ChannelStorage
 from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool import Split, open_spool
-from sparkdl.environment import WorkerEnvironment, difference, local_ranks, versions
+from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.plan import TrainPlan
 from sparkdl.process import cpu_model, torch_threads, tuned_allocator
@@ -120,19 +120,20 @@ def _work(
     environment: WorkerEnvironment, order: WorkOrder, client: ChannelClient, reporter: Reporter
 ) -> list[tuple[str, bytes]]:
     """Everything between the start of the process's part and its results."""
-    local_rank, local_world_size = meet(environment, order, client)
+    nodes = meet(environment, order, client)
     with tuned_allocator():
         import torch  # after the allocator, so that torch's first blocks are tuned too
 
         from sparkdl.device import choose_device
 
         config, structure = cloudpickle.loads(order.payload)
-        device = choose_device(config.device, environment.gpu_addresses, local_rank, os.environ)
+        place = local_rank(nodes, environment.rank)
+        device = choose_device(config.device, environment.gpu_addresses, place, os.environ)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with (
             torch_threads(order.threads),
-            _communicator(environment, order, client, device, local_rank, local_world_size) as comm,
+            _communicator(environment, order, client, device, nodes) as comm,
         ):
             return _train(environment, order, config, structure, comm, device, client, reporter)
 
@@ -308,11 +309,11 @@ def _deliver(module: nn.Module, files: ChannelStorage | None) -> list[tuple[str,
 
 def meet(
     environment: WorkerEnvironment, order: WorkOrder, client: ChannelClient
-) -> tuple[int, int]:
-    """Wait for all ranks, compare versions, and find the place among the ranks of this host.
+) -> tuple[int, ...]:
+    """Wait for all ranks, compare versions, and find out who shares a node.
 
     Returns:
-        ``(local_rank, local_world_size)``.
+        Number of each rank's node.
 
     Raises:
         ClusterError: a worker runs other versions than the driver.
@@ -330,7 +331,7 @@ def meet(
     except TimeoutError as error:
         raise CommunicationError(f"not all workers started in time: {error}") from error
     hosts = [(client.get(key) or b"").decode() for key in keys]
-    return local_ranks(hosts, environment.rank)
+    return numbered(hosts)
 
 
 @contextlib.contextmanager
@@ -339,8 +340,7 @@ def _communicator(
     order: WorkOrder,
     client: ChannelClient,
     device: torch.device,
-    local_rank: int,
-    local_world_size: int,
+    nodes: tuple[int, ...],
 ) -> Iterator[Communicator]:
     from sparkdl.comm import LocalCommunicator, ProcessGroupCommunicator, process_group
     from sparkdl.store import ChannelStore
@@ -356,7 +356,5 @@ def _communicator(
         world_size=environment.world_size,
         timeout_seconds=order.collective_timeout_seconds,
         address=environment.address,
-    ):
-        yield ProcessGroupCommunicator(
-            local_rank=local_rank, local_world_size=local_world_size, device=str(device)
-        )
+    ) as options:
+        yield ProcessGroupCommunicator(nodes=nodes, device=str(device), options=options)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.gang import Gang, started_gang
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -60,3 +62,24 @@ def spark() -> Iterator[SparkSession]:
         session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    """Two ranks, started once."""
+    with started_gang(tmp_path_factory.mktemp("gang")) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="session")
+def gang3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    """Three ranks, started once; for what two cannot show."""
+    with started_gang(tmp_path_factory.mktemp("gang3"), 3) as gang:
+        yield gang
+
+
+@pytest.fixture(scope="session")
+def gang4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    """Four ranks, started once; for pairs of pairs, and two nodes of two."""
+    with started_gang(tmp_path_factory.mktemp("gang4"), 4) as gang:
+        yield gang

@@ -1,4 +1,4 @@
-"""How do tests run a function on two ranks? Two processes, started once, with gloo between them.
+"""How do tests run a function on several ranks? Processes, started once, with gloo between them.
 
 A function of a test module, and its arguments, must be picklable; it gets the communicator first.
 """
@@ -17,12 +17,11 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 2
 TIMEOUT_SECONDS = 30
 
 
 class Gang:
-    """Two ranks that wait for functions to run."""
+    """Ranks that wait for functions to run."""
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
@@ -46,20 +45,27 @@ class Gang:
 
 
 @contextlib.contextmanager
-def started_gang(folder: Path) -> Iterator[Gang]:
+def started_gang(folder: Path, world_size: int = 2) -> Iterator[Gang]:
     """A gang whose processes end with the context."""
     key = secrets.token_bytes(16)
     address = str(folder / "gang.sock")
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
         processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), address, str(folder / "store")],
+                [
+                    sys.executable,
+                    __file__,
+                    str(rank),
+                    str(world_size),
+                    address,
+                    str(folder / "store"),
+                ],
                 env={**os.environ, "SPARKDL_TEST_KEY": key.hex()},
                 cwd=Path(__file__).parent.parent,
             )
-            for rank in range(WORLD_SIZE)
+            for rank in range(world_size)
         ]
-        connections: list[Connection | None] = [None] * WORLD_SIZE
+        connections: list[Connection | None] = [None] * world_size
         try:
             for _ in processes:
                 connection = listener.accept()
@@ -77,7 +83,7 @@ def started_gang(folder: Path) -> Iterator[Gang]:
                     process.wait()
 
 
-def main(rank: int, address: str, store_path: str) -> None:
+def main(rank: int, world_size: int, address: str, store_path: str) -> None:
     """One rank's life: run what comes until the connection closes."""
     import torch.distributed as dist
 
@@ -87,13 +93,13 @@ def main(rank: int, address: str, store_path: str) -> None:
     connection.send(rank)
     with process_group(
         backend="gloo",
-        store=dist.FileStore(store_path, WORLD_SIZE),
+        store=dist.FileStore(store_path, world_size),
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout_seconds=TIMEOUT_SECONDS,
         address="127.0.0.1",
-    ):
-        comm = ProcessGroupCommunicator()
+    ) as options:
+        comm = ProcessGroupCommunicator(options=options)
         while True:
             try:
                 function, arguments = pickle.loads(connection.recv_bytes())
@@ -108,4 +114,4 @@ def main(rank: int, address: str, store_path: str) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

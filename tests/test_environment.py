@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from sparkdl.environment import difference, local_ranks, versions
+from sparkdl.environment import difference, local_rank, numbered, versions
 
 DRIVER = {"python": "3.12.3", "sparkdl": "1", "torch": "2.13.0", "pyspark": "4.3", "pyarrow": "26"}
 
@@ -53,13 +53,7 @@ def test_a_package_that_the_worker_does_not_mention_is_missing() -> None:
     assert found.startswith("there has no torch")
 
 
-def test_local_ranks() -> None:
-    hosts = ["a", "b", "a", "b", "b", "c"]
-    assert [local_ranks(hosts, rank) for rank in range(6)] == [
-        (0, 2),
-        (0, 3),
-        (1, 2),
-        (1, 3),
-        (2, 3),
-        (0, 1),
-    ]
+def test_nodes_are_numbered_by_their_first_rank() -> None:
+    nodes = numbered(["b", "a", "b", "a", "a", "c"])
+    assert nodes == (0, 1, 0, 1, 1, 2)
+    assert [local_rank(nodes, rank) for rank in range(6)] == [0, 0, 1, 1, 2, 0]

@@ -12,7 +12,7 @@ import pytest
 
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.config import TrainConfig
-from sparkdl.environment import WorkerEnvironment, local_ranks
+from sparkdl.environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.errors import ClusterError
 from sparkdl.spark.fit import fit
 from sparkdl.spark.gang import launch
@@ -57,7 +57,7 @@ def tell(environment: WorkerEnvironment, order: int) -> Iterator[tuple[str, byte
         "gpus": environment.gpu_addresses,
         "cpus": context.cpus(),
         "executor": executor,
-        "local": local_ranks(hosts, environment.rank),
+        "local": local_rank(numbered(hosts), environment.rank),
     }
     yield "found", json.dumps(found).encode()
 
@@ -96,7 +96,7 @@ def test_one_worker_per_gpu_each_with_its_own(
     assert len(by_executor) == 2
     for members in by_executor.values():
         assert sorted(one["gpus"][0] for one in members) == ["0", "1"]
-        assert sorted(one["local"] for one in members) == [[0, 2], [1, 2]]
+        assert sorted(one["local"] for one in members) == [0, 1]
 
 
 def test_a_worker_can_have_all_gpus_of_an_executor(
@@ -113,7 +113,7 @@ def test_a_worker_can_have_all_gpus_of_an_executor(
     for one in found:
         assert sorted(one["gpus"]) == ["0", "1"]
         assert one["cpus"] == 2
-        assert one["local"] == [0, 1]
+        assert one["local"] == 0
     with pytest.raises(ClusterError, match=r"numWorkers=3 needs 3 free slots of 2 cpu and 2 gpu"):
         choose_num_workers(info, 3, cpus_per_worker=2, gpus_per_worker=2.0)
     with pytest.raises(ClusterError, match="only 2 of the 3 slots"):
