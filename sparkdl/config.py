@@ -90,6 +90,11 @@ class TrainConfig:
     """Micro-batches into which each batch is cut."""
     gradient_clip_norm: float | None = None
     device: str = "auto"
+    divergence_factor: float | None = 1e4
+    """How many times the loss of the first steps means that training has diverged; None: never.
+
+    A loss that is infinite or NaN always does.
+    """
     deterministic: bool = False
     """Ask torch for deterministic algorithms (needed for repeatable bits on CUDA)."""
     metrics: Mapping[str, Callable[[], Any] | Any] = field(default_factory=dict)
@@ -116,6 +121,10 @@ class TrainConfig:
         if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
             raise ConfigError(
                 f"gradientClipNorm must be positive; received {self.gradient_clip_norm}"
+            )
+        if self.divergence_factor is not None and not self.divergence_factor > 1:
+            raise ConfigError(
+                f"divergenceFactor must be more than 1; received {self.divergence_factor}"
             )
         if self.gradient_accumulation_steps > self.batch_size:
             raise ConfigError(

@@ -8,17 +8,15 @@ but by `TrainConfig`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sparkdl import sync
 from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError
 from sparkdl.sync.base import SyncStrategy
-
-STRATEGIES = {"allreduce": "sparkdl.sync.allreduce:AllReduce"}
-"""Name -> class, for ``syncStrategy="allreduce"``; case does not matter."""
 
 
 def to_callable(value: Any) -> Any:
@@ -72,25 +70,10 @@ def to_early_stopping(value: Any) -> EarlyStopping:
 
 def to_strategy(value: Any) -> SyncStrategy:
     """Accept a `SyncStrategy`, a known name, or ``package.module:Class`` of one's own."""
-    if isinstance(value, str):
-        value = _named_strategy(value)
-    if isinstance(value, type) and issubclass(value, SyncStrategy):
-        value = value()
-    if not isinstance(value, SyncStrategy):
-        raise TypeError(f"expected a SyncStrategy or the name of one, received {value!r}")
-    return value
-
-
-def _named_strategy(name: str) -> Any:
-    target = name if ":" in name else STRATEGIES.get(name.lower().replace("_", ""))
-    if target is None:
-        known = ", ".join(sorted(STRATEGIES))
-        raise TypeError(f"unknown strategy {name!r}; known: {known}, or 'package.module:Class'")
-    module, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise TypeError(f"cannot import strategy {name!r}: {error}") from error
+        return sync.resolve(value)
+    except ConfigError as error:
+        raise TypeError(str(error)) from error
 
 
 def to_shapes(value: Any) -> list[Any]:

@@ -117,6 +117,7 @@ class EstimatorSection:
     precision: str | None = None
     gradient_accumulation_steps: int | None = None
     gradient_clip_norm: float | None = None
+    divergence_factor: float | None = None
     device: str | None = None
     deterministic: bool | None = None
     checkpoint_dir: str | None = None

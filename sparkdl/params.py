@@ -121,8 +121,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     )
     syncStrategy = declare(
         "syncStrategy",
-        "how replicas are kept in agreement: a SyncStrategy, its name ('allreduce'), or "
-        "'package.module:Class'.",
+        "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
+        "'parameter_averaging'), or 'package.module:Class'.",
         converters.to_strategy,
     )
     precision = declare(
@@ -138,6 +138,12 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     gradientClipNorm = declare(
         "gradientClipNorm",
         "largest norm of the gradient of all parameters together (> 0); None: no clipping.",
+        TypeConverters.toFloat,
+    )
+    divergenceFactor = declare(
+        "divergenceFactor",
+        "how many times the loss of the first steps ends the fit as diverged (> 1); None: only a "
+        "loss that is infinite or NaN.",
         TypeConverters.toFloat,
     )
     device = declare(
@@ -288,6 +294,7 @@ FIELDS: Mapping[str, Field] = {
     "precision": Field("config", "precision"),
     "gradientAccumulationSteps": Field("config", "gradient_accumulation_steps"),
     "gradientClipNorm": Field("config", "gradient_clip_norm"),
+    "divergenceFactor": Field("config", "divergence_factor"),
     "device": Field("config", "device"),
     "deterministic": Field("config", "deterministic"),
     "metrics": Field("config", "metrics"),
@@ -370,6 +377,7 @@ class EstimatorArguments(TypedDict, total=False):
     precision: str
     gradientAccumulationSteps: int
     gradientClipNorm: float | None
+    divergenceFactor: float | None
     device: str
     deterministic: bool
     checkpointDir: str | None

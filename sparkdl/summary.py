@@ -39,6 +39,8 @@ class TrainingSummary:
     world_size: int = 1
     throughput_by_rank: list[float] = field(default_factory=list)
     """Training rows per second of each rank while it trained."""
+    bytes_sent_by_rank: list[int] = field(default_factory=list)
+    """What each rank sent to others to agree with them, in the last attempt."""
     seconds: float = 0.0
     """Wall-clock seconds of the whole fit."""
 

@@ -292,6 +292,7 @@ def _report(
         "steps": outcome.steps,
         "seconds": {**outcome.seconds, "checkpoint stall": stall},
         "rows_per_second": rows / busy if busy > 0 else 0.0,
+        "bytes_sent": outcome.bytes_sent,
     }
 
 

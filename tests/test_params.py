@@ -49,6 +49,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "precision": ("bf16", "bf16"),
     "gradientAccumulationSteps": (4, 4),
     "gradientClipNorm": (1.5, 1.5),
+    "divergenceFactor": (9.0, 9.0),
     "device": ("cpu", "cpu"),
     "deterministic": (True, True),
     "checkpointDir": ("/c", "/c"),

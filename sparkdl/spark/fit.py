@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import worker
+from sparkdl import sync, worker
 from sparkdl.checkpoint.format import decode, latest
 from sparkdl.config import TrainConfig
 from sparkdl.describe import describe
@@ -108,6 +108,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     module, float_dtype = make_module(request)
     prepared, validation = prepare_columns(df, request, float_dtype)
     gang = _plan_gang(spark, request, settings)
+    sync.resolve(request.config.sync_strategy).check(request.config, gang.num_workers)
     with contextlib.ExitStack() as stack:
         link = open_link(
             spark,
@@ -362,6 +363,7 @@ def _summary(result: GangResult, plan: TrainPlan, clock: Clock) -> TrainingSumma
         steps=first["steps"],
         world_size=plan.world_size,
         throughput_by_rank=[reports[rank]["rows_per_second"] for rank in sorted(reports)],
+        bytes_sent_by_rank=[reports[rank]["bytes_sent"] for rank in sorted(reports)],
         seconds=clock.total(),
     )
 

@@ -11,8 +11,12 @@ __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 
 STRATEGIES = {
     "allreduce": "sparkdl.sync.allreduce:AllReduce",
+    "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
 }
-"""Name -> where the class is; classes are imported when they are asked for."""
+"""Name -> where the class is; classes are imported when they are asked for.
+
+Case and underscores of a name do not matter.
+"""
 
 
 def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStrategy:
@@ -32,7 +36,7 @@ def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStr
         return strategy
     found: object = strategy
     if isinstance(strategy, str):
-        found = _import(STRATEGIES.get(strategy.lower(), strategy))
+        found = _import(STRATEGIES.get(strategy.lower().replace("_", ""), strategy))
     if not (isinstance(found, type) and issubclass(found, SyncStrategy)):
         raise ConfigError(f"syncStrategy must be a SyncStrategy or its name; received {strategy!r}")
     try:

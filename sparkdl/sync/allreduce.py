@@ -1,13 +1,9 @@
 """How do replicas agree after every step? Their gradients are summed while backward still runs.
 
-The gradients of all parameters are views of flat buffers, which are cut into buckets. A bucket
-whose gradients are all there is sent at once, so that communication overlaps with the rest of
-the backward pass (Li et al., "PyTorch Distributed", VLDB 2020). Buckets are always sent in the
-same order: ranks that have no samples, or in which a parameter took no part, send theirs, with
-zeros, at the end.
-
-A parameter that takes no part in a step has a gradient of zero, not None, so that weight decay
-and momentum act on it the same way on every rank.
+A bucket whose gradients are all there is sent at once, so that communication overlaps with the
+rest of the backward pass (Li et al., "PyTorch Distributed", VLDB 2020). Buckets are always sent
+in the same order: ranks that have no samples, or in which a parameter took no part, send theirs,
+with zeros, at the end.
 """
 
 from __future__ import annotations
@@ -15,20 +11,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
 from sparkdl.comm import Communicator, Pending
 from sparkdl.errors import ConfigError
-from sparkdl.sync.base import MakeOptimizer, Synchronizer, SyncStrategy
+from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew
+from sparkdl.sync.gradients import Bucket, FlatGradients, zeros
 
-FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that the network has something to do early."""
+if TYPE_CHECKING:
+    from sparkdl.compress.base import Compression
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(SyncStrategy):
+class AllReduce(CollectiveStrategy):
     """Average gradients over all ranks after every batch: equal to training on the united batch."""
 
     bucket_bytes: int = 25 << 20
@@ -38,11 +37,44 @@ class AllReduce(SyncStrategy):
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be at least 1; received {self.bucket_bytes}")
 
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums."""
+        sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
+        return None if sent is None else sent + exchange_bytes(None, [(2,)], 8, world_size)
+
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AllReduceSynchronizer:
         """See `SyncStrategy.setup`."""
-        return AllReduceSynchronizer(model, make_optimizer, comm, self.bucket_bytes)
+        return AllReduceSynchronizer(
+            model, make_optimizer, comm, self.bucket_bytes, self.resolved_compression()
+        )
+
+
+@overload
+def exchange_bytes(
+    compression: None, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+) -> int: ...
+@overload
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None: ...
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None:
+    """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
+    if compression is not None and world_size > 1:
+        return compression.wire_bytes(shapes, element_size, world_size)
+    num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+    return 2 * (world_size - 1) * num_bytes // world_size
 
 
 class AllReduceSynchronizer(Synchronizer):
@@ -54,28 +86,36 @@ class AllReduceSynchronizer(Synchronizer):
         make_optimizer: MakeOptimizer,
         comm: Communicator,
         bucket_bytes: int,
+        compression: Compression | None = None,
     ) -> None:
         self.model = model
-        self._comm = comm
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self._parameters)
-        self._buckets = make_buckets(self._parameters, bucket_bytes)
+        self._comm = counting_anew(comm)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(parameters)
+        self._gradients = FlatGradients(parameters, bucket_bytes, zeros)
+        self._buckets = self._gradients.buckets
+        self._compressors = []
+        if compression is not None and comm.world_size > 1:
+            self._compressors = [
+                compression.make(bucket.gradients, self._comm) for bucket in self._buckets
+            ]
         self._pending: list[Pending] = []
         self._sums: torch.Tensor | None = None
         self._num_sent = 0
         self._is_syncing = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._attach_gradients()
         if comm.world_size > 1:
             self._attach_hooks()
 
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`; the gradients stay views of the buckets."""
-        for bucket in self._buckets:
-            bucket.flat.zero_()
-            bucket.num_missing = len(bucket.parameters)
+        """See `Synchronizer.zero_gradients`."""
+        self._gradients.zero()
         self._num_sent = 0
-        self._attach_gradients()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,10 +135,10 @@ class AllReduceSynchronizer(Synchronizer):
         self._sums = sums
         self._pending.append(self._comm.all_reduce_async(sums))
 
-    def reduce_gradients(self, sums: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`."""
         if self._comm.world_size == 1:
-            return sums
+            return Reduced(sums, divisor)
         if self._sums is None:  # an empty batch; before the buckets, as on the other ranks
             self.start_sums(sums)
         while self._num_sent < len(self._buckets):
@@ -108,7 +148,7 @@ class AllReduceSynchronizer(Synchronizer):
             message.wait()
         shared, self._sums = self._sums, None
         assert shared is not None
-        return shared
+        return Reduced(shared, divisor)
 
     def after_step(self, step: int) -> bool:
         """Replicas are equal after every step."""
@@ -117,21 +157,31 @@ class AllReduceSynchronizer(Synchronizer):
     def close_round(self) -> None:
         """Nothing to do: every step closes its round."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {"compressors": [one.state_dict() for one in self._compressors]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_state_dict`."""
+        if self._compressors and state["compressors"]:  # a gang of one has none
+            for one, values in zip(self._compressors, state["compressors"], strict=True):
+                one.load_state_dict(values)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        for one, values in zip(self._compressors, state["compressors"], strict=True):
+            one.load_rank_state_dict(values)
+
     def close(self) -> None:
         """See `Synchronizer.close`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._buckets.clear()
-
-    def _attach_gradients(self) -> None:
-        for bucket in self._buckets:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                # Someone's optimizer.zero_grad() may have dropped the view.
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
+        self._gradients.release()
 
     def _attach_hooks(self) -> None:
         for bucket in self._buckets:
@@ -153,9 +203,12 @@ class AllReduceSynchronizer(Synchronizer):
             self._send_next()
 
     def _send_next(self) -> None:
-        bucket = self._buckets[self._num_sent]
+        number, flat = self._num_sent, self._buckets[self._num_sent].flat
         self._num_sent += 1
-        self._pending.append(self._comm.all_reduce_async(bucket.flat))
+        if self._compressors:
+            self._pending.append(self._compressors[number].start(flat))
+        else:
+            self._pending.append(self._comm.all_reduce_async(flat))
 
 
 class _Arrival:
@@ -167,54 +220,3 @@ class _Arrival:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._synchronizer._arrived(self._bucket)
-
-
-class Bucket:
-    """Gradients that travel together: a flat tensor, and one view of it per parameter."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-        self.parameters = tuple(parameters)
-        self.flat = flat
-        sizes = [parameter.numel() for parameter in parameters]
-        pieces = torch.split(flat, sizes)
-        self.gradients = tuple(
-            piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
-        )
-        self.num_missing = len(self.parameters)
-
-
-def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Cut the gradients of ``parameters`` into buckets, those that are ready first in front.
-
-    Gradients become ready roughly in the reverse order of registration. Each dtype and device has
-    one flat buffer, of which its buckets are consecutive parts.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
-    for place, parameter in enumerate(reversed(parameters)):
-        groups.setdefault((parameter.dtype, parameter.device), []).append((place, parameter))
-    placed: list[tuple[int, Bucket]] = []
-    for (dtype, device), members in groups.items():
-        total = sum(parameter.numel() for _, parameter in members)
-        rest = torch.zeros(total, dtype=dtype, device=device)
-        for run in _runs(members, bucket_bytes):
-            size = sum(parameter.numel() for _, parameter in run)
-            bucket = Bucket([parameter for _, parameter in run], rest[:size])
-            placed.append((run[-1][0], bucket))
-            rest = rest[size:]
-    return [bucket for _, bucket in sorted(placed, key=lambda pair: pair[0])]
-
-
-def _runs(
-    members: Sequence[tuple[int, nn.Parameter]], bucket_bytes: int
-) -> Iterator[list[tuple[int, nn.Parameter]]]:
-    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    run: list[tuple[int, nn.Parameter]] = []
-    size = 0
-    for place, parameter in members:
-        run.append((place, parameter))
-        size += parameter.numel() * parameter.element_size()
-        if size >= limit:
-            yield run
-            run, size, limit = [], 0, bucket_bytes
-    if run:
-        yield run

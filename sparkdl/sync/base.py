@@ -7,16 +7,17 @@ A strategy is two objects, because one must travel to the executors and the othe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from sparkdl.comm import Communicator
+    from sparkdl.config import TrainConfig
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 
@@ -38,11 +39,42 @@ class SyncStrategy(ABC):
         """Whether the same run gives the same bits; strategies driven by time say False."""
         return True
 
+    def check(self, config: TrainConfig, world_size: int) -> None:  # noqa: B027  # may stay
+        """Refuse, on the driver and before any job, what makes no sense together.
+
+        Raises:
+            ConfigError: with the reason.
+        """
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
+
+        Args:
+            shapes: those of the trained parameters.
+            element_size: bytes of one number.
+            world_size: number of ranks, all on nodes of their own.
+
+        Returns:
+            None where it depends on the data, or where there is no formula.
+        """
+        return None
+
     @abstractmethod
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
         """Build the runtime half on one worker. Every rank calls it, with equal weights."""
+
+
+class Reduced(NamedTuple):
+    """What a step's exchange has brought; the gradients themselves are in the parameters."""
+
+    sums: torch.Tensor
+    """Numbers that add up over samples, over all samples that the gradients are of."""
+    divisor: float
+    """What the losses behind these gradients were divided by."""
 
 
 class Synchronizer(ABC):
@@ -51,14 +83,24 @@ class Synchronizer(ABC):
     The loop calls, per step: ``zero_gradients``, forward and backward of each micro-batch (all
     but the last inside ``no_sync()``; ``start_sums`` between the last two), ``reduce_gradients``,
     the optimizer, ``after_step``.
-    Gradients hold *sums* over the local batch of ``loss / global_batch_rows``, so that their sum
-    over ranks is the gradient of the weighted mean over the global batch. A rank whose batch is
-    empty runs no forward and no backward pass and does not call ``start_sums``, but makes all the
-    other calls.
+    Gradients hold *sums* over the local batch of ``loss / divisor``, so that their sum over ranks
+    is the gradient of the weighted mean over the global batch. A rank whose batch is empty runs no
+    forward and no backward pass and does not call ``start_sums``, but makes all the other calls;
+    it leaves out the optimizer if replicas train apart.
+
+    Before it evaluates or writes a checkpoint the loop calls ``close_round``. From then until the
+    next ``zero_gradients`` the model holds the weights that all replicas agree on; a strategy whose
+    replicas keep weights of their own puts them back there.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    trains_apart: bool = False
+    """Whether gradients are those of the rank's own batch only, in the present step."""
+    keeps_optimizer: bool = False
+    """Whether each rank's optimizer has a state of its own when a round is closed."""
+    buffers_agree: bool = False
+    """Whether `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step; called before the first forward pass of one."""
@@ -76,24 +118,37 @@ class Synchronizer(ABC):
         """
 
     @abstractmethod
-    def reduce_gradients(self, sums: torch.Tensor) -> torch.Tensor:
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """Finish the exchange of gradients after the last backward pass of a step.
 
         Args:
-            sums: a 1-D float64 tensor of numbers of this step that add up over samples.
+            sums: a 1-D float64 tensor of numbers of this step that add up over samples: the
+                weighted losses and the weights.
+            divisor: what the losses of this step were divided by; equal on all ranks.
 
         Returns:
-            ``sums`` summed over the ranks that share a gradient (all, for all-reduce; this one,
-            for strategies that train apart between rounds). All ranks must call.
+            ``sums`` over the ranks that share a gradient (all, for all-reduce; this one, where
+            replicas train apart), with the divisor; those of an earlier step where the gradients
+            are of an earlier step. All ranks must call.
         """
 
     @abstractmethod
     def after_step(self, step: int) -> bool:
-        """Called after optimizer step number ``step`` (from 0). True: the round is closed."""
+        """Called after optimizer step number ``step`` (from 0).
+
+        Returns:
+            Whether `close_round` may be called now without changing the course of training;
+            equal on all ranks.
+        """
 
     @abstractmethod
     def close_round(self) -> None:
         """Bring the replicas to agreement now. Collective; leaves a checkpointable state."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent for the strategy's sake so far."""
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """What the strategy must remember, equal on all ranks (clocks, outer momentum)."""

@@ -20,6 +20,7 @@ from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
 from sparkdl.errors import ConfigError
 from sparkdl.plan import TrainPlan
 from sparkdl.train.callbacks import CallbackState, EarlyStopper, Observer
+from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.metrics import Metrics
@@ -28,7 +29,7 @@ from sparkdl.train.precision import NumberFormat
 from sparkdl.train.replica import CheckpointSink, Replica, ResumePoint
 from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.state import Record, TrainState
-from sparkdl.train.step import TrainStep, diverged
+from sparkdl.train.step import TrainStep
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
 
@@ -51,6 +52,8 @@ class TrainOutcome:
     """
     rows_per_second: float
     """Samples of all ranks per second of training steps in this attempt; 0 if it had none."""
+    bytes_sent: int
+    """What this rank's strategy has sent to the others in this attempt."""
     final: ResumePoint
     """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
     the module was given the best ones."""
@@ -134,7 +137,8 @@ class _Trainer:
             self._replica.scheduler,
             device,
         )
-        self._seconds = dict.fromkeys(("data", "step", "evaluate", "checkpoint"), 0.0)
+        self._replica.watch = self._step.watch
+        self._seconds = dict.fromkeys(("data", "step", "round", "evaluate", "checkpoint"), 0.0)
         self._rows = 0
         self._wants_checkpoint = False
 
@@ -200,6 +204,7 @@ class _Trainer:
                 moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
             sums = self._step(moved, global_rows, state.step)
             replica.epoch_sums += sums.local
+        with self._timed("round"):
             is_closed = replica.synchronizer.after_step(state.step)
         state.step += 1
         state.step_in_epoch += 1
@@ -222,9 +227,9 @@ class _Trainer:
 
     def _end_epoch(self) -> None:
         replica, state = self._replica, self._replica.state
-        replica.synchronizer.close_round()
-        self._is_round_closed = True
-        sync_buffers(replica.module, self._comm, np.flatnonzero(self._rows_by_rank).tolist())
+        self._close_round()
+        if not replica.synchronizer.buffers_agree:
+            sync_buffers(replica.module, self._comm, np.flatnonzero(self._rows_by_rank).tolist())
         record = self._make_record()
         state.add_record(record)
         if replica.stopper is not None:
@@ -282,6 +287,7 @@ class _Trainer:
             return
         assert self._checkpoints is not None
         self._wants_checkpoint = False
+        self._close_round()
         self._observer.phase("checkpoint")
         with self._timed("checkpoint"):
             point = self._replica.snapshot()
@@ -289,10 +295,16 @@ class _Trainer:
             self._checkpoints.save(point.step, point.shared, point.rank_state)
         self._observer.phase("train")
 
+    def _close_round(self) -> None:
+        with self._timed("round"):
+            self._replica.synchronizer.close_round()
+        self._is_round_closed = True
+
     def _outcome(self) -> TrainOutcome:
         state = self._replica.state
-        communication = self._step.communication_seconds
-        step_seconds = self._seconds.pop("step")
+        round_seconds = self._seconds.pop("round")
+        communication = self._step.communication_seconds + round_seconds
+        step_seconds = self._seconds.pop("step") + round_seconds
         busy = step_seconds + self._seconds["data"]
         final = self._replica.snapshot()
         if self._replica.best_model is not None:  # the module will change under the snapshot
@@ -309,6 +321,7 @@ class _Trainer:
                 "communication": communication,
             },
             rows_per_second=self._rows / busy if busy > 0 else 0.0,
+            bytes_sent=self._replica.synchronizer.bytes_sent,
             final=final,
         )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from sparkdl.sync.base import Synchronizer
 from sparkdl.train.callbacks import EarlyStopper
+from sparkdl.train.divergence import LossWatch
 from sparkdl.train.precision import NumberFormat
 from sparkdl.train.rng import random_state, seed_everything, set_random_state
 from sparkdl.train.state import TrainState
@@ -55,6 +56,8 @@ class Replica:
     """This rank's weighted losses and weights of the present epoch, float64 ``(2,)``."""
     best_model: dict[str, Any] | None = None
     """Weights of the best epoch, if they are wanted back."""
+    watch: LossWatch | None = None
+    """What the loss is compared with."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
@@ -101,6 +104,15 @@ class Replica:
         buffers = dict(self.module.named_buffers())
         for name, value in rank_state["buffers"].items():
             buffers[name].detach().copy_(value)
+        own = rank_state["own"]
+        if own is not None:
+            self.number_format.load_state_dict(own["scaler"])
+            if self.scheduler is not None and own["scheduler"] is not None:
+                self.scheduler.load_state_dict(own["scheduler"])
+            if own["optimizer"] is not None:
+                self.synchronizer.optimizer.load_state_dict(own["optimizer"])
+        if self.watch is not None:
+            self.watch.load_state_dict(rank_state["watch"])
         self.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
         set_random_state(rank_state["rng"])
@@ -124,5 +136,20 @@ class Replica:
             # Running statistics differ between ranks until the epoch ends.
             "buffers": {name: value.detach() for name, value in self.module.named_buffers()},
             "strategy": self.synchronizer.rank_state_dict(),
+            "own": self._own_state(),
+            "watch": None if self.watch is None else self.watch.state_dict(),
             "epoch_sums": self.epoch_sums,
+        }
+
+    def _own_state(self) -> dict[str, Any] | None:
+        """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
+        synchronizer = self.synchronizer
+        if not synchronizer.trains_apart:
+            return None
+        return {
+            "scaler": self.number_format.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "optimizer": synchronizer.optimizer.state_dict()
+            if synchronizer.keeps_optimizer
+            else None,
         }

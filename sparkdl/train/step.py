@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from dataclasses import dataclass
 
 import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
-from sparkdl.errors import TrainingDiverged
 from sparkdl.plan import batch_bounds
 from sparkdl.sync.base import Synchronizer
+from sparkdl.train.divergence import LossWatch
 from sparkdl.train.loss import LossFunction
 from sparkdl.train.precision import NumberFormat
 
@@ -42,6 +43,7 @@ class TrainStep:
     Attributes:
         communication_seconds: time that this rank waited for gradients so far.
         loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
+        watch: what the loss is compared with.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class TrainStep:
         self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
         self.communication_seconds = 0.0
         self.loss = math.nan
+        self.watch = LossWatch(config.divergence_factor)
 
     def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
         """Train on ``batch``, which may be empty; every rank calls.
@@ -73,16 +76,19 @@ class TrainStep:
             step: number of the step in the run, from 0.
 
         Raises:
-            TrainingDiverged: the loss is not finite, on all ranks alike.
+            TrainingDiverged: the loss is not finite or has exploded; on all ranks alike, unless
+                they train apart.
         """
         self._synchronizer.zero_gradients()
         local = self._backward(batch, global_rows)
         started = time.perf_counter()
-        shared = self._synchronizer.reduce_gradients(local.clone())
+        shared, divisor = self._synchronizer.reduce_gradients(local.clone(), float(global_rows))
         self.communication_seconds += time.perf_counter() - started
         if self._device.type == "cpu" or step % READ_EVERY == 0:
             self._read(shared, step)
-        if not self._update(shared, global_rows):
+        if batch.num_rows == 0 and self._synchronizer.trains_apart:
+            self._advance_schedule()  # nothing to learn from; momentum alone must not move it
+        elif not self._update(shared, divisor):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
         return StepSums(local=local, shared=shared)
@@ -107,21 +113,28 @@ class TrainStep:
                 self._format.backward(loss_sum / global_rows)
         return sums
 
-    def _update(self, shared: torch.Tensor, global_rows: int) -> bool:
+    def _update(self, shared: torch.Tensor, divisor: float) -> bool:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
-        self._divide_by_weights(shared, global_rows)
+        self._divide_by_weights(shared, divisor)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         was_stepped = self._format.step(optimizer)
-        if was_stepped and self._scheduler is not None:
-            self._scheduler.step()
+        if was_stepped:
+            self._advance_schedule()
         return was_stepped
 
-    def _divide_by_weights(self, shared: torch.Tensor, global_rows: int) -> None:
-        """Turn the sum of losses per row into the mean that the weights ask for."""
+    def _advance_schedule(self) -> None:
+        if self._scheduler is not None:
+            with warnings.catch_warnings():
+                # torch wants an optimizer's step first; a replica without samples takes none.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self._scheduler.step()
+
+    def _divide_by_weights(self, shared: torch.Tensor, divisor: float) -> None:
+        """Turn the sum of losses by ``divisor`` into the mean that the weights ask for."""
         weights = shared[1]
-        factor = torch.where(weights > 0, global_rows / weights, 0.0)
+        factor = torch.where(weights > 0, divisor / weights, 0.0)
         if self._device.type == "cpu" and factor.item() == 1.0:
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -129,14 +142,9 @@ class TrainStep:
 
     def _read(self, shared: torch.Tensor, step: int) -> None:
         loss_sum, weight_sum = shared.tolist()
-        self.loss = loss_sum / weight_sum if weight_sum > 0 else 0.0
-        if not (math.isfinite(self.loss) or self._format.may_skip_steps):
-            raise diverged(self.loss, f"at step {step + 1}")
-
-
-def diverged(loss: float, where: str) -> TrainingDiverged:
-    """The error for a loss that is not finite."""
-    return TrainingDiverged(
-        f"the loss is {loss} {where}; lower the learning rate, set gradientClipNorm, check the "
-        "features for infinite or very large values, or use a wider precision"
-    )
+        if weight_sum == 0:  # no samples, so nothing is known
+            return
+        loss = loss_sum / weight_sum
+        if math.isfinite(loss) or not self._format.may_skip_steps:
+            self.watch.look(loss, step + 1)
+        self.loss = loss

@@ -170,4 +170,4 @@ def sum_of_large_numbers(comm: Any) -> list[float]:
     net = nn.Linear(2, 1)
     synchronizer = AllReduce().setup(net, lambda p: torch.optim.SGD(p, lr=0.1), comm)
     mine = torch.tensor([2.0**40 if comm.rank == 0 else 3.0], dtype=torch.float64)
-    return synchronizer.reduce_gradients(mine).tolist()
+    return synchronizer.reduce_gradients(mine, 1.0).sums.tolist()

@@ -6,7 +6,7 @@ from torch import nn
 
 from sparkdl.comm import LocalCommunicator, Pending
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer, make_buckets
+from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
 
 
 class Recorder(LocalCommunicator):
@@ -32,25 +32,6 @@ def set_up(net: nn.Module, comm: LocalCommunicator, bucket_bytes: int) -> AllRed
     return strategy.setup(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1), comm)
 
 
-def test_buckets_are_in_reverse_order_and_share_one_buffer() -> None:
-    net = make_net()
-    buckets = make_buckets(list(net.parameters()), 16)
-    assert [p.numel() for bucket in buckets for p in bucket.parameters] == [1, 2, 2, 8, 4, 12]
-    assert [bucket.flat.numel() for bucket in buckets] == [5, 8, 4, 12][: len(buckets)]
-    ends = [b.flat.data_ptr() + b.flat.numel() * 4 for b in buckets[:-1]]
-    assert ends == [b.flat.data_ptr() for b in buckets[1:]]
-
-
-def test_dtypes_do_not_mix() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2))
-    buckets = make_buckets(list(net.parameters()), 1 << 20)
-    assert sorted(str(bucket.flat.dtype) for bucket in buckets) == [
-        "torch.float32",
-        "torch.float64",
-    ]
-    assert sum(bucket.flat.numel() for bucket in buckets) == 18
-
-
 def test_messages_have_one_order_with_and_without_backward() -> None:
     net, comm = make_net(), Recorder()
     synchronizer = set_up(net, comm, 16)
@@ -60,10 +41,11 @@ def test_messages_have_one_order_with_and_without_backward() -> None:
     synchronizer.start_sums(torch.ones(2, dtype=torch.float64))
     output.backward()
     sent_while_running = len(comm.sizes)
-    sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64))
-    with_backward, comm.sizes = comm.sizes, []
+    sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64), 1.0)[0]
+    with_backward = list(comm.sizes)
+    comm.sizes.clear()
     synchronizer.zero_gradients()
-    synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64))
+    synchronizer.reduce_gradients(torch.zeros(2, dtype=torch.float64), 1.0)
 
     assert sums.tolist() == [2.0, 2.0]
     assert sent_while_running == len(with_backward) > 2
@@ -81,7 +63,7 @@ def test_gradients_are_summed_once_after_accumulation() -> None:
         with synchronizer.no_sync():
             net(x[:2]).sum().backward()
         net(x[2:]).sum().backward()
-        sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64))
+        sums = synchronizer.reduce_gradients(torch.ones(2, dtype=torch.float64), 1.0)[0]
     plain(x).sum().backward()
 
     assert sums.tolist() == [2.0, 2.0]
@@ -97,7 +79,7 @@ def test_views_survive_the_optimizers_own_zero_grad() -> None:
     synchronizer.optimizer.zero_grad(set_to_none=True)
     synchronizer.zero_gradients()
     net(x).sum().backward()
-    synchronizer.reduce_gradients(torch.zeros(1, dtype=torch.float64))
+    synchronizer.reduce_gradients(torch.zeros(1, dtype=torch.float64), 1.0)
     torch.testing.assert_close(net[0].weight.grad, 2 * expected)
 
 
@@ -124,7 +106,8 @@ def test_one_rank_sends_nothing_and_close_lets_go() -> None:
     synchronizer = set_up(net, LocalCommunicator(), 16)
     synchronizer.zero_gradients()
     net(torch.randn(2, 3)).sum().backward()
-    assert synchronizer.reduce_gradients(torch.tensor([3.0])).tolist() == [3.0]
+    sums, divisor = synchronizer.reduce_gradients(torch.tensor([3.0]), 7.0)
+    assert (sums.tolist(), divisor) == ([3.0], 7.0)
     assert synchronizer.after_step(0) is True
     synchronizer.close_round()
     synchronizer.close()

@@ -1,0 +1,108 @@
+"""Where do gradients live? In flat buffers, so that many small tensors travel as few large ones.
+
+The gradients of all parameters are views of flat buffers, which are cut into buckets. A parameter
+that takes no part in a step has a gradient of zero, not None, so that weight decay and momentum
+act on it the same way on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first bucket is small, so that the network has something to do early."""
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+"""``(numel, dtype, device)`` -> zeros."""
+
+
+class Bucket:
+    """Gradients that travel together: a flat tensor, and one view of it per parameter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+        self.parameters = tuple(parameters)
+        self.flat = flat
+        sizes = [parameter.numel() for parameter in parameters]
+        pieces = torch.split(flat, sizes)
+        self.gradients = tuple(
+            piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
+        )
+        self.num_missing = len(self.parameters)
+
+
+class FlatGradients:
+    """The gradients of ``parameters``, in buckets of about ``bucket_bytes``."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
+    ) -> None:
+        self.parameters = list(parameters)
+        self.buckets = make_buckets(self.parameters, bucket_bytes, allocate)
+        self.attach()
+
+    def zero(self) -> None:
+        """Set all gradients to zero; they stay views of the buckets."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.num_missing = len(bucket.parameters)
+        self.attach()
+
+    def attach(self) -> None:
+        """Make ``.grad`` the views again: someone's ``zero_grad()`` may have dropped them."""
+        for bucket in self.buckets:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+
+    def release(self) -> None:
+        """Let go of the buffers."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.buckets.clear()
+
+
+def make_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
+) -> list[Bucket]:
+    """Cut the gradients of ``parameters`` into buckets, those that are ready first in front.
+
+    Gradients become ready roughly in the reverse order of registration. Each dtype and device has
+    one flat buffer, of which its buckets are consecutive parts.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+    for place, parameter in enumerate(reversed(parameters)):
+        groups.setdefault((parameter.dtype, parameter.device), []).append((place, parameter))
+    placed: list[tuple[int, Bucket]] = []
+    for (dtype, device), members in groups.items():
+        total = sum(parameter.numel() for _, parameter in members)
+        rest = allocate(total, dtype, device)
+        for run in _runs(members, bucket_bytes):
+            size = sum(parameter.numel() for _, parameter in run)
+            bucket = Bucket([parameter for _, parameter in run], rest[:size])
+            placed.append((run[-1][0], bucket))
+            rest = rest[size:]
+    return [bucket for _, bucket in sorted(placed, key=lambda pair: pair[0])]
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of this process alone."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def _runs(
+    members: Sequence[tuple[int, nn.Parameter]], bucket_bytes: int
+) -> Iterator[list[tuple[int, nn.Parameter]]]:
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    run: list[tuple[int, nn.Parameter]] = []
+    size = 0
+    for place, parameter in members:
+        run.append((place, parameter))
+        size += parameter.numel() * parameter.element_size()
+        if size >= limit:
+            yield run
+            run, size, limit = [], 0, bucket_bytes
+    if run:
+        yield run

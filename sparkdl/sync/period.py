@@ -1,0 +1,127 @@
+"""How many steps does a round have?"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """What a round has shown; equal on all ranks, so that they decide alike."""
+
+    steps: int
+    """Steps of the round."""
+    step_seconds: float
+    """Seconds of the slowest replica's steps, all together."""
+    merge_seconds: float
+    """Seconds that agreeing took on top of them."""
+    loss: float
+    """Mean loss over the samples of all replicas; NaN if there were none."""
+    learning_rate: float
+    """That of the replicas' optimizers at the end of the round."""
+
+
+class Period(ABC):
+    """Decides on the length of every round, on all ranks alike."""
+
+    needs_report: bool = False
+    """Whether `observe` wants to be called; measuring and sharing a report costs a message."""
+
+    @abstractmethod
+    def steps(self, step: int) -> int:
+        """Steps of the round that begins when ``step`` steps of the run are done; at least 1."""
+
+    def observe(self, report: RoundReport) -> None:  # noqa: B027  # may stay
+        """Take note of a round that has ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+        """Restore what `state_dict` gave."""
+
+
+class FixedPeriod(Period):
+    """Always the same number of steps."""
+
+    def __init__(self, averaging_period: int) -> None:
+        self._period = averaging_period
+
+    def steps(self, step: int) -> int:
+        """See `Period.steps`."""
+        return self._period
+
+
+class AutoPeriod(Period):
+    """As many steps as hold agreement at a share of the time.
+
+    The rule of H2O's Deep Learning (``target_ratio_comm_to_comp``): with ``m`` the seconds that
+    agreeing takes and ``s`` those of a step, a round of ``m (1 / share - 1) / s`` steps spends
+    ``share`` of its time on agreeing. Both are smoothed over rounds; a round at most doubles or
+    halves the length of the one before.
+
+    Args:
+        share: the part of a round's time that agreeing may take, in (0, 1).
+        first: steps of the first round, after which the times are known.
+        limit: longest round.
+    """
+
+    needs_report = True
+
+    def __init__(self, *, share: float = 0.05, first: int = 8, limit: int = 10_000) -> None:
+        self._share = share
+        self._limit = limit
+        self._length = first
+        self._step_seconds = 0.0
+        self._merge_seconds = 0.0
+
+    def steps(self, step: int) -> int:
+        """See `Period.steps`."""
+        return self._length
+
+    def observe(self, report: RoundReport) -> None:
+        """See `Period.observe`."""
+        self._step_seconds = _smoothed(self._step_seconds, report.step_seconds / report.steps)
+        self._merge_seconds = _smoothed(self._merge_seconds, report.merge_seconds)
+        wanted = self._merge_seconds * (1 / self._share - 1) / max(self._step_seconds, 1e-9)
+        bounded = min(max(wanted, self._length / 2), self._length * 2)
+        self._length = min(max(1, round(bounded)), self._limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Period.state_dict`."""
+        return {
+            "length": self._length,
+            "step_seconds": self._step_seconds,
+            "merge_seconds": self._merge_seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Period.load_state_dict`."""
+        self._length = state["length"]
+        self._step_seconds = state["step_seconds"]
+        self._merge_seconds = state["merge_seconds"]
+
+
+def check_period(averaging_period: object, *words: str) -> None:
+    """Refuse what is neither a positive number of steps nor one of ``words``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    is_count = isinstance(averaging_period, int) and not isinstance(averaging_period, bool)
+    if (is_count and averaging_period >= 1) or averaging_period in words:  # type: ignore[operator]
+        return
+    known = "".join(f" or {word!r}" for word in words)
+    raise ConfigError(
+        f"averaging_period must be a number of steps of at least 1{known}; "
+        f"received {averaging_period!r}"
+    )
+
+
+def _smoothed(before: float, now: float) -> float:
+    return now if before == 0 else 0.7 * before + 0.3 * now

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sparkdl.errors import TrainingDiverged
+from sparkdl.train.divergence import WINDOW, LossWatch
+
+
+def test_a_loss_that_is_not_finite_ends_training() -> None:
+    for loss in (math.nan, math.inf):
+        with pytest.raises(TrainingDiverged, match=r"at step 3; lower the learning rate"):
+            LossWatch(None).look(loss, 3)
+
+
+def test_a_loss_that_runs_away_ends_training() -> None:
+    watch = LossWatch(100.0)
+    for step in range(WINDOW):
+        watch.look(2.0, step + 1)
+    with pytest.raises(TrainingDiverged, match="times that of the start"):
+        for step in range(WINDOW, 5 * WINDOW):
+            watch.look(10.0 ** (step - WINDOW), step + 1)
+
+
+def test_one_bad_batch_is_no_divergence() -> None:
+    watch = LossWatch(100.0)
+    for step in range(4 * WINDOW):
+        watch.look(900.0 if step == 2 * WINDOW else 1.0, step + 1)
+
+
+def test_losses_below_zero_are_not_judged_by_a_factor() -> None:
+    watch = LossWatch(2.0)
+    for step in range(5 * WINDOW):
+        watch.look(-1.0 if step < WINDOW else 1e9, step + 1)
+
+
+def test_state_goes_on() -> None:
+    first = LossWatch(10.0)
+    for step in range(WINDOW + 5):
+        first.look(1.0, step + 1)
+    second = LossWatch(10.0)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(TrainingDiverged):
+        for step in range(2 * WINDOW):
+            second.look(50.0, step + 1)
