@@ -14,6 +14,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer
+from sparkdl.train.large_batch import LAMB, LARS
 
 # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
 _NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
@@ -25,8 +26,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     and issubclass(value, torch.optim.Optimizer)
     and value is not torch.optim.Optimizer
     and name not in _NEEDS_ANOTHER_LOOP
-}
-"""Lower-case name -> class, for every optimizer of this torch that works step by step."""
+} | {"lars": LARS, "lamb": LAMB}
+"""Lower-case name -> class: our own, and those of this torch that work step by step."""
 
 
 def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:

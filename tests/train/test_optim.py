@@ -8,6 +8,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.train.large_batch import LAMB, LARS
 from sparkdl.train.optim import OPTIMIZERS, make_scheduler, resolve_optimizer
 
 
@@ -74,3 +75,10 @@ def test_scheduler() -> None:
 def test_wrong_scheduler(scheduler: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_scheduler(TrainConfig(scheduler=scheduler), made())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lars", LARS), ("LAMB", LAMB)])
+def test_our_own_optimizers_have_names_too(name: str, kind: type) -> None:
+    optimizer = made(optimizer=name, learning_rate=0.3, optimizer_params={"weight_decay": 0.5})
+    assert type(optimizer) is kind
+    assert optimizer.defaults["weight_decay"] == 0.5
