@@ -7,6 +7,7 @@ so that the supervisor can tell a dead peer from a mistake in the user's code.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,6 +33,15 @@ class Communicator(Protocol):
     nodes: tuple[int, ...]
     """Number of each rank's node, from 0 in the order of the nodes' first ranks."""
     bytes_sent: int
+    timeout_seconds: float
+    """Longest wait for the peers in one collective."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros, ``(numel,)``, for what will be summed often.
+
+        Collective, as a topology may put the tensor where the peers see it too. The memory is kept
+        as long as the communicator.
+        """
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
@@ -98,6 +108,11 @@ class LocalCommunicator:
     world_size = 1
     nodes: tuple[int, ...] = (0,)
     bytes_sent = 0
+    timeout_seconds = math.inf
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Plain zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave ``tensor`` as it is."""
@@ -161,6 +176,7 @@ class ProcessGroupCommunicator:
         nodes: Sequence[int] | None = None,
         device: str = "cpu",
         options: Any = None,
+        timeout_seconds: float = 600.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Wrap ``group``, or the default one.
@@ -169,6 +185,7 @@ class ProcessGroupCommunicator:
             nodes: each rank's node; None: all ranks are on one.
             device: where the ranks' tensors are.
             options: what `process_group` gave, for the groups that `split` makes.
+            timeout_seconds: what `process_group` was given.
             group: None is the default group.
         """
         self.rank = dist.get_rank(group)
@@ -176,9 +193,14 @@ class ProcessGroupCommunicator:
         self.nodes = tuple(nodes) if nodes is not None else (0,) * self.world_size
         assert len(self.nodes) == self.world_size
         self.bytes_sent = 0
+        self.timeout_seconds = timeout_seconds
         self._device = device
         self._options = options
         self._group = group
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Communicator.allocate`; plain zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See `Communicator.all_reduce`."""
@@ -280,6 +302,7 @@ class ProcessGroupCommunicator:
         return ProcessGroupCommunicator(
             nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
             device=self._device,
+            timeout_seconds=self.timeout_seconds,
             group=parts[groups.index(mine)],
         )
 

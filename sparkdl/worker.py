@@ -358,4 +358,9 @@ def _communicator(
         timeout_seconds=order.collective_timeout_seconds,
         address=environment.address,
     ) as options:
-        yield ProcessGroupCommunicator(nodes=nodes, device=str(device), options=options)
+        yield ProcessGroupCommunicator(
+            nodes=nodes,
+            device=str(device),
+            options=options,
+            timeout_seconds=order.collective_timeout_seconds,
+        )

@@ -99,7 +99,7 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
         timeout_seconds=TIMEOUT_SECONDS,
         address="127.0.0.1",
     ) as options:
-        comm = ProcessGroupCommunicator(options=options)
+        comm = ProcessGroupCommunicator(options=options, timeout_seconds=TIMEOUT_SECONDS)
         while True:
             try:
                 function, arguments = pickle.loads(connection.recv_bytes())
