@@ -30,6 +30,24 @@ def evaluate(
     Returns:
         ``val_loss`` and ``val_<name>`` for each metric, over the rows of all ranks.
     """
+    sums = measure(module, batches, loss, metrics, number_format, device)
+    comm.all_reduce(sums)
+    return record(sums, metrics.compute(comm))
+
+
+def measure(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    loss: LossFunction,
+    metrics: Metrics,
+    number_format: NumberFormat,
+    device: torch.device,
+) -> torch.Tensor:
+    """One rank's part of an evaluation; ``metrics`` have then seen its rows.
+
+    Returns:
+        Sum of weighted losses and sum of weights, float64 ``(2,)``.
+    """
     metrics.reset()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with torch.no_grad(), evaluation_mode(module):
@@ -41,11 +59,16 @@ def evaluate(
             sums[0] += loss_sum
             sums[1] += weight_sum
             metrics.update(output, moved.target)
-    comm.all_reduce(sums)
+    return sums
+
+
+def record(sums: torch.Tensor, values: dict[str, float]) -> dict[str, float]:
+    """The history's entries of an evaluation, given the sums over all ranks."""
     loss_sum, weight_sum = sums.tolist()
-    values = {"val_loss": loss_sum / weight_sum if weight_sum > 0 else math.nan}
-    values.update({f"val_{name}": value for name, value in metrics.compute(comm).items()})
-    return values
+    return {
+        "val_loss": loss_sum / weight_sum if weight_sum > 0 else math.nan,
+        **{f"val_{name}": value for name, value in values.items()},
+    }
 
 
 @contextlib.contextmanager

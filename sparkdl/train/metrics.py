@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,8 +71,24 @@ class Metrics:
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
+        if not self._metrics:
+            return {}
+        return self.compute_over(comm.all_gather_bytes(self.states()))
+
+    def states(self) -> bytes:
+        """What this rank's metrics have seen, for `compute_over`."""
+        return _dump(
+            {
+                name: (metric.update_count, {key: getattr(metric, key) for key in _keys(metric)})
+                for name, metric in self._metrics.items()
+            }
+        )
+
+    def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
+        """The values over the samples of several ranks, given their `states` in rank order."""
+        by_rank = [_load(data) for data in gathered]
         return {
-            name: _scalar(name, merged(metric, comm).compute())
+            name: _scalar(name, merged(metric, [seen[name] for seen in by_rank]).compute())
             for name, metric in self._metrics.items()
         }
 
@@ -91,20 +107,22 @@ class Metrics:
         return output, target
 
 
-def merged(metric: Metric, comm: Communicator) -> Metric:
-    """A metric that has seen the samples of all ranks. Collective."""
-    names: dict[str, Any] = metric._reductions
-    states = {name: getattr(metric, name) for name in names}
-    gathered = [_load(data) for data in comm.all_gather_bytes(_dump(metric.update_count, states))]
+def merged(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> Metric:
+    """A metric that has seen what several ranks have: their numbers of updates, and states."""
     seen = [states for count, states in gathered if count > 0]
     result = copy.deepcopy(metric)
     result.sync_on_compute = result._to_sync = False
     result._computed = None
     result._update_count = sum(count for count, _ in gathered)
-    for name, reduce in names.items() if seen else ():
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduce in reductions.items() if seen else ():
         values = [states[name] for states in seen]
         setattr(result, name, _reduced(values, reduce, metric.device))
     return result
+
+
+def _keys(metric: Metric) -> list[str]:
+    return list(metric._reductions)
 
 
 def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: torch.device) -> Any:
@@ -148,16 +166,22 @@ def _without_last(value: torch.Tensor) -> torch.Tensor:
     return value.squeeze(-1) if value.dim() > 1 and value.shape[-1] == 1 else value
 
 
-def _dump(update_count: int, states: dict[str, Any]) -> bytes:
+def _dump(states: dict[str, tuple[int, dict[str, Any]]]) -> bytes:
     buffer = io.BytesIO()
-    on_cpu = {
-        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
-        for name, value in states.items()
-    }
-    torch.save((update_count, on_cpu), buffer)
+    torch.save(
+        {
+            name: (count, {key: _on_cpu(value) for key, value in values.items()})
+            for name, (count, values) in states.items()
+        },
+        buffer,
+    )
     return buffer.getvalue()
 
 
-def _load(data: bytes) -> tuple[int, dict[str, Any]]:
-    loaded: tuple[int, dict[str, Any]] = torch.load(io.BytesIO(data), weights_only=True)
+def _on_cpu(value: Any) -> Any:
+    return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+
+
+def _load(data: bytes) -> dict[str, tuple[int, dict[str, Any]]]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
     return loaded
