@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.train.callbacks import Callback
+    from sparkdl.train.warmup import warmup
 
 __version__ = "0.1.0.dev0"
 
@@ -50,6 +51,7 @@ _MODULE_OF = {
     "TorchRegressorModel": "sparkdl.model",
     "TrainingFailed": "sparkdl.errors",
     "WorkerError": "sparkdl.errors",
+    "warmup": "sparkdl.train.warmup",
 }
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "TrainingFailed",
     "WorkerError",
     "__version__",
+    "warmup",
 ]
 
 refuse_mixed_installation(__file__)

@@ -73,7 +73,10 @@ class ValidationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectRef:
-    """An object of the user's code and, if it is to be called, the arguments."""
+    """An object of the user's code and, if it is to be called, the arguments.
+
+    An argument may be a table of this form itself; it is passed as something to be called.
+    """
 
     factory: str
     """``package.module:name``"""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError
 from sparkdl.jobfile import ObjectRef, TrainJob, check_reference
+from sparkdl.tomlvalues import build
 
 if TYPE_CHECKING:
     from pyspark.ml import Estimator
@@ -79,7 +80,15 @@ def _partial(reference: ObjectRef) -> Any:
     named = import_object(reference.factory)
     if not callable(named):
         raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
-    return functools.partial(named, **reference.args) if reference.args else named
+    arguments = {name: _argument(value) for name, value in reference.args.items()}
+    return functools.partial(named, **arguments) if arguments else named
+
+
+def _argument(value: Any) -> Any:
+    """An argument as the file gives it; a table with a factory is an object to be called later."""
+    if isinstance(value, Mapping) and "factory" in value:
+        return _partial(build(ObjectRef, value, "args"))
+    return value
 
 
 def _made(reference: ObjectRef) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -123,3 +124,23 @@ def test_a_factory_must_be_callable() -> None:
 def test_a_scheduler_without_a_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"estimator\.scheduler must be 'package\.module:name'"):
         make_estimator(job(estimator={"scheduler": "StepLR"}))
+
+
+def test_arguments_may_be_objects_too() -> None:
+    following = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 5}}
+    scheduler = {"factory": "sparkdl:warmup", "args": {"steps": 3, "then": following}}
+    made = make_estimator(job(estimator={"scheduler": scheduler})).getOrDefault("scheduler")
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = made(optimizer)
+    rates = []
+    for _ in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.1, 0.4, 0.7, 1, 1, 1, 1, 1, 0.1])
+
+
+def test_a_wrong_key_of_an_object_among_arguments_is_named() -> None:
+    scheduler = {"factory": "sparkdl:warmup", "args": {"then": {"factory": "a:b", "arg": {}}}}
+    with pytest.raises(ConfigError, match=r"unknown key 'arg' in \[args\]"):
+        make_estimator(job(estimator={"scheduler": scheduler}))

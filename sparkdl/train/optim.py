@@ -85,7 +85,15 @@ def make_scheduler(
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
         )
-    scheduler = config.scheduler(optimizer)
+    return check_scheduler(config.scheduler(optimizer))
+
+
+def check_scheduler(scheduler: object) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return ``scheduler`` if it can be stepped after every optimizer step.
+
+    Raises:
+        ConfigError: it cannot, or is no schedule.
+    """
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError("ReduceLROnPlateau needs a metric at every step; use another scheduler")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
