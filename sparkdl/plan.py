@@ -100,6 +100,19 @@ class TrainPlan:
         return total
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundPart:
+    """Which steps of the run make a round on plain Spark stages; all within one epoch."""
+
+    epoch: int
+    """Number of the epoch, from 0."""
+    step_in_epoch: int
+    """First step, counted in the epoch."""
+    step: int
+    """First step, counted in the run."""
+    num_steps: int
+
+
 def batch_bounds(num_rows: int, num_steps: int, step: int) -> tuple[int, int]:
     """Cut ``num_rows`` into ``num_steps`` runs whose sizes differ by at most one.
 

@@ -34,12 +34,18 @@ _WOULD_COME_AGAIN = (
 """Errors of Spark that are mistakes in the DataFrame's own query, not the loss of a worker."""
 
 
+class TaskLost(Exception):
+    """A task found nothing to work on, several times; running the job again may heal it."""
+
+
 def is_loss(error: Exception) -> bool:
     """Whether a job failed for what starting it again may heal, as far as its type tells.
 
     Spark's errors have no common, documented base class. A barrier stage that fails, for
     whatever reason, gives a bare ``Py4JJavaError`` or its Spark Connect counterpart.
     """
+    if isinstance(error, TaskLost):
+        return True
     if isinstance(error, _WOULD_COME_AGAIN):
         return False
     return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext
+from pyspark import BarrierTaskContext, TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -66,9 +67,7 @@ class SpoolTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
-        context = BarrierTaskContext.get()
-        shard_id = context.partitionId()
-        host = context.getTaskInfos()[shard_id].address.rsplit(":", 1)[0]
+        shard_id, host = _place()
         try:
             directory = roomiest(local_dirs()) / run_folder(self.run_id) / _attempt_name(shard_id)
             summary = self._write(directory, shard_id, batches)
@@ -105,7 +104,21 @@ class ShardTable:
         num_shards: int,
         run_id: str,
         profile: ResourceProfile | None = None,
+        barrier: bool = True,
     ) -> None:
+        """Describe the table; nothing runs yet.
+
+        Args:
+            df: where the rows come from.
+            prepared: the columns to spool.
+            validation: says which rows are for validation; None: none.
+            num_shards: number of shards.
+            run_id: names the folders.
+            profile: resources of a task.
+            barrier: whether all shards are spooled at once, as a gang will hold them; otherwise
+                one after the other where slots are few.
+        """
+        self._barrier = barrier
         self._spark: SparkSession = df.sparkSession
         self._run_id = run_id
         self._profile = profile
@@ -137,7 +150,7 @@ class ShardTable:
             ),
             has_validation=self._has_validation,
         )
-        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=True, profile=self._profile)
+        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=self._barrier, profile=self._profile)
         return table.persist()
 
     def collect(self) -> tuple[SpooledShard, ...]:
@@ -161,6 +174,11 @@ class ShardTable:
         else:
             _require_same(self._first, shards)
         return shards
+
+    def rebuild(self) -> None:
+        """Forget all spools, so that the next job writes them anew."""
+        self.df.unpersist()
+        self.df.persist()
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """The spool's columns, after checking that all rows of all shards can be used.
@@ -221,6 +239,16 @@ class _CleanTask:
         yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})
 
 
+def _place() -> tuple[int, str]:
+    """Number of this task's partition, and its host as Spark calls it, or as the host does."""
+    context = TaskContext.get()
+    assert context is not None
+    number = context.partitionId()
+    if not isinstance(context, BarrierTaskContext):
+        return number, socket.gethostname()
+    return number, context.getTaskInfos()[number].address.rsplit(":", 1)[0]
+
+
 def local_dirs() -> list[str]:
     """Spark's local directories of the executor that runs this task."""
     return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
@@ -233,6 +261,15 @@ def run_folder(run_id: str) -> str:
 
 def _attempt_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
+
+
+def parse_shard(shard_id: int, values: dict[str, Any]) -> Shard:
+    """The shard that a row of the table describes.
+
+    Raises:
+        SparkDLError: its task could not spool.
+    """
+    return _parse(shard_id, values).shard
 
 
 def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:

@@ -1,0 +1,223 @@
+"""What does a task do in one round on plain Spark stages?
+
+It trains or evaluates one shard, from the state that it is given, and yields what came of it. It
+never raises for what the user's code does; it raises if the shard's files are not on this host,
+so that Spark runs it elsewhere. The process keeps module and memory for the next round. Like
+`worker`, this knows nothing of Spark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from sparkdl.channel import Address, ChannelClient
+from sparkdl.data.spool import Split, open_spool
+from sparkdl.environment import difference, versions
+from sparkdl.errors import ClusterError, DataError, ShardLost
+from sparkdl.plan import RoundPart, Shard, TrainPlan
+from sparkdl.process import torch_threads, tuned_allocator
+from sparkdl.reporter import Reporter, captured_output
+from sparkdl.worker import describe_failure
+
+if TYPE_CHECKING:
+    from sparkdl.data.batches import ShardData
+    from sparkdl.train.rounds import RoundReplica
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOrder:
+    """What the driver asks of every task of one job. Picklable and small."""
+
+    run_id: str
+    attempt: int
+    """Number of the job in the run."""
+    plan: TrainPlan
+    """Each shard is a rank of its own."""
+    payload: bytes
+    """What `pack_payload` gave."""
+    part: RoundPart | None
+    """The steps to train; None: evaluate."""
+    threads: int
+    versions: Mapping[str, str]
+    """The driver's, which every process compares with its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlace:
+    """Where a task finds itself."""
+
+    shard: Shard
+    """The shard as the shard table has it: its files are on this host."""
+    gpu_addresses: tuple[str, ...]
+    channel: Address | None
+
+
+def pack_payload(config: Any, skeleton: bytes, blank_tensors: bytes) -> bytes:
+    """What stays the same in all rounds; zeros, which the tensors mostly are, take no room."""
+    return zlib.compress(cloudpickle.dumps((config, skeleton, blank_tensors)), 1)
+
+
+def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[str, bytes]]:
+    """Do one shard's part of a round.
+
+    Args:
+        place: where this is.
+        order: what to do.
+        state: the round's state, as `checkpoint.format.encode` wrote it.
+
+    Yields:
+        ``("error", JSON)`` alone, or ``("result", JSON)`` and, after training on samples,
+        ``("state", encoded {"weight", "state"})``; after an evaluation ``("metrics", bytes)``.
+
+    Raises:
+        ShardLost: the shard's files are not on this host.
+    """
+    shard = place.shard
+    if shard.num_rows + shard.num_validation_rows and not Path(shard.path).is_dir():
+        raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
+    with contextlib.ExitStack() as stack:
+        client = None
+        if place.channel is not None:
+            client = ChannelClient(place.channel, scope=f"{order.run_id}/{order.attempt}/")
+            stack.enter_context(contextlib.closing(client))
+        reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id)
+        stack.enter_context(reporter)
+        stack.enter_context(captured_output(reporter))
+        try:
+            results = _work(place, order, state, reporter)
+            reporter.send({"kind": "done"})
+        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
+            failure = describe_failure(error, shard.shard_id)
+            reporter.send({"kind": "error", "failure": failure})
+            results = [("error", json.dumps(failure).encode())]
+    yield from results
+
+
+def _work(
+    place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
+) -> list[tuple[str, bytes]]:
+    with tuned_allocator():
+        from sparkdl.checkpoint.format import decode
+
+        warm = _warmed_up(place, order)
+        reporter.rows = warm.rows.get(place.shard.shard_id, 0)
+        tree = decode(state, "the round's state")
+        with torch_threads(order.threads):
+            if order.part is None:
+                return _evaluate(warm, place, order, tree, reporter)
+            return _train(warm, place, order, order.part, tree, reporter)
+
+
+def _train(
+    warm: _Warm,
+    place: RoundPlace,
+    order: RoundOrder,
+    part: RoundPart,
+    tree: dict[str, Any],
+    reporter: Reporter,
+) -> list[tuple[str, bytes]]:
+    from sparkdl.checkpoint.format import encode
+    from sparkdl.checkpoint.tree import snapshot
+
+    reporter.phase("train")
+    shard = place.shard
+    outcome = warm.replica.train(tree, shard.shard_id, [warm.open(shard, "train")], part, reporter)
+    warm.rows[shard.shard_id] = reporter.rows
+    report = {
+        "loss_sum": outcome.loss_sum,
+        "weight": outcome.weight,
+        "rows": outcome.rows,
+        "seconds": outcome.seconds,
+    }
+    results = [("result", json.dumps(report).encode())]
+    if outcome.weight > 0:
+        sent = {"weight": outcome.weight, "state": outcome.state}
+        results.append(("state", b"".join(encode(snapshot(sent)))))
+    return results
+
+
+def _evaluate(
+    warm: _Warm,
+    place: RoundPlace,
+    order: RoundOrder,
+    tree: dict[str, Any],
+    reporter: Reporter,
+) -> list[tuple[str, bytes]]:
+    reporter.phase("evaluate")
+    (loss_sum, weight), metrics = warm.replica.evaluate(
+        tree, [warm.open(place.shard, "validation")]
+    )
+    report = {"loss_sum": loss_sum, "weight": weight}
+    return [("result", json.dumps(report).encode()), ("metrics", metrics)]
+
+
+class _Warm:
+    """What a process keeps between the rounds of a run."""
+
+    def __init__(self, place: RoundPlace, order: RoundOrder) -> None:
+        import os
+
+        from sparkdl.device import choose_device
+        from sparkdl.packing import PackedModule, unpack
+        from sparkdl.train.rounds import RoundReplica
+
+        problem = difference(order.versions, versions(), f"shard {place.shard.shard_id}'s worker")
+        if problem is not None:
+            raise ClusterError(problem)
+        config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
+        device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
+        module = unpack(PackedModule(digest="", skeleton=skeleton, tensors=tensors))
+        self.run_id = order.run_id
+        self.gpu_addresses = place.gpu_addresses
+        self.plan = order.plan
+        self.replica: RoundReplica = RoundReplica(module, config, order.plan, device)
+        self.rows: dict[int, int] = {}
+        """Samples that this process has trained on, by shard; for the progress bar only."""
+        self._open: dict[tuple[str, str], ShardData] = {}
+
+    def open(self, shard: Shard, split: Split) -> ShardData:
+        """Map a shard's columns, or find them mapped.
+
+        Raises:
+            DataError: the shard holds other rows than when the run began.
+        """
+        from sparkdl.data.batches import ShardData
+
+        planned = next(s for s in self.plan.shards if s.shard_id == shard.shard_id)
+        if planned.fingerprint != shard.fingerprint:
+            raise DataError(
+                f"the source of the DataFrame has changed during training: shard {shard.shard_id} "
+                "holds other rows after it was rebuilt; train from a source that stays as it is, "
+                "such as written Parquet, and avoid rand() and current_timestamp() without a cache"
+            )
+        key = (shard.path, split)
+        if key not in self._open:
+            num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
+            self._open[key] = ShardData(
+                fingerprint=shard.fingerprint,
+                columns=open_spool(
+                    Path(shard.path), self.plan.columns, num_rows=num_rows, split=split
+                ),
+            )
+        return self._open[key]
+
+
+_warm: list[_Warm] = []
+"""The newest run's; at most one, so that a run's memory goes when the next one begins."""
+
+
+def _warmed_up(place: RoundPlace, order: RoundOrder) -> _Warm:
+    if not (
+        _warm and _warm[0].run_id == order.run_id and _warm[0].gpu_addresses == place.gpu_addresses
+    ):
+        _warm[:] = []  # before another is built, so that memory holds one only
+        _warm.append(_Warm(place, order))
+    return _warm[0]

@@ -1,0 +1,205 @@
+"""How does a round run on Spark? A plain stage over the shard table, and a tree that merges.
+
+Nothing here needs a barrier: Spark may run tasks one after the other, twice (speculation), or
+again after a loss. The state travels as a broadcast variable, and on Spark Connect, which has
+none, as a broadcast join.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.errors import PythonException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl import roundworker
+from sparkdl.channel import Address
+from sparkdl.roundworker import RoundOrder, RoundPlace
+from sparkdl.spark.failures import TaskLost, told_by
+from sparkdl.spark.session import is_connect
+from sparkdl.spark.shards import parse_shard
+
+if TYPE_CHECKING:
+    from pyspark.core.broadcast import Broadcast
+    from pyspark.resource import ResourceProfile
+
+Rows = list[tuple[int, str, bytes]]
+
+RESULT_SCHEMA = "rank int, kind string, seq int, payload binary"
+_ARROW_SCHEMA = pa.schema(
+    [("rank", pa.int32()), ("kind", pa.string()), ("seq", pa.int32()), ("payload", pa.binary())]
+)
+_CHUNK_BYTES = 16 << 20
+STATE = "state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTask:
+    """One shard's part of a round. Runs on executors."""
+
+    order: RoundOrder
+    channel: Address | None
+    state: Broadcast[bytes] | None
+    """The round's state; None: it comes in the rows, in columns ``seq`` and ``chunk``."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Run every shard of the partition, which is one, and yield its results in chunks."""
+        shards: dict[int, str] = {}
+        chunks: dict[int, bytes] = {}
+        for batch in batches:
+            for row in batch.to_pylist():
+                shards[row["shard_id"]] = row["payload"]
+                if self.state is None:
+                    chunks[row["seq"]] = row["chunk"]
+        data = self.state.value if self.state is not None else _joined(chunks)
+        context = TaskContext.get()
+        assert context is not None
+        gpu = context.resources().get("gpu")
+        for shard_id, payload in shards.items():
+            place = RoundPlace(
+                shard=parse_shard(shard_id, json.loads(payload)),
+                gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
+                channel=self.channel,
+            )
+            for kind, result in roundworker.run(place, self.order, data):
+                yield from _rows(shard_id, kind, result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeTask:
+    """Merges the states of a group of shards, in the order of their numbers."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one state per group, under its first shard's number, and all other rows."""
+        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+        groups: dict[int, list[tuple[int, bytes]]] = {}
+        group_of = {row["rank"]: row["group"] for row in rows}
+        for rank, kind, payload in sorted(_gathered(rows)):
+            if kind == STATE:
+                groups.setdefault(group_of[rank], []).append((rank, payload))
+            else:
+                yield from _rows(rank, kind, payload)
+        for members in groups.values():
+            merged = merge_payloads([payload for _, payload in members])
+            yield from _rows(members[0][0], STATE, merged)
+
+
+def merge_payloads(payloads: Sequence[bytes]) -> bytes:
+    """The weighted mean of states that `roundworker.run` gave, with the sum of their weights."""
+    from sparkdl.checkpoint.format import encode
+    from sparkdl.checkpoint.tree import snapshot
+
+    if len(payloads) == 1:
+        return payloads[0]
+    weight, state = merge_states(payloads)
+    return b"".join(encode(snapshot({"weight": weight, "state": state})))
+
+
+def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
+    """As `merge_payloads`, decoded: the sum of weights, and the mean."""
+    from sparkdl.checkpoint.format import decode
+    from sparkdl.sync.merge import merge
+
+    parts = [decode(payload, "a replica's state") for payload in payloads]
+    weights = [part["weight"] for part in parts]
+    return sum(weights), merge([part["state"] for part in parts], weights)
+
+
+def run_stage(
+    table: DataFrame,
+    order: RoundOrder,
+    state: bytes,
+    *,
+    depth: int,
+    channel: Address | None,
+    profile: ResourceProfile | None,
+) -> Rows:
+    """Run one round's job.
+
+    Args:
+        table: the shard table.
+        order: what every task shall do.
+        state: what the tasks begin from.
+        depth: levels of the tree that merges states; 1: the driver merges all of them.
+        channel: where tasks report; None: nowhere.
+        profile: resources of a task.
+
+    Returns:
+        (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
+
+    Raises:
+        TaskLost: a task could not find its shard anywhere.
+        Exception: Spark's own, when tasks were lost too often.
+    """
+    num_shards = order.plan.world_size
+    broadcast = None
+    if is_connect(table.sparkSession):
+        table = table.crossJoin(F.broadcast(_as_rows(table, state)))
+    else:
+        broadcast = table.sparkSession.sparkContext.broadcast(state)
+    task = RoundTask(order=order, channel=channel, state=broadcast)
+    try:
+        results = table.mapInArrow(task, RESULT_SCHEMA, profile=profile)
+        for num_groups in tree_levels(num_shards, depth):
+            results = _merged(results, num_shards, num_groups)
+        return sorted(_gathered(results.toArrow().to_pylist()))
+    except PythonException as error:
+        # Tasks report what the user's code does; they raise for lost shards only.
+        raise TaskLost(told_by(error)) from error
+    finally:
+        if broadcast is not None:
+            broadcast.destroy()
+
+
+def tree_levels(num_shards: int, depth: int) -> list[int]:
+    """Groups at each level below the driver, as Spark's treeAggregate chooses them."""
+    scale = max(2, round(num_shards ** (1 / depth) + 0.499))
+    levels, count = [], num_shards
+    while depth > 1 and count > scale + -(-count // scale):
+        count = -(-count // scale)
+        levels.append(count)
+    return levels
+
+
+def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
+    group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
+    grouped = results.select("*", group).repartition(num_groups, "group")
+    return grouped.mapInArrow(MergeTask(), RESULT_SCHEMA)
+
+
+def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
+    chunks = [state[at : at + _CHUNK_BYTES] for at in range(0, len(state), _CHUNK_BYTES)]
+    columns = {
+        "seq": pa.array(range(len(chunks)), pa.int32()),
+        "chunk": pa.array(chunks, pa.binary()),
+    }
+    return table.sparkSession.createDataFrame(pa.table(columns))
+
+
+def _rows(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
+    for number, at in enumerate(range(0, max(1, len(payload)), _CHUNK_BYTES)):
+        chunk: dict[str, Sequence[Any]] = {
+            "rank": [rank],
+            "kind": [kind],
+            "seq": [number],
+            "payload": [payload[at : at + _CHUNK_BYTES]],
+        }
+        yield pa.RecordBatch.from_pydict(chunk, schema=_ARROW_SCHEMA)
+
+
+def _gathered(rows: Sequence[dict[str, Any]]) -> Rows:
+    """Put the chunks of each result together."""
+    parts: dict[tuple[int, str], dict[int, bytes]] = {}
+    for row in rows:
+        parts.setdefault((row["rank"], row["kind"]), {})[row["seq"]] = row["payload"]
+    return [(rank, kind, _joined(chunks)) for (rank, kind), chunks in parts.items()]
+
+
+def _joined(chunks: dict[int, bytes]) -> bytes:
+    return b"".join(chunks[number] for number in sorted(chunks))

@@ -1,0 +1,202 @@
+"""How does a process train one shard for one round, as a pure function of state and shard?
+
+Whatever a process did before, the same state, shard and round give the same result: that is what
+lets Spark run a lost task again, anywhere. A process keeps its module, optimizer and memory warm
+between rounds and shards; everything that matters is overwritten at the start of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.plan import RoundPart, TrainPlan
+from sparkdl.sync.averaging import ApartSynchronizer
+from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.evaluate import measure
+from sparkdl.train.loss import resolve_loss
+from sparkdl.train.metrics import Metrics
+from sparkdl.train.optim import make_scheduler, resolve_optimizer
+from sparkdl.train.precision import NumberFormat
+from sparkdl.train.rng import deterministic_algorithms, seed_everything
+from sparkdl.train.step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutcome:
+    """What a replica has come to."""
+
+    state: dict[str, Any]
+    """``model``, ``optimizer``, ``scheduler``, ``scaler``: the replica's own tensors."""
+    loss_sum: float
+    """Weighted losses over the samples of the round."""
+    weight: float
+    """Weights of the samples of the round; their number where there are no weights."""
+    rows: int
+    seconds: float
+    """Time that the steps took."""
+
+
+class RoundReplica:
+    """A process's replica, kept warm.
+
+    Args:
+        module: the module; its weights do not matter, since each round brings its own.
+        config: what the user asked for.
+        plan: the numbers that follow from it; each shard is a rank of its own.
+        device: where this process computes.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: TrainConfig, plan: TrainPlan, device: torch.device
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._device = device
+        self._module = module.to(device)
+        self._loss = resolve_loss(config.loss, config.task)
+        self._loss.to(device)
+        self._synchronizer = ApartSynchronizer(self._module, resolve_optimizer(config))
+        self._format = NumberFormat(config.precision, device)
+        self._scheduler = make_scheduler(config, self._synchronizer.optimizer)
+        self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
+        self._first = copy.deepcopy(self._state())
+
+    def train(
+        self,
+        state: dict[str, Any],
+        shard_id: int,
+        shards: Sequence[ShardData],
+        part: RoundPart,
+        observer: Observer,
+    ) -> RoundOutcome:
+        """Train from ``state`` on the steps of ``part``.
+
+        Args:
+            state: where the round begins: ``model``, and what an earlier round's outcome held
+                besides; an optimizer that is not in it begins anew.
+            shard_id: the plan's rank whose shards these are.
+            shards: its data.
+            part: the steps.
+            observer: is told of each step.
+
+        Raises:
+            TrainingDiverged: the loss is not finite.
+        """
+        self._load(state)
+        self._module.train()
+        seed_everything(self._config.seed, shard_id, part.step)
+        step = self._make_step()
+        batches = iter(
+            Batches(
+                shards,
+                self._plan,
+                shard_id,
+                seed=self._config.seed,
+                epoch=part.epoch,
+                start_step=part.step_in_epoch,
+                pin_memory=self._device.type == "cuda",
+            )
+        )
+        rows, began = 0, time.perf_counter()
+        with (
+            contextlib.closing(batches),
+            deterministic_algorithms(self._config.deterministic),
+        ):
+            for number in range(part.num_steps):
+                batch = next(batches)
+                step(self._moved(batch), max(1, batch.num_rows), part.step + number)
+                self._synchronizer.after_step(part.step + number)
+                rows += batch.num_rows
+                self._tell(observer, step, shard_id, part, number, batch.num_rows)
+        loss_sum, weight = self._synchronizer.round_sums.tolist()
+        return RoundOutcome(
+            state=self._state(),
+            loss_sum=loss_sum,
+            weight=weight,
+            rows=rows,
+            seconds=time.perf_counter() - began,
+        )
+
+    def evaluate(
+        self, state: dict[str, Any], validation: Sequence[ShardData]
+    ) -> tuple[tuple[float, float], bytes]:
+        """Measure ``state`` on this shard's validation rows.
+
+        Returns:
+            The sums that `train.evaluate.measure` gives, and the metrics' states.
+        """
+        self._module.load_state_dict(state["model"])
+        sums = measure(
+            self._module,
+            sequential_batches(validation, self._plan),
+            self._loss,
+            self._metrics,
+            self._format,
+            self._device,
+        )
+        loss_sum, weight = sums.tolist()
+        return (loss_sum, weight), self._metrics.states()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self._module.state_dict(),
+            "optimizer": self._synchronizer.optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": self._format.state_dict(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Overwrite everything that an earlier round has changed."""
+        whole = {**self._first, **state}
+        self._module.load_state_dict(whole["model"])
+        self._synchronizer.optimizer.load_state_dict(whole["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(whole["scheduler"])
+        self._format.load_state_dict(whole["scaler"])
+        self._synchronizer.close_round()
+
+    def _make_step(self) -> TrainStep:
+        # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
+        config = dataclasses.replace(self._config, divergence_factor=None)
+        return TrainStep(
+            config, self._synchronizer, self._loss, self._format, self._scheduler, self._device
+        )
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self._device.type == "cpu":
+            return batch
+        return batch.map(lambda value: value.to(self._device, non_blocking=True))
+
+    def _tell(
+        self,
+        observer: Observer,
+        step: TrainStep,
+        shard_id: int,
+        part: RoundPart,
+        number: int,
+        rows: int,
+    ) -> None:
+        done = part.step + number + 1
+        observer.step(epoch=part.epoch + 1, step=done, loss=step.loss, rows=rows)
+        if self._config.callbacks:
+            seen = CallbackState(
+                rank=shard_id,
+                world_size=self._plan.world_size,
+                epoch=part.epoch,
+                step=done,
+                loss=step.loss,
+                model=self._module,
+            )
+            for callback in self._config.callbacks:
+                callback.on_step_end(seen)
