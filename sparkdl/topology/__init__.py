@@ -1,0 +1,119 @@
+"""Along which ways is a sum over all ranks formed? One file per topology."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparkdl.comm import Communicator
+    from sparkdl.topology.base import Topology
+
+__all__ = ["TOPOLOGIES", "arrange", "choose"]
+
+logger = logging.getLogger(__name__)
+
+TOPOLOGIES = ("auto", "ring", "tree", "hierarchical", "shared")
+"""What a user may ask for; ``ring`` is what gloo and NCCL do by themselves."""
+
+
+def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Topology:
+    """A communicator that sums along ``topology`` and does the rest as ``comm``. Collective.
+
+    It must be closed; ``comm`` stays open. Where ranks of one node cannot share memory, all ranks
+    go other ways and rank 0 says so.
+
+    Args:
+        comm: the gang.
+        topology: one of `TOPOLOGIES`. ``auto`` is shared memory for CPU ranks of one node,
+            hierarchical for several nodes of several CPU ranks each, and otherwise a ring.
+        device: where the tensors are.
+
+    Raises:
+        ConfigError: there is no such topology, or the ranks are not where it needs them.
+    """
+    from sparkdl.topology.base import Topology
+    from sparkdl.topology.tree import Tree
+
+    chosen = choose(topology, comm.nodes, device.type)
+    if chosen == "tree":
+        return Tree(comm)
+    if chosen == "shared":
+        return _shared(comm)
+    if chosen == "hierarchical":
+        return _hierarchical(comm, device)
+    return Topology(comm)
+
+
+def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
+    """What `arrange` makes of ``topology`` for ranks on ``nodes``.
+
+    Raises:
+        ConfigError: as `arrange` does.
+    """
+    if topology not in TOPOLOGIES:
+        raise ConfigError(f"unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
+    num_nodes = len(set(nodes))
+    if topology == "shared" and device_type != "cpu":
+        raise ConfigError(
+            f"topology 'shared' sums in the CPU's memory, and the workers use {device_type}; "
+            "use 'ring'"
+        )
+    if topology == "shared" and num_nodes > 1:
+        raise ConfigError(
+            f"topology 'shared' needs all workers on one node, and they are on {num_nodes}; "
+            "use 'hierarchical' or 'auto'"
+        )
+    if len(nodes) == 1:
+        return "ring"
+    if topology != "auto":
+        return topology
+    if device_type == "cpu" and num_nodes == 1:
+        return "shared"
+    if device_type == "cpu" and all(list(nodes).count(node) > 1 for node in nodes):
+        return "hierarchical"
+    return "ring"
+
+
+def _shared(comm: Communicator) -> Topology:
+    from sparkdl.topology.base import Topology
+    from sparkdl.topology.memory import NoSharedMemory
+    from sparkdl.topology.shared import Shared, SharedSum
+
+    try:
+        return Shared(comm, SharedSum(comm, comm, ranks=range(comm.world_size)))
+    except NoSharedMemory as error:
+        _say_why_not(comm, error)
+        return Topology(comm)
+
+
+def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
+    from sparkdl.topology.hierarchical import (
+        HierarchicalMessages,
+        HierarchicalShared,
+        groups_of,
+        is_even,
+    )
+    from sparkdl.topology.memory import NoSharedMemory
+    from sparkdl.topology.shared import SharedSum
+
+    inside, between = groups_of(comm.nodes)
+    local, across = comm.split(inside), comm.split(between)
+    if device.type == "cpu":
+        ranks = next(group for group in inside if comm.rank in group)
+        try:
+            node = SharedSum(local, comm, ranks=ranks, first_takes_all=not is_even(comm.nodes))
+            return HierarchicalShared(comm, node, across)
+        except NoSharedMemory as error:
+            _say_why_not(comm, error)
+    return HierarchicalMessages(comm, local, across)
+
+
+def _say_why_not(comm: Communicator, error: Exception) -> None:
+    log = logger.warning if comm.rank == 0 else logger.debug
+    log("the workers of a node cannot share memory (%s); they send messages instead", error)

@@ -1,0 +1,148 @@
+"""What does a topology change of the communicator that it wraps? The sums, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sparkdl.comm import Communicator, Pending
+
+
+class Topology:
+    """A `Communicator` that sums as the wrapped one does; subclasses sum in their own way.
+
+    ``bytes_sent`` counts from zero what passes through this object. The wrapped communicator stays
+    open when this one is closed.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self.nodes = comm.nodes
+        self.timeout_seconds = comm.timeout_seconds
+        self.bytes_sent = 0
+
+    def close(self) -> None:
+        """Give back what was taken for the sums, also after a failure; waits for nobody."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Communicator.allocate`."""
+        return self._comm.allocate(numel, dtype, device)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See `Communicator.all_reduce`."""
+        self.all_reduce_async(tensor).wait()
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+        """See `Communicator.all_reduce_async`."""
+        with self._counted(self._comm):
+            return self._comm.all_reduce_async(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.all_gather`."""
+        with self._counted(self._comm):
+            return self._comm.all_gather(tensor)
+
+    def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """See `Communicator.all_gather_async`."""
+        with self._counted(self._comm):
+            return self._comm.all_gather_async(tensor, out)
+
+    def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
+        """See `Communicator.all_to_all_async`."""
+        with self._counted(self._comm):
+            return self._comm.all_to_all_async(tensor, out)
+
+    def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """See `Communicator.exchange`."""
+        with self._counted(self._comm):
+            return self._comm.exchange(tensor, peer)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """See `Communicator.send`."""
+        with self._counted(self._comm):
+            self._comm.send(tensor, to)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """See `Communicator.receive`."""
+        self._comm.receive(tensor, source)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """See `Communicator.broadcast`."""
+        with self._counted(self._comm):
+            self._comm.broadcast(tensor, source)
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """See `Communicator.broadcast_bytes`."""
+        with self._counted(self._comm):
+            return self._comm.broadcast_bytes(data, source)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """See `Communicator.all_gather_bytes`."""
+        with self._counted(self._comm):
+            return self._comm.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        with self._counted(self._comm):
+            self._comm.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """See `Communicator.split`; the parts sum as the wrapped communicator's do."""
+        return self._comm.split(groups)
+
+    @contextlib.contextmanager
+    def _counted(self, comm: Communicator) -> Iterator[None]:
+        """Count what ``comm`` sends in the block."""
+        before = comm.bytes_sent
+        try:
+            yield
+        finally:
+            self.bytes_sent += comm.bytes_sent - before
+
+
+class DeferredTopology(Topology):
+    """Sums that take several messages, one after the other: they are made in ``wait()``.
+
+    Sums are made in the order in which they were started. Ranks must also wait in equal order
+    among their other calls.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self._waiting: deque[_DeferredSum] = deque()
+
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+        """See `Communicator.all_reduce_async`."""
+        started = _DeferredSum(self, tensor)
+        self._waiting.append(started)
+        return started
+
+    def sum_now(self, tensor: torch.Tensor) -> None:
+        """Sum the contiguous ``tensor`` over all ranks, in place."""
+        raise NotImplementedError
+
+    def _sum_through(self, last: _DeferredSum) -> None:
+        while not last.is_done:
+            self._waiting.popleft().run()
+
+
+class _DeferredSum:
+    def __init__(self, topology: DeferredTopology, tensor: torch.Tensor) -> None:
+        self._topology = topology
+        self._tensor = tensor.detach()
+        self.is_done = False
+
+    def wait(self) -> None:
+        self._topology._sum_through(self)
+
+    def run(self) -> None:
+        dense = self._tensor.contiguous()
+        self._topology.sum_now(dense)
+        if dense is not self._tensor:
+            self._tensor.copy_(dense)
+        self.is_done = True
