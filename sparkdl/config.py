@@ -103,6 +103,8 @@ class TrainConfig:
     callbacks: tuple[Any, ...] = ()
     sync_strategy: Any = None
     """A `sync.SyncStrategy`; None means ``AllReduce()``."""
+    sync_batch_norm: bool = False
+    """Whether BatchNorm layers train with the statistics of all ranks' batches."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:

@@ -16,14 +16,13 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.arguments import ClassifierArguments, EstimatorArguments
 from sparkdl.config import Task
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.parambase import with_accessors
 from sparkdl.params import (
     INFERENCE_BATCH_SIZE,
-    ClassifierArguments,
     ClassOutputParams,
-    EstimatorArguments,
     OptionalLabelParams,
     TrainParams,
     training_values,

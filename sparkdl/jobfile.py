@@ -117,6 +117,8 @@ class EstimatorSection:
     num_workers: int | None = None
     seed: int | None = None
     sync_strategy: str | ObjectRef | None = None
+    execution_mode: str | None = None
+    sync_batch_norm: bool | None = None
     precision: str | None = None
     gradient_accumulation_steps: int | None = None
     gradient_clip_norm: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from pyspark.ml.param import Params, TypeConverters
 from pyspark.ml.param.shared import (
@@ -23,10 +23,9 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl import converters
-from sparkdl.config import CheckpointConfig, EarlyStopping, Task, TrainConfig
+from sparkdl.config import CheckpointConfig, Task, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.parambase import CheckedParams, declare
-from sparkdl.sync.base import SyncStrategy
 
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
@@ -116,7 +115,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     )
     numWorkers = declare(
         "numWorkers",
-        "number of workers that train together; None: one per executor, or one per GPU.",
+        "number of workers that train together, or of shards that train in rounds; None: one per "
+        "executor, or one per GPU.",
         TypeConverters.toInt,
     )
     syncStrategy = declare(
@@ -124,6 +124,18 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
         "'parameter_averaging'), or 'package.module:Class'.",
         converters.to_strategy,
+    )
+    syncBatchNorm = declare(
+        "syncBatchNorm",
+        "whether BatchNorm layers train with the statistics of all workers' batches rather than "
+        "of each worker's own.",
+        TypeConverters.toBoolean,
+    )
+    executionMode = declare(
+        "executionMode",
+        "how workers run: 'gang' (all at once), 'rounds' (plain Spark stages, for strategies that "
+        "average), or 'auto', which leaves it to the strategy.",
+        TypeConverters.toString,
     )
     precision = declare(
         "precision",
@@ -214,6 +226,7 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         self._setDefault(
             optimizer="adam",
             syncStrategy="allreduce",
+            executionMode="auto",
             inputShape=None,
             numWorkers=None,
             maxRestarts=3,
@@ -278,6 +291,7 @@ FIELDS: Mapping[str, Field] = {
     "weightCol": Field("request", "weight_col"),
     "validationIndicatorCol": Field("request", "validation_col"),
     "numWorkers": Field("request", "num_workers"),
+    "executionMode": Field("request", "execution_mode"),
     "maxRestarts": Field("request", "max_restarts"),
     "verbose": Field("request", "verbose"),
     "cpusPerWorker": Field("request", "cpus_per_worker"),
@@ -301,6 +315,7 @@ FIELDS: Mapping[str, Field] = {
     "earlyStopping": Field("config", "early_stopping"),
     "callbacks": Field("config", "callbacks", lambda params: tuple(params.value("callbacks"))),
     "syncStrategy": Field("config", "sync_strategy"),
+    "syncBatchNorm": Field("config", "sync_batch_norm"),
     "checkpointDir": Field("checkpoint", "directory"),
     "checkpointInterval": Field("checkpoint", "interval"),
 }
@@ -350,49 +365,3 @@ def _check_request(request: Mapping[str, Any]) -> None:
     gpus = request["gpus_per_worker"]
     if gpus is not None and gpus < 0:
         raise ConfigError(f"gpusPerWorker must not be negative; received {gpus}")
-
-
-class EstimatorArguments(TypedDict, total=False):
-    """Keyword arguments of `TorchEstimator` and of `TorchRegressor`; each sets one Param."""
-
-    module: Any
-    loss: Any
-    optimizer: Any
-    optimizerParams: Mapping[str, Any]
-    learningRate: float | None
-    scheduler: Any
-    featuresCol: str
-    inputCols: list[str]
-    inputShape: Any
-    labelCol: str
-    weightCol: str
-    validationIndicatorCol: str
-    predictionCol: str
-    epochs: int
-    maxSteps: int
-    batchSize: int
-    numWorkers: int | None
-    seed: int
-    syncStrategy: SyncStrategy | str
-    precision: str
-    gradientAccumulationSteps: int
-    gradientClipNorm: float | None
-    divergenceFactor: float | None
-    device: str
-    deterministic: bool
-    checkpointDir: str | None
-    checkpointInterval: int
-    maxRestarts: int
-    earlyStopping: EarlyStopping | None
-    callbacks: list[Any]
-    metrics: Any
-    verbose: int
-    cpusPerWorker: int | None
-    gpusPerWorker: float | None
-
-
-class ClassifierArguments(EstimatorArguments, total=False):
-    """Keyword arguments of `TorchClassifier`; each sets one Param."""
-
-    probabilityCol: str
-    rawPredictionCol: str

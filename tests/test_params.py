@@ -10,6 +10,7 @@ import torchmetrics
 from pyspark.ml.param import Param
 from torch import nn
 
+from sparkdl.arguments import ClassifierArguments, EstimatorArguments
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
@@ -18,8 +19,6 @@ from sparkdl.params import (
     FACE_ONLY,
     FIELDS,
     OBJECT_PARAMS,
-    ClassifierArguments,
-    EstimatorArguments,
     training_values,
 )
 from sparkdl.sync.allreduce import AllReduce
@@ -46,6 +45,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "numWorkers": (2, 2),
     "seed": (11, 11),
     "syncStrategy": (AllReduce(), AllReduce()),
+    "syncBatchNorm": (True, True),
+    "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
     "gradientAccumulationSteps": (4, 4),
     "gradientClipNorm": (1.5, 1.5),

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Column
+from sparkdl.plan import Column, TrainPlan
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
@@ -150,6 +150,46 @@ def _num_classes(output: Any) -> int:
             f"{type(output).__name__}; use TorchEstimator for other outputs"
         )
     return 2 if output.ndim == 1 or output.shape[1] == 1 else int(output.shape[1])
+
+
+def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
+    """Refuse ``syncBatchNorm`` with a module or a strategy that it does not fit.
+
+    Raises:
+        ConfigError: see `sync_batch_norm.check`.
+    """
+    from sparkdl import sync
+    from sparkdl.train import sync_batch_norm
+
+    if config.sync_batch_norm:
+        sync_batch_norm.check(module, sync.resolve(config.sync_strategy), num_workers)
+
+
+def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig) -> None:
+    """With ``syncBatchNorm`` a worker without rows runs the module too: the others wait for it.
+
+    Raises:
+        ConfigError: that will happen, and the module does not take a batch without rows.
+    """
+    import torch
+
+    from sparkdl.train.evaluate import evaluation_mode
+
+    smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
+    has_empty = plan.world_size > 1 and smallest < config.gradient_accumulation_steps
+    if not (config.sync_batch_norm and has_empty):
+        return
+    features = [column for column in plan.columns if column.role == "feature"]
+    inputs = [torch.zeros((0, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
+    try:
+        with torch.no_grad(), evaluation_mode(module):
+            module(*inputs)
+    except Exception as error:
+        raise ConfigError(
+            "with syncBatchNorm workers whose rows have run out train on batches without rows, "
+            f"which the module does not take: {type(error).__name__}: {error}; adapt it, for "
+            "example by torch.flatten(x, 1) in place of x.view(len(x), -1), or raise batchSize"
+        ) from error
 
 
 def check_labels(

@@ -1,7 +1,8 @@
 """How does a DataFrame become a trained module? The whole of ``fit``, in order.
 
 Checks that need no job come first, then those that need a small one, then the spool, then what
-only the data can tell, then the gang. Whatever happens, nothing is left behind.
+only the data can tell, then training, in a gang or in rounds. Whatever happens, nothing is left
+behind.
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import sync, worker
-from sparkdl.checkpoint.format import decode, latest
+from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.describe import describe
-from sparkdl.environment import versions
-from sparkdl.errors import ClusterError, ConfigError
-from sparkdl.packing import PackedModule, pack
+from sparkdl.errors import ConfigError
+from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
 from sparkdl.spark.checks import (
@@ -37,8 +34,9 @@ from sparkdl.spark.checks import (
     prepare_columns,
     shaped,
 )
-from sparkdl.spark.gang import launch
-from sparkdl.spark.link import Link, open_link
+from sparkdl.spark.gangfit import train_in_gang
+from sparkdl.spark.link import open_link
+from sparkdl.spark.mode import choose_mode
 from sparkdl.spark.preflight import (
     check_memory,
     choose_num_workers,
@@ -49,14 +47,16 @@ from sparkdl.spark.preflight import (
     wait_for_slots,
 )
 from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.spark.rounds import train_in_rounds
+from sparkdl.spark.run import Run, Slots, Trained
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
-from sparkdl.spark.supervise import GangResult, Limits, Rows, persistently, supervise
-from sparkdl.summary import TrainingSummary
+from sparkdl.spark.supervise import persistently
+from sparkdl.sync.averaging import AveragingStrategy
+from sparkdl.sync.base import SyncStrategy
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from torch import nn
 
 __all__ = ["FitRequest", "FitResult", "fit"]
@@ -65,28 +65,6 @@ logger = logging.getLogger(__name__)
 
 _SKEW = 1.5
 """Largest worker's rows over the mean from which on the user is told."""
-_MAX_INLINE_BYTES = 16 * 2**20
-"""Largest initial weights that travel in the task itself when there is no other way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gang:
-    """What the cluster part of the preflight decided."""
-
-    num_workers: int
-    threads: int
-    profile: ResourceProfile | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """A run's fixed values once the data is known."""
-
-    run_id: str
-    run_key: str
-    plan: TrainPlan
-    payload: bytes
-    packed: PackedModule
 
 
 def fit(df: DataFrame, request: FitRequest) -> FitResult:
@@ -105,34 +83,38 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
     check_travels(request.config)
+    strategy = sync.resolve(request.config.sync_strategy)
+    in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
     prepared, validation = prepare_columns(df, request, float_dtype)
-    gang = _plan_gang(spark, request, settings)
-    sync.resolve(request.config.sync_strategy).check(request.config, gang.num_workers)
+    slots = _plan_rounds(spark, request) if in_rounds else _plan_gang(spark, request, settings)
+    strategy.check(request.config, slots.num_workers)
     with contextlib.ExitStack() as stack:
         link = open_link(
             spark,
             checkpoint_dir=request.config.checkpoint.directory,
-            num_workers=gang.num_workers,
-            profile=gang.profile,
+            num_workers=slots.num_workers,
+            profile=slots.profile,
             settings=settings,
             run_id=run_id,
             stack=stack,
+            in_rounds=in_rounds,
         )
         clock.lap("preflight")
         table = ShardTable(
             df,
             prepared,
             validation,
-            num_shards=gang.num_workers,
+            num_shards=slots.num_workers,
             run_id=run_id,
-            profile=gang.profile,
+            profile=slots.profile,
+            barrier=not in_rounds,
         )
         stack.callback(table.close)
         spooled = persistently(
             table.collect,
             max_restarts=request.max_restarts,
-            prepare=partial(wait_for_slots, spark, gang.num_workers, gang.profile, settings),
+            prepare=partial(_wait, spark, slots, settings, in_rounds=in_rounds),
         )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
@@ -140,40 +122,47 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         if num_classes is not None and request.label_col is not None:
             index = len(request.feature_cols)
             check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(columns, spooled, gang, request)
-        _check_memory(spark, module, plan, gang)
-        run = _fix_run(run_id, module, plan, request, content_of(spooled))
+        plan = _make_plan(columns, spooled, slots, request)
+        _check_memory(spark, module, plan, slots)
         view: View = ProgressView(plan) if request.verbose else SilentView()
         stack.callback(view.close)
-        result = supervise(
-            spark,
-            partial(_submit, spark, table, run, gang, link, settings, view),
-            world_size=gang.num_workers,
-            hub=link.hub,
-            limits=Limits(
-                max_restarts=request.max_restarts,
-                heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
-                start_timeout_seconds=settings.start_timeout_seconds,
-                queue_timeout_seconds=settings.queue_timeout_seconds,
-            ),
-            view=view,
+        run = Run(
+            spark=spark,
             run_id=run_id,
-            is_watched=link.channel is not None,
+            run_key=run_key(
+                module, plan, request.config, f"{content_of(spooled)}{'-rounds' * in_rounds}"
+            ),
+            plan=plan,
+            config=request.config,
+            module=module,
+            packed=pack(module),
+            table=table,
+            slots=slots,
+            link=link,
+            settings=settings,
+            view=view,
+            max_restarts=request.max_restarts,
         )
+        trained = _train(run, strategy, in_rounds=in_rounds)
         clock.lap("train")
-        _load_final(module, result, link)
-        summary = partial(_summary, result, plan, clock)
-        view.done(summary().steps)
+        view.done(trained.steps)
     clock.lap("clean up")
     return FitResult(
         module=module.eval(),
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
-        summary=summary(),
+        summary=trained.to_summary(plan, clock.laps, clock.total()),
     )
 
 
-def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> _Gang:
+def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:
+    if not in_rounds:
+        return train_in_gang(run)
+    assert isinstance(strategy, AveragingStrategy)
+    return train_in_rounds(run, strategy)
+
+
+def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> Slots:
     info = inspect_cluster(spark)
     require_gang_support(info, partial(conf, spark), settings)
     profile = make_profile(spark, info, request.cpus_per_worker, request.gpus_per_worker)
@@ -185,20 +174,42 @@ def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> 
     )
     wait_for_slots(spark, num_workers, profile, settings)
     threads = threads_per_worker(info, num_workers, request.cpus_per_worker)
-    return _Gang(num_workers=num_workers, threads=threads, profile=profile)
+    return Slots(num_workers=num_workers, threads=threads, profile=profile)
 
 
-# --- the gang ---------------------------------------------------------------------------------
+def _plan_rounds(spark: SparkSession, request: FitRequest) -> Slots:
+    """Shards need no slots of their own, so nothing is waited for."""
+    info = inspect_cluster(spark)
+    num_shards = request.num_workers
+    if num_shards is None:
+        num_shards = choose_num_workers(
+            info,
+            None,
+            cpus_per_worker=request.cpus_per_worker,
+            gpus_per_worker=request.gpus_per_worker,
+        )
+    return Slots(
+        num_workers=num_shards,
+        # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
+        threads=request.cpus_per_worker or info.task_cpus,
+        profile=make_profile(spark, info, request.cpus_per_worker, request.gpus_per_worker),
+    )
+
+
+def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: bool) -> None:
+    """Wait for executors before a job is submitted again; in rounds Spark itself does."""
+    if not in_rounds:
+        wait_for_slots(spark, slots.num_workers, slots.profile, settings)
 
 
 def _make_plan(
-    columns: Sequence[Column], spooled: Sequence[SpooledShard], gang: _Gang, request: FitRequest
+    columns: Sequence[Column], spooled: Sequence[SpooledShard], slots: Slots, request: FitRequest
 ) -> TrainPlan:
     config = request.config
     plan = make_plan(
         columns=columns,
         shards=[part.shard for part in spooled],
-        world_size=gang.num_workers,
+        world_size=slots.num_workers,
         batch_size=config.batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
@@ -209,7 +220,7 @@ def _make_plan(
         plan.num_rows,
         plan.num_validation_rows,
         plan.world_size,
-        gang.threads,
+        slots.threads,
         plan.batch_size,
         plan.batch_size * plan.world_size,
         plan.steps_per_epoch,
@@ -227,7 +238,7 @@ def _make_plan(
     return plan
 
 
-def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, gang: _Gang) -> None:
+def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, slots: Slots) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     replica = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -238,20 +249,7 @@ def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, gang:
         # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
         state_bytes=trained + 2 * trained + replica + 2 * trained,
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
-        num_workers=gang.num_workers,
-    )
-
-
-def _fix_run(
-    run_id: str, module: nn.Module, plan: TrainPlan, request: FitRequest, content: str
-) -> _Run:
-    packed = pack(module)
-    return _Run(
-        run_id=run_id,
-        run_key=run_key(module, plan, request.config, content),
-        plan=plan,
-        payload=cloudpickle.dumps((request.config, packed.skeleton)),
-        packed=packed,
+        num_workers=slots.num_workers,
     )
 
 
@@ -282,90 +280,6 @@ def _named(value: Any) -> Any:
         return (
             f"{type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
         )
-
-
-def _submit(
-    spark: SparkSession,
-    table: ShardTable,
-    run: _Run,
-    gang: _Gang,
-    link: Link,
-    settings: Settings,
-    view: View,
-    attempt: int,
-) -> Callable[[], Rows]:
-    """Prepare one attempt: lost shards are rebuilt, the newest checkpoint is found."""
-    shards = run.plan.shards
-    if attempt > 0:
-        link.hub.clear(f"{run.run_id}/{attempt - 1}/")
-        wait_for_slots(spark, gang.num_workers, gang.profile, settings)
-        shards = tuple(part.shard for part in table.collect())
-    found = None
-    if link.checkpoints is not None:
-        found = latest(link.checkpoints, run.run_key)
-    start_step = found.step if found is not None else 0
-    if found is not None:
-        logger.info("going on from the checkpoint of step %d (%s)", start_step, found.path)
-    view.attempt(attempt, start_step)
-    order = worker.WorkOrder(
-        run_id=run.run_id,
-        run_key=run.run_key,
-        attempt=attempt,
-        plan=replace(run.plan, shards=shards),
-        payload=run.payload,
-        weights=_weights_in_task(run, link),
-        storage_url=link.url,
-        driver_hosts_channel=link.channel is not None,
-        resume_path=found.path if found is not None else None,
-        threads=gang.threads,
-        versions=versions(),
-        start_timeout_seconds=settings.start_timeout_seconds,
-        collective_timeout_seconds=settings.collective_timeout_seconds,
-    )
-    return partial(launch, table.df, worker.run, order, channel=link.channel, profile=gang.profile)
-
-
-def _weights_in_task(run: _Run, link: Link) -> bytes | None:
-    """Initial weights travel over the channel; without it, in the task itself."""
-    if link.channel is not None:
-        if not link.files.exists(worker.INITIAL):
-            link.files.write(worker.INITIAL, run.packed.tensors)
-        return None
-    if len(run.packed.tensors) > _MAX_INLINE_BYTES:
-        raise ClusterError(
-            f"the module has {len(run.packed.tensors) >> 20} MiB of weights; from a driver that "
-            f"executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; submit "
-            "the job inside the cluster's network"
-        )
-    return run.packed.tensors
-
-
-def _load_final(module: nn.Module, result: GangResult, link: Link) -> None:
-    """Give the trained weights to the driver's module."""
-    if link.channel is not None:
-        data = link.files.read(worker.FINAL)
-    else:
-        data = next(payload for _, kind, payload in result.rows if kind == "weights")
-    module.load_state_dict(decode(data, worker.FINAL))
-
-
-def _summary(result: GangResult, plan: TrainPlan, clock: Clock) -> TrainingSummary:
-    reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
-    first = reports[0]
-    phases = {f"fit: {name}": seconds for name, seconds in clock.laps.items()}
-    phases.update({f"rank 0: {name}": seconds for name, seconds in first["seconds"].items()})
-    return TrainingSummary(
-        history=first["history"],
-        phase_seconds=phases,
-        restarts=result.restarts,
-        rows=plan.num_rows,
-        validation_rows=plan.num_validation_rows,
-        steps=first["steps"],
-        world_size=plan.world_size,
-        throughput_by_rank=[reports[rank]["rows_per_second"] for rank in sorted(reports)],
-        bytes_sent_by_rank=[reports[rank]["bytes_sent"] for rank in sorted(reports)],
-        seconds=clock.total(),
-    )
 
 
 class Clock:

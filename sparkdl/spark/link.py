@@ -15,8 +15,9 @@ from pyspark.sql import SparkSession
 from sparkdl.channel import Address, ChannelServer, Hub
 from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
 from sparkdl.errors import ClusterError
+from sparkdl.spark.preflight import is_encrypted
 from sparkdl.spark.probe import probe
-from sparkdl.spark.session import driver_address, is_connect
+from sparkdl.spark.session import conf, driver_address, is_connect
 from sparkdl.spark.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,13 +49,18 @@ def open_link(
     settings: Settings,
     run_id: str,
     stack: contextlib.ExitStack,
+    in_rounds: bool = False,
 ) -> Link:
-    """Open the channel and the place for checkpoints, and try both from the executors."""
+    """Open the channel and the place for checkpoints, and try both from the executors.
+
+    Rounds do without the channel where it would carry in clear what Spark encrypts.
+    """
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-"))
     files = open_storage(folder)
     hub = Hub()
     server = None
-    if settings.channel != "workers":
+    is_clear = is_encrypted(partial(conf, spark)) and not settings.allow_unencrypted
+    if settings.channel != "workers" and not (in_rounds and is_clear):
         server = _serve(spark, hub, files, settings)
         stack.callback(server.shutdown)
     url = checkpoint_dir
@@ -64,9 +70,9 @@ def open_link(
     address = server.address if server is not None else None
     reached = _probe(spark, num_workers, profile, address, url, checkpoints, run_id)
     if address is not None and not reached:
-        _require_no_channel(spark, address, settings)
+        _require_no_channel(spark, address, settings, in_rounds=in_rounds)
         address = None
-    if address is None and checkpoints is None:
+    if address is None and checkpoints is None and not in_rounds:
         logger.warning(
             "the driver cannot keep checkpoints, since executors do not reach it, and no "
             "checkpointDir is set: a restart would begin at step 0"
@@ -117,9 +123,11 @@ def _probe(
         checkpoints.remove(marker)
 
 
-def _require_no_channel(spark: SparkSession, address: Address, settings: Settings) -> None:
-    """Executors do not reach the driver: fine from a Spark Connect client, else an error."""
-    if settings.channel == "driver" or not is_connect(spark):
+def _require_no_channel(
+    spark: SparkSession, address: Address, settings: Settings, *, in_rounds: bool
+) -> None:
+    """Executors do not reach the driver: fine from Spark Connect and in rounds, else an error."""
+    if settings.channel == "driver" or not (in_rounds or is_connect(spark)):
         raise ClusterError(
             f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
             "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "

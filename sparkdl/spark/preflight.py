@@ -195,18 +195,24 @@ def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> Non
         raise ClusterError(
             "training needs all workers at the same time, which Spark refuses under dynamic "
             "allocation; set spark.dynamicAllocation.enabled=false and a fixed "
-            "spark.executor.instances"
+            "spark.executor.instances, or use a strategy that runs in rounds, such as "
+            "ParameterAveraging"
         )
-    encrypting = [
-        key
-        for key in ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled")
-        if (get(key) or "false").lower() == "true"
-    ]
+    encrypting = is_encrypted(get)
     if encrypting and not settings.allow_unencrypted:
         raise ClusterError(
-            f"{encrypting[0]} asks for encrypted traffic, but gradients travel between workers "
-            "as plain TCP; set spark.sparkdl.allowUnencrypted=true if that network is trusted"
+            f"{encrypting} asks for encrypted traffic, but gradients travel between workers "
+            "as plain TCP; set spark.sparkdl.allowUnencrypted=true if that network is trusted, or "
+            "use a strategy that runs in rounds, such as ParameterAveraging"
         )
+
+
+def is_encrypted(get: Get) -> str | None:
+    """The first entry by which Spark encrypts its own traffic, or None."""
+    for key in ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled"):
+        if (get(key) or "false").lower() == "true":
+            return key
+    return None
 
 
 def wait_for_slots(

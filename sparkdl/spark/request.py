@@ -26,6 +26,8 @@ class FitRequest:
     weight_col: str | None
     validation_col: str | None
     num_workers: int | None
+    execution_mode: str
+    """``auto``, ``gang`` or ``rounds``."""
     max_restarts: int
     verbose: int
     cpus_per_worker: int | None

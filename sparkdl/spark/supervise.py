@@ -92,6 +92,7 @@ def supervise(
     view: View,
     run_id: str,
     is_watched: bool = True,
+    first_attempt: int = 0,
 ) -> GangResult:
     """Run a gang to its end, however many submissions that takes.
 
@@ -105,6 +106,7 @@ def supervise(
         view: shows progress and logs.
         run_id: names the run's jobs, so that they can be cancelled.
         is_watched: whether workers reach the driver's hub; else only rows tell what happened.
+        first_attempt: number of the first submission, where a run makes several gangs.
 
     Raises:
         WorkerError: the user's code failed.
@@ -114,9 +116,17 @@ def supervise(
     reasons: list[str] = []
     for number in range(limits.max_restarts + 1):
         try:
-            job = submit(number)
+            job = submit(first_attempt + number)
             attempt = _run(
-                spark, job, number, world_size, hub, limits, view, run_id, is_watched=is_watched
+                spark,
+                job,
+                first_attempt + number,
+                world_size,
+                hub,
+                limits,
+                view,
+                run_id,
+                is_watched=is_watched,
             )
         except Exception as error:
             if not is_loss(error):
@@ -129,7 +139,7 @@ def supervise(
         reasons.append(reason)
         if number < limits.max_restarts:
             logger.warning(
-                "%s; restart %d of %d from the last complete checkpoint",
+                "%s; restart %d of %d",
                 reason,
                 number + 1,
                 limits.max_restarts,

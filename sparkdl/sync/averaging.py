@@ -27,7 +27,7 @@ from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.collective import CollectiveStrategy, counting_anew
 from sparkdl.sync.gradients import FlatGradients, zeros
 from sparkdl.sync.mean import SHARE_BYTES, MeanOfReplicas
-from sparkdl.sync.period import Period, RoundReport
+from sparkdl.sync.period import FixedPeriod, Period, RoundReport
 
 if TYPE_CHECKING:
     from sparkdl.sync.outer import OuterRule
@@ -41,6 +41,11 @@ class AveragingStrategy(CollectiveStrategy):
     """Base of strategies whose replicas train apart in rounds and then take their mean."""
 
     @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return True
+
+    @property
     def weighting(self) -> Weighting:
         """Whether a replica counts by its samples in the round, or as much as any other."""
         return "examples"
@@ -50,6 +55,17 @@ class AveragingStrategy(CollectiveStrategy):
         """What becomes of the optimizers' states at the end of a round."""
         return "average"
 
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        if self.compression is not None:
+            return "compression acts between the workers of a gang only"
+        if self.optimizer_state == "keep":
+            return (
+                "a lost task could not be run again if each replica kept an optimizer state of "
+                "its own; average or reset it"
+            )
+        return None
+
     @abstractmethod
     def make_period(self) -> Period:
         """The lengths of rounds."""
@@ -57,6 +73,19 @@ class AveragingStrategy(CollectiveStrategy):
     def make_outer(self, world_size: int) -> OuterRule | None:
         """What follows the mean; None: nothing."""
         return None
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
+
+        For rounds of full length: those that an epoch's end cuts short cost as much.
+        """
+        period = self.make_period()
+        sent = round_bytes(self, shapes, element_size, world_size)
+        if sent is None or not isinstance(period, FixedPeriod):
+            return None
+        return sent / period.steps(0)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
@@ -98,10 +127,12 @@ class ApartSynchronizer(Synchronizer):
         self.round_sums = torch.zeros(2, dtype=torch.float64)
         """Weighted losses and weights of the samples of the present round, ``(2,)``."""
         self.round_steps = 0
-        self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
+        self._gradients: FlatGradients | None = None
 
     def zero_gradients(self) -> None:
         """See `Synchronizer.zero_gradients`."""
+        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
+            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
         self._gradients.zero()
 
     def no_sync(self) -> contextlib.nullcontext[None]:
@@ -125,7 +156,8 @@ class ApartSynchronizer(Synchronizer):
 
     def close(self) -> None:
         """See `Synchronizer.close`."""
-        self._gradients.release()
+        if self._gradients is not None:
+            self._gradients.release()
 
     def learning_rate(self) -> float:
         """That of the first parameter group."""
@@ -188,7 +220,7 @@ class AveragingSynchronizer(ApartSynchronizer):
         weight = self.round_sums[1].item()
         if self._strategy.weighting == "equal":
             weight = float(weight > 0)
-        shares = self._mean.shares(weight)
+        shares = self._mean.shares(weight, self.learning_rate())
         began = time.perf_counter()  # after `shares`, in which ranks wait for the slowest
         if any(shares):
             self._agree(shares)
@@ -225,7 +257,7 @@ class AveragingSynchronizer(ApartSynchronizer):
             self._mean.parameters(self.parameters, shares, self._anchor or None)
             self._mean.buffers(shares)
             if self._outer is not None:
-                self._outer.step(self._anchor, self.parameters, self.learning_rate())
+                self._outer.step(self._anchor, self.parameters, self._mean.learning_rate)
         if self._strategy.optimizer_state == "average":
             self._mean.optimizer_state(shares)
         elif self._strategy.optimizer_state == "reset":
@@ -246,5 +278,5 @@ class AveragingSynchronizer(ApartSynchronizer):
             step_seconds=everyone[:, 2].max().item(),
             merge_seconds=everyone[:, 3].max().item(),
             loss=losses / weights if weights > 0 else float("nan"),
-            learning_rate=self.learning_rate(),
+            learning_rate=self._mean.learning_rate,
         )

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +34,22 @@ class SyncStrategy(ABC):
                 return EveryOtherSynchronizer(model, make_optimizer(model.parameters()), comm)
     """
 
+    prefers_rounds: ClassVar[bool] = False
+    """Whether ``executionMode="auto"`` means plain Spark stages rather than a gang."""
+
+    def why_not_rounds(self) -> str | None:
+        """Why this cannot run on plain Spark stages; None if it can."""
+        return "it exchanges something at every step, for which all workers must run at once"
+
     @property
     def deterministic(self) -> bool:
         """Whether the same run gives the same bits; strategies driven by time say False."""
         return True
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether replicas ever take steps that do not wait for those of the others."""
+        return False
 
     def check(self, config: TrainConfig, world_size: int) -> None:  # noqa: B027  # may stay
         """Refuse, on the driver and before any job, what makes no sense together.
@@ -85,8 +97,9 @@ class Synchronizer(ABC):
     the optimizer, ``after_step``.
     Gradients hold *sums* over the local batch of ``loss / divisor``, so that their sum over ranks
     is the gradient of the weighted mean over the global batch. A rank whose batch is empty runs no
-    forward and no backward pass and does not call ``start_sums``, but makes all the other calls;
-    it leaves out the optimizer if replicas train apart.
+    forward and no backward pass and does not call ``start_sums``, unless modules talk to those of
+    other ranks (``syncBatchNorm``), but makes all the other calls; it leaves out the optimizer if
+    replicas train apart.
 
     Before it evaluates or writes a checkpoint the loop calls ``close_round``. From then until the
     next ``zero_gradients`` the model holds the weights that all replicas agree on; a strategy whose

@@ -6,6 +6,7 @@ The same mean as `merge.merge` forms on a list of states, up to rounding.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,15 @@ import torch
 from torch import nn
 
 from sparkdl.comm import Communicator
-from sparkdl.sync.gradients import Bucket, make_buckets, zeros
+from sparkdl.sync.changes import Changes
 from sparkdl.sync.merge import STEP
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
 
-BUCKET_BYTES = 25 << 20
-SHARE_BYTES = 16
-"""What a rank tells each other one before a mean: its weight, and whether its optimizer stepped."""
+SHARE_BYTES = 24
+"""What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
+and its learning rate."""
 
 
 class MeanOfReplicas:
@@ -45,24 +46,28 @@ class MeanOfReplicas:
         self._optimizer = optimizer
         self._comm = comm
         self._has_state = [False] * comm.world_size
-        self._buckets: list[Bucket] = []
-        self._compressors = []
+        self.learning_rate = math.nan
+        """That of the first rank that counted when `shares` was last called: where a replica
+        skips a step that others take, schedules differ."""
+        self._changes: Changes | None = None
         if compression is not None and comm.world_size > 1:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self._buckets = make_buckets(trained, BUCKET_BYTES, zeros)
-            self._compressors = [compression.make(b.gradients, comm) for b in self._buckets]
+            self._changes = Changes(trained, comm, compression)
 
     @property
     def is_lossy(self) -> bool:
         """Whether what is sent are compressed changes, for which `parameters` needs an anchor."""
-        return bool(self._compressors)
+        return self._changes is not None
 
-    def shares(self, weight: float) -> list[float]:
+    def shares(self, weight: float, learning_rate: float = math.nan) -> list[float]:
         """Every rank's part in the mean, given this rank's weight; all zero if nobody has one."""
         device = next(self._model.parameters()).device
-        mine = torch.tensor([weight, len(self._optimizer.state)], dtype=torch.float64)
-        weights, num_states = self._comm.all_gather(mine.to(device)).unbind(1)
+        mine = torch.tensor(
+            [weight, len(self._optimizer.state), learning_rate], dtype=torch.float64
+        )
+        weights, num_states, rates = self._comm.all_gather(mine.to(device)).cpu().unbind(1)
         self._has_state = (num_states > 0).tolist()
+        self.learning_rate = rates[int((weights > 0).int().argmax())].item()
         total = weights.sum().item()
         return [one / total if total > 0 else 0.0 for one in weights.tolist()]
 
@@ -73,27 +78,23 @@ class MeanOfReplicas:
         anchor: Sequence[torch.Tensor] | None,
     ) -> None:
         """Overwrite ``parameters`` by their mean; ``anchor`` is where all ranks began."""
-        if not self._compressors:
+        if self._changes is None:
             self.tensors(parameters, shares)
             return
         assert anchor is not None
-        place = {id(parameter): i for i, parameter in enumerate(parameters)}
-        pending = []
-        for bucket, compressor in zip(self._buckets, self._compressors, strict=True):
-            for parameter, change in zip(bucket.parameters, bucket.gradients, strict=True):
-                torch.sub(parameter, anchor[place[id(parameter)]], out=change)
-            bucket.flat.mul_(shares[self._comm.rank])
-            pending.append(compressor.start(bucket.flat))
-        for bucket, message in zip(self._buckets, pending, strict=True):
-            message.wait()
-            for parameter, change in zip(bucket.parameters, bucket.gradients, strict=True):
-                torch.add(anchor[place[id(parameter)]], change, out=parameter)
+        self._changes.take(parameters, anchor)
+        self._changes.start(shares[self._comm.rank])
+        self._changes.wait()
+        for parameter, begin, change in zip(
+            parameters, anchor, self._changes.tensors, strict=True
+        ):
+            torch.add(begin, change, out=parameter)
 
     def tensors(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> None:
         """Overwrite floating tensors, of equal shapes on all ranks, by their mean."""
         share = shares[self._comm.rank]
         pending = []
-        for group in _by_kind(tensors):
+        for group in by_kind(tensors):
             flat = torch.cat([tensor.detach().flatten() for tensor in group])
             if share == 0:
                 flat.zero_()  # not multiplied: a rank that does not count may hold infinities
@@ -179,25 +180,25 @@ class MeanOfReplicas:
 
     def state_dict(self) -> dict[str, Any]:
         """The compressors' states that are equal on all ranks."""
-        return {"compressors": [one.state_dict() for one in self._compressors]}
+        return {} if self._changes is None else self._changes.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        if self._compressors and state["compressors"]:  # a gang of one has none
-            for one, values in zip(self._compressors, state["compressors"], strict=True):
-                one.load_state_dict(values)
+        if self._changes is not None and state:  # a gang of one has none
+            self._changes.load_state_dict(state)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """The compressors' states of this rank."""
-        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
+        return {} if self._changes is None else self._changes.rank_state_dict()
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `rank_state_dict` gave."""
-        for one, values in zip(self._compressors, state["compressors"], strict=True):
-            one.load_rank_state_dict(values)
+        if self._changes is not None:
+            self._changes.load_rank_state_dict(state)
 
 
-def _by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that may share a message: those of one dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -35,3 +35,12 @@ class OuterRule(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
         """Restore what `state_dict` gave."""
+
+
+def moments(
+    saved: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a rule remembers of each parameter, on its device; zeros if there is nothing yet."""
+    if not saved:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    return [one.to(parameter) for one, parameter in zip(saved, parameters, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging import (
@@ -26,6 +26,8 @@ class ParameterAveraging(AveragingStrategy):
     they have seen, and Adam's count of steps is kept. With a period of one step and plain SGD it
     equals all-reduce.
     """
+
+    prefers_rounds: ClassVar[bool] = True
 
     averaging_period: int | Literal["auto"] = 16
     """Steps of a round; ``"auto"`` holds agreeing near ``target_share`` of the time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,54 @@ class AutoPeriod(Period):
         self._length = state["length"]
         self._step_seconds = state["step_seconds"]
         self._merge_seconds = state["merge_seconds"]
+
+
+class AdaptivePeriod(Period):
+    """Fewer steps as the loss falls, more as the learning rate does (AdaComm).
+
+    With loss ``F`` and learning rate ``h`` of a round, ``F0`` and ``h0`` of the first one, and
+    ``H0`` the first one's length, the next round has ``floor(sqrt(h0 / h * F / F0 * H0))`` steps:
+    the rule of Wang & Joshi, "Adaptive Communication Strategies to Achieve the Best
+    Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, as PaddlePaddle's adaptive local SGD
+    has it, with ``H0`` under the root.
+
+    A round whose loss or learning rate is not positive changes nothing.
+
+    Args:
+        first: steps of the first round.
+        limit: longest round; PaddlePaddle's.
+    """
+
+    needs_report = True
+
+    def __init__(self, *, first: int, limit: int = 16) -> None:
+        self._first = first
+        self._limit = max(first, limit)
+        self._length = first
+        self._origin: float | None = None
+
+    def steps(self, step: int) -> int:
+        """See `Period.steps`."""
+        return self._length
+
+    def observe(self, report: RoundReport) -> None:
+        """See `Period.observe`."""
+        if not (report.loss > 0 and report.learning_rate > 0):  # NaN too
+            return
+        now = report.loss / report.learning_rate
+        if self._origin is None:
+            self._origin = now
+        wanted = math.floor(math.sqrt(now / self._origin * self._first))
+        self._length = min(max(1, wanted), self._limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Period.state_dict`."""
+        return {"length": self._length, "origin": self._origin}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Period.load_state_dict`."""
+        self._length = state["length"]
+        self._origin = state["origin"]
 
 
 def check_period(averaging_period: object, *words: str) -> None:

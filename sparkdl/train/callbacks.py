@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from sparkdl.config import EarlyStopping
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 
 Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
@@ -138,3 +138,22 @@ class EarlyStopper:
         assert self._best is not None
         change = self._best - value if self._options.mode == "min" else value - self._best
         return change - self._options.min_delta
+
+
+def make_stopper(config: TrainConfig, *, has_validation: bool) -> EarlyStopper | None:
+    """What decides on early stopping, or None.
+
+    Raises:
+        ConfigError: what shall be monitored will not be in the history.
+    """
+    keys = ["loss", "learning_rate"]
+    if has_validation:
+        keys += ["val_loss", *(f"val_{name}" for name in config.metrics)]
+    elif config.metrics:
+        raise ConfigError(
+            f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
+            "none; name a validation column or fraction, or leave metrics out"
+        )
+    if config.early_stopping is None:
+        return None
+    return EarlyStopper(config.early_stopping, keys)

@@ -17,9 +17,8 @@ from sparkdl import sync
 from sparkdl.comm import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
-from sparkdl.errors import ConfigError
 from sparkdl.plan import TrainPlan
-from sparkdl.train.callbacks import CallbackState, EarlyStopper, Observer
+from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
 from sparkdl.train.loss import resolve_loss
@@ -30,6 +29,7 @@ from sparkdl.train.replica import CheckpointSink, Replica, ResumePoint
 from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.step import TrainStep
+from sparkdl.train.sync_batch_norm import synchronized
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
 
@@ -93,7 +93,10 @@ def train(
         CommunicationError: a peer was lost.
     """
     observer.phase("setup")
-    with deterministic_algorithms(config.deterministic):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deterministic_algorithms(config.deterministic))
+        if config.sync_batch_norm:
+            stack.enter_context(synchronized(module, comm))
         trainer = _Trainer(
             module, config, plan, shards, validation, comm, device, checkpoints, observer
         )
@@ -136,6 +139,7 @@ class _Trainer:
             self._replica.number_format,
             self._replica.scheduler,
             device,
+            talks_within=config.sync_batch_norm and comm.world_size > 1,
         )
         self._replica.watch = self._step.watch
         self._seconds = dict.fromkeys(("data", "step", "round", "evaluate", "checkpoint"), 0.0)
@@ -341,23 +345,10 @@ class _Trainer:
             synchronizer=synchronizer,
             number_format=NumberFormat(config.precision, self._device),
             scheduler=make_scheduler(config, synchronizer.optimizer),
-            stopper=self._make_stopper(),
+            stopper=make_stopper(config, has_validation=self._plan.num_validation_rows > 0),
             state=TrainState(),
             epoch_sums=torch.zeros(2, dtype=torch.float64, device=self._device),
         )
-
-    def _make_stopper(self) -> EarlyStopper | None:
-        keys = ["loss", "learning_rate"]
-        if self._plan.num_validation_rows:
-            keys += ["val_loss", *(f"val_{name}" for name in self._config.metrics)]
-        elif self._config.metrics:
-            raise ConfigError(
-                f"metrics {sorted(self._config.metrics)} are computed on validation rows, and "
-                "there are none; name a validation column or fraction, or leave metrics out"
-            )
-        if self._config.early_stopping is None:
-            return None
-        return EarlyStopper(self._config.early_stopping, keys)
 
     def _is_complete(self) -> bool:
         return self._replica.state.is_complete(self._plan.epochs, self._plan.max_steps)

@@ -1,0 +1,60 @@
+"""Which keyword arguments do the estimators take, and of which types? For editors and mypy.
+
+They are the Params of `sparkdl.params`, name by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from sparkdl.config import EarlyStopping
+from sparkdl.sync.base import SyncStrategy
+
+
+class EstimatorArguments(TypedDict, total=False):
+    """Keyword arguments of `TorchEstimator` and of `TorchRegressor`; each sets one Param."""
+
+    module: Any
+    loss: Any
+    optimizer: Any
+    optimizerParams: Mapping[str, Any]
+    learningRate: float | None
+    scheduler: Any
+    featuresCol: str
+    inputCols: list[str]
+    inputShape: Any
+    labelCol: str
+    weightCol: str
+    validationIndicatorCol: str
+    predictionCol: str
+    epochs: int
+    maxSteps: int
+    batchSize: int
+    numWorkers: int | None
+    seed: int
+    syncStrategy: SyncStrategy | str
+    executionMode: str
+    syncBatchNorm: bool
+    precision: str
+    gradientAccumulationSteps: int
+    gradientClipNorm: float | None
+    divergenceFactor: float | None
+    device: str
+    deterministic: bool
+    checkpointDir: str | None
+    checkpointInterval: int
+    maxRestarts: int
+    earlyStopping: EarlyStopping | None
+    callbacks: list[Any]
+    metrics: Any
+    verbose: int
+    cpusPerWorker: int | None
+    gpusPerWorker: float | None
+
+
+class ClassifierArguments(EstimatorArguments, total=False):
+    """Keyword arguments of `TorchClassifier`; each sets one Param."""
+
+    probabilityCol: str
+    rawPredictionCol: str
