@@ -27,7 +27,9 @@ from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
 from sparkdl.spark.checks import (
+    check_empty_batches,
     check_labels,
+    check_sync_batch_norm,
     check_travels,
     dry_run,
     make_module,
@@ -89,6 +91,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     prepared, validation = prepare_columns(df, request, float_dtype)
     slots = _plan_rounds(spark, request) if in_rounds else _plan_gang(spark, request, settings)
     strategy.check(request.config, slots.num_workers)
+    check_sync_batch_norm(module, request.config, slots.num_workers)
     with contextlib.ExitStack() as stack:
         link = open_link(
             spark,
@@ -123,6 +126,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             index = len(request.feature_cols)
             check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request)
+        check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view: View = ProgressView(plan) if request.verbose else SilentView()
         stack.callback(view.close)

@@ -2,7 +2,8 @@
 
 The gradient that the optimizer sees is that of (sum of weighted losses) / (sum of weights) over
 all ranks and micro-batches. A module whose training depends on the batch, such as BatchNorm, sees
-one micro-batch at a time; torch refuses some of these modules a batch of one sample.
+one micro-batch at a time, its rank's own, or with ``syncBatchNorm`` those of all ranks; torch
+refuses some of these modules a batch of one sample.
 """
 
 from __future__ import annotations
@@ -54,7 +55,21 @@ class TrainStep:
         number_format: NumberFormat,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         device: torch.device,
+        *,
+        talks_within: bool = False,
     ) -> None:
+        """Prepare steps.
+
+        Args:
+            config: what the user asked for.
+            synchronizer: the strategy at work, with model and optimizer.
+            loss: what to minimize.
+            number_format: the precision of the forward pass.
+            scheduler: the learning rate's schedule, stepped after the optimizer.
+            device: where model and batches are.
+            talks_within: whether the model waits for those of the other ranks in its forward and
+                backward passes. Then all ranks run equally many, also without samples.
+        """
         self._synchronizer = synchronizer
         self._loss = loss
         self._format = number_format
@@ -62,6 +77,7 @@ class TrainStep:
         self._device = device
         self._num_micro_batches = config.gradient_accumulation_steps
         self._clip_norm = config.gradient_clip_norm
+        self._talks_within = talks_within
         self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
         self.communication_seconds = 0.0
         self.loss = math.nan
@@ -96,7 +112,9 @@ class TrainStep:
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return the two sums."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        num_parts = min(self._num_micro_batches, batch.num_rows)
+        num_parts = self._num_micro_batches
+        if not self._talks_within:
+            num_parts = min(num_parts, batch.num_rows)
         for part in range(num_parts):
             micro_batch = batch
             if num_parts > 1:
@@ -106,8 +124,9 @@ class TrainStep:
                 with self._format.autocast():
                     output = self._synchronizer.model(*micro_batch.inputs)
                 loss_sum, weight_sum = self._loss(output, micro_batch.target, micro_batch.weight)
-                sums[0] += loss_sum.detach()
-                sums[1] += weight_sum
+                if micro_batch.num_rows > 0:  # the mean of no losses is not a number
+                    sums[0] += loss_sum.detach()
+                    sums[1] += weight_sum
                 if is_last:
                     self._synchronizer.start_sums(sums.clone())
                 self._format.backward(loss_sum / global_rows)

@@ -31,6 +31,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkdl.comm import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.base import SyncStrategy
+
+
+def check(module: nn.Module, strategy: SyncStrategy, world_size: int) -> None:
+    """Refuse what the layers of ``module`` cannot be synchronized in.
+
+    Raises:
+        ConfigError: see `batch_norms`; or the ranks do not take their steps together.
+    """
+    batch_norms(module)
+    if strategy.trains_apart and world_size > 1:
+        raise ConfigError(
+            f"syncBatchNorm lets workers wait for each other in every layer, and with "
+            f"{type(strategy).__name__} they train apart; unset one of the two"
+        )
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
