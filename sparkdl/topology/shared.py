@@ -176,17 +176,18 @@ class SharedSum:
                 pending.add()
 
     def _stage(self, piece: torch.Tensor) -> int:
-        """Copy to where the peers see it; offsets follow from the order of starts alone."""
-        if self._staged_bytes + piece.nbytes > STAGING_BYTES:
-            if self._pending:
-                self.finish(self._pending[-1])
-            self._staged_bytes = 0
-        offset = self._staged_bytes
-        self._staged_bytes += -(-piece.nbytes // _LINE_BYTES) * _LINE_BYTES
-        self._staging.buffers[self.local.rank][offset : offset + piece.nbytes].view(
-            piece.dtype
-        ).copy_(piece)
-        return offset
+        """Copy to where the peers see it; places follow from the order of starts alone."""
+        first = self._staged_bytes
+        if first + piece.nbytes > STAGING_BYTES:
+            first = 0
+        last = first + piece.nbytes
+        self._staged_bytes = -(-last // _LINE_BYTES) * _LINE_BYTES
+        in_the_way = [before for before in self._pending if before.is_staged_in(first, last)]
+        if in_the_way:
+            self.finish(in_the_way[-1])
+        staged = self._staging.buffers[self.local.rank][first:last]
+        staged.view(piece.dtype).copy_(piece)
+        return first
 
     def _map(self, num_bytes: int) -> _Region:
         size, rank = self.local.world_size, self.local.rank
@@ -220,6 +221,10 @@ class _Sum:
         self.number = 0
         self.is_added = False
         self.is_finished = False
+
+    def is_staged_in(self, first: int, last: int) -> bool:
+        """Whether the tensor uses these bytes of the staging area."""
+        return self._is_staged and self._offset < last and first < self._offset + self._flat.nbytes
 
     def wait(self) -> None:
         """See `Pending.wait`."""
