@@ -182,7 +182,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     features = [column for column in plan.columns if column.role == "feature"]
     inputs = [torch.zeros((0, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     try:
-        with torch.no_grad(), evaluation_mode(module):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluation_mode(module):
             module(*inputs)
     except Exception as error:
         raise ConfigError(

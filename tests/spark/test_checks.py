@@ -11,10 +11,19 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Column, Shard
-from sparkdl.spark.checks import check_labels, dry_run, make_module, prepare_columns, shaped
+from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.spark.checks import (
+    check_empty_batches,
+    check_labels,
+    check_sync_batch_norm,
+    dry_run,
+    make_module,
+    prepare_columns,
+    shaped,
+)
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import SpooledShard
+from sparkdl.sync.parameter_averaging import ParameterAveraging
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -132,6 +141,61 @@ def test_a_classifier_returns_a_tensor() -> None:
     with pytest.raises(ConfigError, match="it returned tuple; use TorchEstimator"):
         dry_run(Two(), [X], request())
     assert dry_run(Two(), [X], request(task="custom")) is None
+
+
+class Viewing(nn.Module):
+    """Cannot tell the second dimension of a batch without rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(len(x), -1) + torch.rand(1)
+
+
+def plan_of(rows: list[int]) -> TrainPlan:
+    shards = [
+        Shard(
+            shard_id=i, host="", path="", num_rows=n, num_validation_rows=0, fingerprint="",
+            num_bytes=0,
+        )
+        for i, n in enumerate(rows)
+    ]  # fmt: skip
+    return make_plan(columns=[X, Y], shards=shards, world_size=len(rows), batch_size=4, epochs=1)
+
+
+def test_sync_batch_norm_needs_layers_and_workers_in_step() -> None:
+    config = TrainConfig(sync_batch_norm=True)
+    norm = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    check_sync_batch_norm(norm, config, 2)
+    check_sync_batch_norm(nn.Linear(4, 3), TrainConfig(), 2)
+    with pytest.raises(ConfigError, match="the module has no BatchNorm layer; unset it"):
+        check_sync_batch_norm(nn.Linear(4, 3), config, 2)
+    apart = TrainConfig(sync_batch_norm=True, sync_strategy=ParameterAveraging())
+    check_sync_batch_norm(norm, apart, 1)
+    with pytest.raises(ConfigError, match="with ParameterAveraging they train apart"):
+        check_sync_batch_norm(norm, apart, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "is_set", "is_refused"),
+    [
+        ([8, 1], 1, True, True),  # two steps, one row
+        ([8, 2], 1, True, False),
+        ([8, 2], 2, True, True),  # one row a step, in two parts
+        ([8, 1], 1, False, False),
+        ([1], 4, True, False),
+    ],
+)
+def test_sync_batch_norm_may_need_modules_that_take_no_rows(
+    rows: list[int], parts: int, is_set: bool, is_refused: bool
+) -> None:
+    config = TrainConfig(sync_batch_norm=is_set, gradient_accumulation_steps=parts, batch_size=4)
+    before = torch.random.get_rng_state()
+    check_empty_batches(nn.Flatten(), plan_of(rows), config)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"without rows, .* torch\.flatten\(x, 1\)"):
+            check_empty_batches(Viewing(), plan_of(rows), config)
+    else:
+        check_empty_batches(Viewing(), plan_of(rows), config)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 class Table:
