@@ -75,7 +75,7 @@ class TrainConfig:
     loss: Any = "mse"
     """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see `train.loss`."""
     optimizer: Any = "sgd"
-    """Name of a class in torch.optim (any case), such a class, or ``params -> Optimizer``."""
+    """Name in `train.optim.OPTIMIZERS` (any case), such a class, or ``params -> Optimizer``."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     """Passed as ``lr``; None leaves the optimizer's own default."""

@@ -70,8 +70,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     )
     optimizer = declare(
         "optimizer",
-        "optimizer: the name of a class in torch.optim, such a class, or a callable "
-        "params -> torch.optim.Optimizer.",
+        "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
+        "a callable params -> torch.optim.Optimizer.",
         converters.to_name_or_callable,
     )
     optimizerParams = declare(
@@ -85,8 +85,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     )
     scheduler = declare(
         "scheduler",
-        "learning rate schedule: a callable optimizer -> torch LRScheduler, stepped after every "
-        "training step.",
+        "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
+        "sparkdl.warmup(...), stepped after every training step.",
         converters.to_callable,
     )
     inputShape = declare(

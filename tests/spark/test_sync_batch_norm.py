@@ -49,6 +49,7 @@ def classifier(**params: Any) -> TorchClassifier:
     return TorchClassifier(**{**values, **params})
 
 
+@pytest.mark.slow
 def test_the_fitted_and_the_loaded_model_are_plain(df: DataFrame, tmp_path: Path) -> None:
     model = classifier(syncBatchNorm=True).fit(df)
     norm = model.module[1]
