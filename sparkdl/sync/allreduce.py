@@ -9,6 +9,7 @@ with zeros, at the end.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -24,6 +25,7 @@ from sparkdl.sync.gradients import Bucket, FlatGradients, zeros
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
+    from sparkdl.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,72 @@ class AllReduce(CollectiveStrategy):
 
     bucket_bytes: int = 25 << 20
     """Size from which on a bucket of gradients is sent."""
+    double_buffering: bool = False
+    """Whether a step applies the gradients of the one before while its own travel."""
+    num_backup_workers: int = 0
+    """Workers that no step waits for: gradients that come after those of the others are dropped."""
+    work_shares: tuple[float, ...] | None = None
+    """The ranks' parts of the rows, in proportion, such as ``(2, 1)``; None: equal parts.
+
+    After MXNet's ``work_load_list``. ``batchSize`` is the batch of the rank with the largest part.
+    Gradients stay those of the united batch. Spark decides which executor runs which rank.
+    """
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be at least 1; received {self.bucket_bytes}")
+        if self.num_backup_workers < 0:
+            raise ConfigError(
+                f"num_backup_workers must not be negative; received {self.num_backup_workers}"
+            )
+        if self.double_buffering and self.num_backup_workers:
+            raise ConfigError(
+                "double_buffering and num_backup_workers exclude each other: the first lets no "
+                "step wait for its gradients, so that nobody is late; set one of them"
+            )
+        if self.work_shares is not None:
+            object.__setattr__(self, "work_shares", tuple(self.work_shares))  # lists, from files
+            if not all(0 < share < math.inf for share in self.work_shares):
+                raise ConfigError(f"work_shares must be positive; received {self.work_shares}")
+
+    @property
+    def deterministic(self) -> bool:
+        """See `SyncStrategy.deterministic`; who comes too late is another one each time."""
+        return self.num_backup_workers == 0
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        """See `SyncStrategy.check`."""
+        super().check(config, world_size)
+        if self.work_shares is not None and len(self.work_shares) != world_size:
+            raise ConfigError(
+                f"work_shares must have one part per worker; received {len(self.work_shares)} "
+                f"for {world_size} worker(s); set numWorkers to {len(self.work_shares)}"
+            )
+        if self.double_buffering and config.precision == "fp16":
+            raise ConfigError(
+                "double_buffering applies gradients a step later, when precision 'fp16' may have "
+                "another loss scale; use precision 'bf16' or 'fp32'"
+            )
+        if self.num_backup_workers:
+            from sparkdl.sync.backup_workers import check
+
+            check(self, config, world_size)
+
+    def row_shares(self, world_size: int) -> tuple[float, ...] | None:
+        """See `SyncStrategy.row_shares`."""
+        if self.work_shares is None:
+            return None
+        return tuple(share / sum(self.work_shares) for share in self.work_shares)
 
     def bytes_per_step(
         self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
     ) -> float | None:
-        """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums."""
+        """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums.
+
+        With backup workers it depends on time how often the ranks ask each other who is ready.
+        """
+        if self.num_backup_workers:
+            return None
         sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
         return None if sent is None else sent + exchange_bytes(None, [(2,)], 8, world_size)
 
@@ -48,9 +107,17 @@ class AllReduce(CollectiveStrategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AllReduceSynchronizer:
         """See `SyncStrategy.setup`."""
-        return AllReduceSynchronizer(
-            model, make_optimizer, comm, self.bucket_bytes, self.resolved_compression()
-        )
+        options = (self.bucket_bytes, self.resolved_compression())
+        if self.double_buffering:
+            from sparkdl.sync.double_buffering import DoubleBufferingSynchronizer
+
+            return DoubleBufferingSynchronizer(model, make_optimizer, comm, *options)
+        if self.num_backup_workers:
+            from sparkdl.sync.backup_workers import BackupWorkersSynchronizer
+
+            quorum = comm.world_size - self.num_backup_workers
+            return BackupWorkersSynchronizer(model, make_optimizer, comm, *options, quorum=quorum)
+        return AllReduceSynchronizer(model, make_optimizer, comm, *options)
 
 
 @overload
@@ -78,7 +145,10 @@ def exchange_bytes(
 
 
 class AllReduceSynchronizer(Synchronizer):
-    """See `AllReduce`."""
+    """See `AllReduce`; what its variants do otherwise is in files of their own."""
+
+    sends_early = True
+    """Whether buckets are sent while the backward pass runs."""
 
     def __init__(
         self,
@@ -104,7 +174,7 @@ class AllReduceSynchronizer(Synchronizer):
         self._num_sent = 0
         self._is_syncing = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        if comm.world_size > 1:
+        if self.sends_early and comm.world_size > 1:
             self._attach_hooks()
 
     @property
@@ -203,12 +273,15 @@ class AllReduceSynchronizer(Synchronizer):
             self._send_next()
 
     def _send_next(self) -> None:
-        number, flat = self._num_sent, self._buckets[self._num_sent].flat
+        number = self._num_sent
         self._num_sent += 1
+        self._pending.append(self._start(number, self._buckets[number].flat))
+
+    def _start(self, number: int, flat: torch.Tensor) -> Pending:
+        """Start to sum bucket ``number`` over the ranks."""
         if self._compressors:
-            self._pending.append(self._compressors[number].start(flat))
-        else:
-            self._pending.append(self._comm.all_reduce_async(flat))
+            return self._compressors[number].start(flat)
+        return self._comm.all_reduce_async(flat)
 
 
 class _Arrival:

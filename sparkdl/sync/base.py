@@ -58,6 +58,10 @@ class SyncStrategy(ABC):
             ConfigError: with the reason.
         """
 
+    def row_shares(self, world_size: int) -> tuple[float, ...] | None:
+        """Each rank's part of the rows, adding up to 1; None: all alike."""
+        return None
+
     def bytes_per_step(
         self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
     ) -> float | None:
@@ -86,7 +90,10 @@ class Reduced(NamedTuple):
     sums: torch.Tensor
     """Numbers that add up over samples, over all samples that the gradients are of."""
     divisor: float
-    """What the losses behind these gradients were divided by."""
+    """What the losses behind these gradients were divided by; 0 if no gradients have come yet, so
+    that the optimizer must be left out."""
+    ranks: tuple[int, ...] | None = None
+    """Whose samples these are, where a rank's may be left out; None: everyone's."""
 
 
 class Synchronizer(ABC):
@@ -112,6 +119,8 @@ class Synchronizer(ABC):
     """Whether gradients are those of the rank's own batch only, in the present step."""
     keeps_optimizer: bool = False
     """Whether each rank's optimizer has a state of its own when a round is closed."""
+    is_late: bool = False
+    """Whether the present step was concluded without this rank, whose batch is of no use then."""
     buffers_agree: bool = False
     """Whether `close_round` makes buffers equal as well; otherwise the loop does, each epoch."""
 

@@ -43,7 +43,8 @@ class TrainOutcome:
     steps: int
     """Completed steps of the run, with those before a restart."""
     rows: int
-    """Samples that all ranks have used, with those before a restart."""
+    """Samples that all ranks have used, with those before a restart; not those whose gradients came
+    too late."""
     stopped_early: bool
     seconds: dict[str, float]
     """This rank's time in this attempt: data, compute, communication, evaluate, checkpoint.
@@ -201,20 +202,25 @@ class _Trainer:
         # As plan.global_batch_rows, which is too slow to be asked at every step.
         rows, num_steps = self._rows_by_rank, self._plan.steps_per_epoch
         first, last = rows * state.step_in_epoch, rows * (state.step_in_epoch + 1)
-        global_rows = int((last // num_steps - first // num_steps).sum())
+        by_rank = last // num_steps - first // num_steps
         with self._timed("step"):
             moved = batch
             if self._device.type != "cpu":
                 moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
-            sums = self._step(moved, global_rows, state.step)
+            sums = self._step(moved, int(by_rank.sum()), state.step)
+        if sums.ranks is not None:  # the rows of the others were of no use
+            left_out = np.ones(len(by_rank), bool)
+            left_out[list(sums.ranks)] = False
+            by_rank[left_out] = 0
+        if by_rank[self._comm.rank]:
             replica.epoch_sums += sums.local
         with self._timed("round"):
             is_closed = replica.synchronizer.after_step(state.step)
         state.step += 1
         state.step_in_epoch += 1
-        state.rows_seen += global_rows
-        self._rows += global_rows
-        self._observe_step(batch.num_rows)
+        state.rows_seen += int(by_rank.sum())
+        self._rows += int(by_rank.sum())
+        self._observe_step(int(by_rank[self._comm.rank]))
         if self._checkpoints is not None and self._checkpoints.due(state.step):
             self._wants_checkpoint = True
         self._is_round_closed = is_closed

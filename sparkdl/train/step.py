@@ -36,6 +36,8 @@ class StepSums:
     """Over this rank's batch; zero for a step that fp16 skipped."""
     shared: torch.Tensor
     """Over the ranks that share a gradient."""
+    ranks: tuple[int, ...] | None
+    """The ranks whose samples were used; None: all."""
 
 
 class TrainStep:
@@ -96,18 +98,22 @@ class TrainStep:
                 they train apart.
         """
         self._synchronizer.zero_gradients()
+        if self._synchronizer.is_late:
+            batch = batch.rows(0, 0)
         local = self._backward(batch, global_rows)
         started = time.perf_counter()
-        shared, divisor = self._synchronizer.reduce_gradients(local.clone(), float(global_rows))
+        shared, divisor, ranks = self._synchronizer.reduce_gradients(
+            local.clone(), float(global_rows)
+        )
         self.communication_seconds += time.perf_counter() - started
         if self._device.type == "cpu" or step % READ_EVERY == 0:
             self._read(shared, step)
-        if batch.num_rows == 0 and self._synchronizer.trains_apart:
+        if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule()  # nothing to learn from; momentum alone must not move it
         elif not self._update(shared, divisor):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
-        return StepSums(local=local, shared=shared)
+        return StepSums(local=local, shared=shared, ranks=ranks)
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return the two sums."""

@@ -106,8 +106,8 @@ def test_one_rank_sends_nothing_and_close_lets_go() -> None:
     synchronizer = set_up(net, LocalCommunicator(), 16)
     synchronizer.zero_gradients()
     net(torch.randn(2, 3)).sum().backward()
-    sums, divisor = synchronizer.reduce_gradients(torch.tensor([3.0]), 7.0)
-    assert (sums.tolist(), divisor) == ([3.0], 7.0)
+    sums, divisor, ranks = synchronizer.reduce_gradients(torch.tensor([3.0]), 7.0)
+    assert (sums.tolist(), divisor, ranks) == ([3.0], 7.0, None)
     assert synchronizer.after_step(0) is True
     synchronizer.close_round()
     synchronizer.close()
