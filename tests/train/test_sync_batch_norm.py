@@ -277,6 +277,48 @@ def interleave(comm: Any) -> list[float]:
     return [gradient.item() for gradient in gradients]
 
 
+class Mirror(LocalCommunicator):
+    """Two ranks with equal rows, in one process."""
+
+    world_size = 2
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack((tensor, tensor))
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_any_device(device: str, dtype: torch.dtype) -> None:
+    values = united("2d", [6], 0).to(device, torch.float32)
+    layer, plain = (make_layer("2d", {}).to(device, torch.float32) for _ in range(2))
+    both = torch.cat((values, values)).requires_grad_()
+    mine = values.to(dtype).requires_grad_()
+    expected = plain(both)
+    with synchronized(layer, Mirror()):
+        output = layer(mine)
+    expected.backward(expected.detach() ** 2)
+    output.backward((expected.detach()[:6] ** 2).to(dtype))
+    tolerance = 50 * torch.finfo(dtype).eps
+    for found, wanted in (
+        (output, expected[:6]),
+        (mine.grad, both.grad[:6]),
+        (2 * layer.weight.grad, plain.weight.grad),
+        (layer.running_var, plain.running_var),
+    ):
+        torch.testing.assert_close(found.float(), wanted, rtol=tolerance, atol=10 * tolerance)
+    assert output.dtype == mine.grad.dtype == dtype
+    assert output.device == values.device
+
+
 def test_a_gang_of_one_keeps_the_plain_forward() -> None:
     layer = make_layer("2d", {})
     with synchronized(layer, LocalCommunicator()):
