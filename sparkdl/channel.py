@@ -122,9 +122,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Files | None = None
     ) -> None:
         token = secrets.token_hex(32)
-        super().__init__(
-            f"grpc://{_bracketed(bind)}:{port}", middleware={"secret": _SecretFactory(token)}
-        )
+        super().__init__(location(bind, port), middleware={"secret": SecretFactory(token)})
         self._hub = hub
         self._files = files
         self.address = Address(host=announce, port=self.port, token=token)
@@ -206,7 +204,7 @@ class ChannelClient:
         self._scope = scope
         self._timeout = timeout_seconds
         self._token = address.token
-        self._client = flight.connect(f"grpc://{_bracketed(address.host)}:{address.port}")
+        self._client = flight.connect(location(address.host, address.port))
 
     def close(self) -> None:
         """Close the connection."""
@@ -259,8 +257,7 @@ class ChannelClient:
         return bytes(results[0].body.to_pybytes())
 
     def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
-        headers = [(_HEADER.encode(), f"Bearer {self._token}".encode())]
-        return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
+        return call_options(self._token, timeout_seconds)
 
 
 class ChannelStorage(ChannelClient):
@@ -312,11 +309,14 @@ class ChannelStorage(ChannelClient):
             raise StorageError(str(error)) from error
 
 
-class _SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses every call that does not show ``token``, as `call_options` makes it do."""
+
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}"
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+        """Called before every call is served."""
         given = headers.get(_HEADER, [""])[0]
         if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
             raise flight.FlightUnauthenticatedError("wrong or missing secret")
@@ -342,5 +342,12 @@ def _unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(header), payload
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def call_options(token: str, timeout_seconds: float | None) -> flight.FlightCallOptions:
+    """Options of a call that shows ``token`` and may last so long; None: as long as it takes."""
+    headers = [(_HEADER.encode(), f"Bearer {token}".encode())]
+    return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
+
+
+def location(host: str, port: int) -> str:
+    """Where a Flight server listens, as Flight writes it."""
+    return f"grpc://[{host}]:{port}" if ":" in host else f"grpc://{host}:{port}"

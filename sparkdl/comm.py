@@ -35,6 +35,8 @@ class Communicator(Protocol):
     bytes_sent: int
     timeout_seconds: float
     """Longest wait for the peers in one collective."""
+    address: str
+    """Address of this rank's host that the peers can reach."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros, ``(numel,)``, for what will be summed often.
@@ -109,6 +111,7 @@ class LocalCommunicator:
     nodes: tuple[int, ...] = (0,)
     bytes_sent = 0
     timeout_seconds = math.inf
+    address = "127.0.0.1"
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Plain zeros."""
@@ -177,6 +180,7 @@ class ProcessGroupCommunicator:
         device: str = "cpu",
         options: Any = None,
         timeout_seconds: float = 600.0,
+        address: str = "127.0.0.1",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Wrap ``group``, or the default one.
@@ -186,6 +190,7 @@ class ProcessGroupCommunicator:
             device: where the ranks' tensors are.
             options: what `process_group` gave, for the groups that `split` makes.
             timeout_seconds: what `process_group` was given.
+            address: what `process_group` was given.
             group: None is the default group.
         """
         self.rank = dist.get_rank(group)
@@ -194,6 +199,7 @@ class ProcessGroupCommunicator:
         assert len(self.nodes) == self.world_size
         self.bytes_sent = 0
         self.timeout_seconds = timeout_seconds
+        self.address = address
         self._device = device
         self._options = options
         self._group = group
@@ -303,6 +309,7 @@ class ProcessGroupCommunicator:
             nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
             device=self._device,
             timeout_seconds=self.timeout_seconds,
+            address=self.address,
             group=parts[groups.index(mine)],
         )
 

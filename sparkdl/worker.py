@@ -363,4 +363,5 @@ def _communicator(
             device=str(device),
             options=options,
             timeout_seconds=order.collective_timeout_seconds,
+            address=environment.address,
         )

@@ -24,6 +24,7 @@ class Topology:
         self.world_size = comm.world_size
         self.nodes = comm.nodes
         self.timeout_seconds = comm.timeout_seconds
+        self.address = comm.address
         self.bytes_sent = 0
 
     def close(self) -> None:
