@@ -5,7 +5,7 @@ The learning rate is what the user said, on any number of ranks: it is never sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,14 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 } | {"lars": LARS, "lamb": LAMB}
 """Lower-case name -> class: our own, and those of this torch that work step by step."""
 
+_FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
+"""Those that can update all parameters in one operation, on the CPU and on CUDA."""
+
 
 def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
     """The function that makes the optimizer of the given parameters.
+
+    One given by name is torch's fused kind where there is one, unless an option says otherwise.
 
     Raises:
         ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
@@ -42,12 +47,18 @@ def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
         if "lr" in options:
             raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
         options["lr"] = config.learning_rate
-    kind = config.optimizer
+    kind, may_fuse = config.optimizer, False
     if isinstance(kind, str):
         if kind.lower() not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))
             raise ConfigError(f"unknown optimizer {kind!r}; known: {known}")
         kind = OPTIMIZERS[kind.lower()]
+        may_fuse = (
+            kind in _FUSED
+            # Its scaler may skip the first step, after which fused SGD has a momentum of garbage.
+            and config.precision != "fp16"
+            and not options.keys() & {"fused", "foreach", "differentiable"}
+        )
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
         raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
@@ -60,8 +71,10 @@ def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
         raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
         try:
-            made = kind(parameters, **options)
+            made = kind(parameters, **options, **fused)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer {kind!r} refused {options}: {error}") from error
         if not isinstance(made, torch.optim.Optimizer):
@@ -69,6 +82,10 @@ def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
         return made
 
     return make
+
+
+def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 def make_scheduler(

@@ -29,6 +29,33 @@ def test_without_learning_rate_the_optimizers_own_default_stays() -> None:
     assert made(optimizer="adam", optimizer_params={"lr": 0.7}).defaults["lr"] == 0.7
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_what_is_given_by_name_is_fused(name: str) -> None:
+    assert made(optimizer=name).defaults["fused"] is True
+    assert made(optimizer=name, optimizer_params={"fused": False}).defaults["fused"] is False
+    assert not made(optimizer=name, optimizer_params={"foreach": True}).defaults["fused"]
+    assert not made(optimizer=name, precision="fp16").defaults["fused"]
+    assert not made(optimizer=OPTIMIZERS[name]).defaults["fused"]
+    number = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    assert not resolve_optimizer(TrainConfig(optimizer=name))([number]).defaults["fused"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_fused_is_the_same_arithmetic(name: str) -> None:
+    momentum = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
+    results = []
+    for fused in (True, False):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
+        options = {"fused": fused, "weight_decay": 0.1, **momentum}
+        config = TrainConfig(optimizer=name, learning_rate=0.1, optimizer_params=options)
+        optimizer = resolve_optimizer(config)([parameter])
+        for step in range(5):
+            parameter.grad = (parameter.detach() * (step + 1)).sin()
+            optimizer.step()
+        results.append(parameter.detach())
+    assert torch.allclose(*results, rtol=0, atol=1e-14)
+
+
 def test_table_has_what_works_step_by_step() -> None:
     assert {"sgd", "adam", "adamw", "rmsprop", "adagrad"} <= set(OPTIMIZERS)
     assert not {"lbfgs", "sparseadam", "optimizer"} & set(OPTIMIZERS)
