@@ -10,6 +10,7 @@ from sparkdl.sync.base import Synchronizer, SyncStrategy
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 
 STRATEGIES = {
+    "adasum": "sparkdl.sync.adasum:Adasum",
     "allreduce": "sparkdl.sync.allreduce:AllReduce",
     "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
 }
