@@ -103,8 +103,8 @@ CASES: dict[str, tuple[dict[str, Any], list[int], bool]] = {
     "empty first": ({"batch_size": 4}, [0, 12], False),
     "accumulated": ({"batch_size": 6, "gradient_accumulation_steps": 3}, [18, 13], True),
     "accumulated with few rows": (
-        {"batch_size": 6, "gradient_accumulation_steps": 3},
-        [18, 2],
+        {"batch_size": 12, "gradient_accumulation_steps": 3},
+        [36, 2],
         False,
     ),
     "more parts than rows": ({"batch_size": 4, "gradient_accumulation_steps": 4}, [2, 2], False),
