@@ -26,12 +26,12 @@ class FitRequest:
     weight_col: str | None
     validation_col: str | None
     num_workers: int | None
-    execution_mode: str
-    """``auto``, ``gang`` or ``rounds``."""
     max_restarts: int
     verbose: int
     cpus_per_worker: int | None
     gpus_per_worker: float | None
+    execution_mode: str = "auto"
+    """``auto``, ``gang`` or ``rounds``."""
 
 
 @dataclass(frozen=True, kw_only=True)

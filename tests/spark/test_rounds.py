@@ -1,0 +1,216 @@
+"""Fit in rounds as a whole: equal to a gang, repeatable, resumable, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
+from sparkdl.spark.fit import fit
+from sparkdl.spark.mode import choose_mode
+from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.train.callbacks import Callback, CallbackState
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
+
+ROWS = 120
+EVERY_3 = ParameterAveraging(averaging_period=3)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+    ).double()
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    features = [((F.col("id") * k) % 17 - 8).cast("double") for k in (1, 5, 7)]
+    return spark.range(0, ROWS, 1, 3).select(
+        F.array(*features).alias("features"),
+        (F.col("id") % 3).alias("label"),
+        (F.col("id") % 5 == 0).alias("held_out"),
+    )
+
+
+def request(**changes: Any) -> FitRequest:
+    config: dict[str, Any] = {
+        "task": "classification",
+        "loss": "cross_entropy",
+        "optimizer": "adam",
+        "learning_rate": 0.01,
+        "epochs": 2,
+        "batch_size": 8,
+        "seed": 7,
+        "sync_strategy": EVERY_3,
+    }
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    config.update({name: changes.pop(name) for name in list(changes) if name in names})
+    values: dict[str, Any] = {
+        "module": make_net, "config": TrainConfig(**config), "feature_cols": ("features",),
+        "input_shapes": (None,), "label_col": "label", "weight_col": None,
+        "validation_col": None, "num_workers": 2, "max_restarts": 0, "verbose": 0,
+        "cpus_per_worker": None, "gpus_per_worker": None,
+    }  # fmt: skip
+    return FitRequest(**{**values, **changes})
+
+
+def states(result: FitResult) -> list[torch.Tensor]:
+    return list(result.module.state_dict().values())
+
+
+def equal(first: FitResult, second: FitResult) -> bool:
+    return all(map(torch.equal, states(first), states(second)))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_rounds_are_what_a_gang_does(df: DataFrame, average: bool) -> None:
+    strategy = ParameterAveraging(averaging_period=3, average_optimizer_state=average)
+    wanted = request(sync_strategy=strategy, validation_col="held_out")
+    rounds, gang = fit(df, wanted), fit(df, dataclasses.replace(wanted, execution_mode="gang"))
+    for mine, theirs in zip(states(rounds), states(gang), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    for mine, theirs in zip(rounds.summary.history, gang.summary.history, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine.keys() - {"seconds"}:
+            assert mine[key] == pytest.approx(theirs[key], abs=1e-12), key
+
+
+def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> None:
+    wanted = request(num_workers=5)
+    first, second = fit(df, wanted), fit(df, wanted)
+    assert equal(first, second)
+    assert first.summary.world_size == 5
+    assert all(rate > 0 for rate in first.summary.throughput_by_rank)
+    shallow = ParameterAveraging(averaging_period=3, aggregation_depth=1)
+    deep = ParameterAveraging(averaging_period=3, aggregation_depth=3)
+    flat = fit(df, request(num_workers=5, sync_strategy=shallow))
+    tree = fit(df, request(num_workers=5, sync_strategy=deep))
+    for one, mine, theirs in zip(states(first), states(flat), states(tree), strict=True):
+        torch.testing.assert_close(one, mine, rtol=0, atol=1e-12)
+        torch.testing.assert_close(one, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(df: DataFrame, tmp_path: Path) -> None:
+    def stopped_at(steps: int, folder: str) -> FitResult:
+        checkpoint = CheckpointConfig(directory=str(tmp_path / folder), interval=4)
+        return fit(df, request(checkpoint=checkpoint, max_steps=steps, epochs=3))
+
+    undisturbed = stopped_at(-1, "whole")
+    stopped_at(11, "parts")  # the end of a round
+    resumed = stopped_at(-1, "parts")
+    assert equal(undisturbed, resumed)
+    drop = {"seconds"}
+    for mine, theirs in zip(undisturbed.summary.history, resumed.summary.history, strict=True):
+        assert {k: v for k, v in mine.items() if k not in drop} == {
+            k: v for k, v in theirs.items() if k not in drop
+        }
+
+
+def test_metrics_and_early_stopping_see_the_merged_model(df: DataFrame) -> None:
+    metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
+    stopping = EarlyStopping(monitor="val_accuracy", mode="max", patience=1)
+    result = fit(
+        df,
+        request(
+            validation_col="held_out", metrics=metrics, early_stopping=stopping, epochs=30,
+            num_workers=3,
+        ),
+    )  # fmt: skip
+    history = result.summary.history
+    assert len(history) < 30
+    best = max(record["val_accuracy"] for record in history)
+    held_out = df.where("held_out").collect()
+    features = torch.tensor([row["features"] for row in held_out], dtype=torch.float64)
+    labels = torch.tensor([row["label"] for row in held_out])
+    accuracy = (result.module(features).argmax(1) == labels).double().mean().item()
+    assert accuracy == pytest.approx(best)
+    assert history[-1]["val_accuracy"] <= best
+
+
+class Note(Callback):
+    """Counts what it sees on the driver."""
+
+    seen: list[tuple[str, int]]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_train_begin(self, state: CallbackState) -> None:
+        self.seen.append(("begin", state.step))
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.seen.append(("epoch", state.step))
+
+    def on_train_end(self, state: CallbackState) -> None:
+        self.seen.append(("end", state.step))
+
+
+def test_callbacks_of_epochs_run_on_the_driver(df: DataFrame) -> None:
+    note = Note()
+    fit(df, request(callbacks=(note,)))
+    steps = [step for _, step in note.seen]
+    assert [name for name, _ in note.seen] == ["begin", "epoch", "epoch", "end"]
+    assert steps == [0, steps[1], 2 * steps[1], 2 * steps[1]]
+
+
+def test_few_rows_leave_shards_empty(df: DataFrame) -> None:
+    few = df.limit(3)
+    result = fit(few, request(num_workers=4, module=lambda: nn.Linear(3, 3).double()))
+    assert result.summary.rows == 3
+    assert all(tensor.isfinite().all() for tensor in states(result))
+
+
+class Break(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise LookupError("no such layer")
+        return self.linear(x)
+
+
+def test_the_users_error_comes_once_and_the_next_fit_works(df: DataFrame) -> None:
+    with pytest.raises(WorkerError, match=r"LookupError on rank \d: no such layer"):
+        fit(df, request(module=Break, max_restarts=3))
+    assert fit(df, request(epochs=1)).summary.restarts == 0
+
+
+def test_divergence_ends_the_fit(df: DataFrame) -> None:
+    with pytest.raises(TrainingDiverged, match="lower the learning rate"):
+        fit(
+            df,
+            request(
+                optimizer="sgd", learning_rate=1e9, loss="mse", task="regression",
+                module=lambda: nn.Linear(3, 1).double(), epochs=20,
+            ),
+        )  # fmt: skip
+
+
+def test_modes() -> None:
+    assert choose_mode("auto", EVERY_3) == "rounds"
+    assert choose_mode("gang", EVERY_3) == "gang"
+    assert choose_mode("auto", AllReduce()) == "gang"
+    with pytest.raises(ConfigError, match="AllReduce cannot run with executionMode='rounds': it"):
+        choose_mode("rounds", AllReduce())
+    with pytest.raises(ConfigError, match="compression acts between the workers of a gang"):
+        choose_mode("rounds", ParameterAveraging(compression="fp16"))
+    with pytest.raises(ConfigError, match="executionMode must be one of"):
+        choose_mode("both", AllReduce())

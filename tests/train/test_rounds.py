@@ -1,0 +1,150 @@
+"""Is a round a pure function of state and shard, whatever the process did before?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.plan import RoundPart, TrainPlan
+from sparkdl.sync.averaging import ApartSynchronizer
+from sparkdl.sync.base import SyncStrategy
+from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.rounds import RoundOutcome, RoundReplica
+from tests.train.runs import make_data, plan_for, run, seeded
+
+CPU = torch.device("cpu")
+CONFIG = TrainConfig(optimizer="adam", learning_rate=0.01, batch_size=4, epochs=2, loss="mse")
+SHARDS = make_data([14, 9, 0])
+
+
+def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def make_net() -> nn.Module:
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1)
+        ).double()
+    )
+
+
+def part(step: int, num_steps: int) -> RoundPart:
+    return RoundPart(epoch=0, step_in_epoch=step, step=step, num_steps=num_steps)
+
+
+def make_replica(config: TrainConfig = CONFIG) -> tuple[RoundReplica, TrainPlan]:
+    plan = plan_for(SHARDS, config, world_size=3)
+    return RoundReplica(make_net(), config, plan, CPU), plan
+
+
+def train(
+    replica: RoundReplica, state: dict[str, Any], shard: int, which: RoundPart
+) -> RoundOutcome:
+    return replica.train(state, shard, [SHARDS[shard]], which, NullObserver())
+
+
+def frozen(outcome: RoundOutcome) -> list[tuple[str, bytes]]:
+    """Every number of an outcome's state."""
+    found: list[tuple[str, bytes]] = []
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value:
+                walk(f"{path}/{key}", value[key])
+        elif isinstance(value, torch.Tensor):
+            found.append((path, value.detach().clone().numpy().tobytes()))
+        else:
+            found.append((path, repr(value).encode()))
+
+    walk("", outcome.state)
+    return found
+
+
+def test_what_a_process_did_before_does_not_matter() -> None:
+    config = CONFIG.__class__(**{**vars(CONFIG), "scheduler": decay})
+    start = {"model": make_net().state_dict()}
+    fresh, _ = make_replica(config)
+    expected = frozen(train(fresh, start, 0, part(0, 3)))
+    used, _ = make_replica(config)
+    train(used, start, 1, part(1, 2))
+    torch.rand(5)
+    assert frozen(train(used, start, 0, part(0, 3))) == expected
+    assert frozen(train(used, start, 1, part(0, 3))) != expected
+
+
+def test_rounds_follow_each_other_like_steps() -> None:
+    """Without random layers, two rounds of one shard are one round of both."""
+    replica, _ = make_replica()
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    plan = plan_for(SHARDS, CONFIG, world_size=3)
+    replica = RoundReplica(net, CONFIG, plan, CPU)
+    start = {"model": {name: value.clone() for name, value in net.state_dict().items()}}
+    whole = frozen(train(replica, start, 0, part(0, 4)))
+    first = train(replica, start, 0, part(0, 1)).state
+    copied = _copied(first)
+    assert frozen(train(replica, copied, 0, part(1, 3))) == whole
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def test_a_round_is_what_the_loop_does_apart() -> None:
+    class Apart(SyncStrategy):
+        def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Any:
+            return ApartSynchronizer(model, make_optimizer)
+
+    shards = make_data([14])
+    config = CONFIG.__class__(**{**vars(CONFIG), "epochs": 1})
+    net = nn.Linear(4, 1).double()
+    start = {"model": {name: value.clone() for name, value in net.state_dict().items()}}
+    plan = plan_for(shards, config)
+    outcome = RoundReplica(nn.Linear(4, 1).double(), config, plan, CPU).train(
+        start, 0, shards, RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=4), NullObserver()
+    )
+    history = run(
+        net, config.__class__(**{**vars(config), "sync_strategy": Apart()}), shards, plan=plan
+    ).history
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(outcome.state["model"][name], value, rtol=0, atol=1e-14)
+    assert outcome.loss_sum / outcome.weight == history[0]["loss"]
+    assert (outcome.weight, outcome.rows) == (14.0, 14)
+
+
+def test_an_empty_shard_stays_where_it_is() -> None:
+    replica, _ = make_replica()
+    start = {"model": make_net().state_dict()}
+    outcome = train(replica, start, 2, part(0, 4))
+    assert (outcome.weight, outcome.rows) == (0.0, 0)
+    for name, value in start["model"].items():
+        assert torch.equal(outcome.state["model"][name], value)
+
+
+def test_evaluation_measures_the_given_state() -> None:
+    replica, _ = make_replica()
+    state = {"model": make_net().state_dict()}
+    train(replica, state, 0, part(0, 4))
+    (loss_sum, weight), _ = replica.evaluate(state, [SHARDS[1]])
+    net = make_net().eval()
+    columns = SHARDS[1].columns
+    expected = ((net(columns["x"]).squeeze(1) - columns["y"]) ** 2).sum().item()
+    assert loss_sum == pytest.approx(expected, abs=1e-12)
+    assert weight == 9.0
+
+
+def test_an_optimizer_that_is_not_given_begins_anew() -> None:
+    replica, _ = make_replica()
+    start = {"model": make_net().state_dict()}
+    train(replica, start, 0, part(0, 4))
+    assert frozen(train(replica, start, 1, part(0, 2))) == frozen(
+        train(make_replica()[0], start, 1, part(0, 2))
+    )
