@@ -1,0 +1,84 @@
+"""What does a round on plain Spark stages cost beyond its steps? Against an empty job.
+
+A round of one step on a network of a given size, with one sample per shard, is nearly all overhead:
+the job, the state to every shard, the states back, their mean. The empty job runs over the same
+cached shard table in the same session.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import common
+import pyarrow as pa
+from common import Measurements, seconds, spark_session
+from torch import nn
+
+import sparkdl
+from sparkdl.spark import rounds
+from sparkdl.sync.parameter_averaging import ParameterAveraging
+
+
+def main() -> None:
+    """Measure, several times in turn."""
+    options = common.arguments(12, shards=(2, "shards"), slots=(2, "task slots"))
+    found = Measurements()
+    spark = spark_session(options.slots)
+    for megabytes in (0, 1, 50):
+        common.wait_until_idle(options.patience)
+        measure(spark, megabytes, options, found)
+    found.report("rounds", options)
+    spark.stop()
+
+
+def measure(spark, megabytes: int, options: argparse.Namespace, found: Measurements) -> None:
+    """Rounds of a fit, each followed by an empty job over the same table."""
+    name = f"{megabytes} MB"
+    ran = []
+    original = rounds._Rounds._train_round
+
+    def timed(driver) -> None:
+        took = seconds(lambda: original(driver))
+        table = driver._run.table.df
+        empty = seconds(lambda: table.mapInArrow(count, "rows long").collect())
+        ran.append((took, empty))
+
+    rounds._Rounds._train_round = timed
+    try:
+        fit(spark, megabytes, options)
+    finally:
+        rounds._Rounds._train_round = original
+    for took, empty in ran[3:]:  # the first ones start processes and import torch
+        found.add(f"{name}, round s", took)
+        found.add(f"{name}, empty job s", empty)
+    found.ratio(f"{name}, round / empty job", f"{name}, round s", f"{name}, empty job s")
+
+
+def count(batches):
+    """An empty job's task."""
+    yield pa.RecordBatch.from_pydict({"rows": [sum(batch.num_rows for batch in batches)]})
+
+
+def fit(spark, megabytes: int, options: argparse.Namespace) -> None:
+    """As many rounds of one step as there are runs."""
+    # Plain SGD has no state: what travels are the parameters, of 4 bytes each.
+    wide = max(1, megabytes * 2**20 // 4 // 64)
+    module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, wide, bias=False), nn.Linear(wide, 1))
+    rows = spark.range(0, 64 * options.shards, 1, options.shards)
+    columns = [f"cast((id * {k}) % 7 as float)" for k in range(1, 9)]
+    df = rows.selectExpr(f"array({', '.join(columns)}) as features", "cast(id % 5 as float) label")
+    sparkdl.TorchRegressor(
+        module=module,
+        optimizer="sgd",
+        learningRate=1e-6,
+        batchSize=1,
+        epochs=1,
+        maxSteps=options.runs + 3,
+        numWorkers=options.shards,
+        syncStrategy=ParameterAveraging(averaging_period=1),
+        verbose=0,
+    ).fit(df)
+
+
+if __name__ == "__main__":
+    main()
