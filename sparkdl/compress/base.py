@@ -1,0 +1,154 @@
+"""What must a compression offer to the strategies that send gradients or changes of weights?
+
+Two objects, as for strategies: `Compression` holds the options and travels to the executors,
+`Compressor` is the compression at work on one bucket of one rank.
+
+What is compressed is a rank's *share*: the shares of all ranks add up to the mean. A rank's own
+estimate of that mean is therefore ``world_size * share``, and options with a unit, such as
+thresholds, are meant for that estimate. So they mean the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from sparkdl.comm import Communicator, Pending
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sparkdl.config import TrainConfig
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(ABC):
+    """How that which travels is made smaller. Options only: frozen, picklable, checked when made.
+
+    Example of a compression of your own (pass it as ``AllReduce(compression=Halved())``)::
+
+        @dataclass(frozen=True, kw_only=True)
+        class Halved(Compression):
+            keeps_residual = False
+
+            def make(self, views, comm):
+                return HalvedCompressor(comm)
+
+            def wire_bytes(self, shapes, element_size, world_size):
+                return all_reduce_bytes(count(shapes) * element_size // 2, world_size)
+    """
+
+    keeps_residual: ClassVar[bool] = True
+    """Whether what a message leaves out is kept and added to the next one (error feedback)."""
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        """Refuse, on the driver and before any job, what makes no sense together.
+
+        Raises:
+            ConfigError: with the reason.
+        """
+        if self.keeps_residual and config.precision == "fp16":
+            raise ConfigError(
+                f"{type(self).__name__} keeps what it has not sent yet, and precision 'fp16' "
+                "changes the gradients' scale from step to step, so that the two do not add up; "
+                "use precision 'bf16' or 'fp32', or compression 'fp16' or 'bf16'"
+            )
+
+    @abstractmethod
+    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
+        """Build the compressor of one bucket. Collective: all ranks call in the same order.
+
+        Args:
+            views: the tensors of the bucket, in the order in which ``flat`` has their values.
+            comm: the ranks that exchange.
+
+        Raises:
+            ConfigError: the tensors' dtype cannot be compressed.
+        """
+
+    @abstractmethod
+    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int | None:
+        """Bytes that one rank sends per exchange of one bucket after warm-up, exactly.
+
+        Args:
+            shapes: those of the bucket's tensors.
+            element_size: bytes of one number of the bucket.
+            world_size: number of ranks that exchange.
+
+        Returns:
+            None where it depends on the data.
+        """
+
+
+class Compressor(ABC):
+    """A compression at work on one bucket of one rank."""
+
+    @abstractmethod
+    def start(self, flat: torch.Tensor) -> Pending:
+        """Start an exchange; several compressors' exchanges may be under way at once.
+
+        All ranks start in the same order, and wait in that order.
+
+        Args:
+            flat: this rank's share, ``(numel,)``. After ``wait()`` it holds an estimate of the sum
+                of all ranks' shares, bit-equal on all ranks.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be remembered and is equal on all ranks (steps, thresholds)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+        """Restore what `state_dict` gave."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What only this rank must remember (residuals)."""
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+        """Restore what `rank_state_dict` gave."""
+
+
+class After:
+    """Collectives under way, and what is left to do when their results are there."""
+
+    def __init__(self, pending: Sequence[Pending], finish: Callable[[], None]) -> None:
+        self._pending = pending
+        self._finish = finish
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for pending in self._pending:
+            pending.wait()
+        self._finish()
+
+
+def count(shapes: Shapes) -> int:
+    """Number of values of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes that a rank sends for the sum of ``num_bytes``; see `Communicator`."""
+    return 2 * (world_size - 1) * num_bytes // world_size
+
+
+def shapes_of(views: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of a bucket's tensors.
+
+    Raises:
+        ConfigError: what is kept of them would be too coarse to add up.
+    """
+    for view in views:
+        if view.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"residuals are kept for float32 and float64; a parameter is {view.dtype}; use "
+                "compression 'fp16' or 'bf16', or keep the weights in float32 and set precision"
+            )
+    return [tuple(view.shape) for view in views]

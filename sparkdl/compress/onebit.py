@@ -1,0 +1,101 @@
+"""How does a gradient travel as its signs? By two means per column, and a residual.
+
+Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+Training of Speech DNNs", Interspeech 2014; CNTK's ``gradientBits=1``. A value that is not negative
+is read as the mean of those of its column, a negative one as the mean of the negative ones. Both
+stages of the exchange are quantized, and keep what that loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparkdl.comm import Communicator
+from sparkdl.compress.base import Compression, Compressor, Shapes, count, shapes_of
+from sparkdl.compress.bits import pack, unpack
+from sparkdl.compress.columns import ColumnCodec, Scratch
+from sparkdl.compress.scatter import ScatterCompressor, scatter_bytes
+from sparkdl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitCompression(Compression):
+    """Send one bit per value: 32 times less than float32, and two numbers per row.
+
+    Needs a warm start, and likes momentum or another optimizer that smooths gradients.
+    """
+
+    warmup_steps: int = 100
+    """First steps, in which gradients travel as they are; CNTK's default is one epoch."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+
+    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
+        """See `Compression.make`."""
+        shapes = shapes_of(views)
+        codecs = OneBitCodec.of_slices(shapes, comm.world_size, views[0].dtype)
+        return ScatterCompressor(comm, codecs, codecs, count(shapes), views[0], self.warmup_steps)
+
+    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
+        """See `Compression.wire_bytes`."""
+        dtype = torch.float64 if element_size == 8 else torch.float32
+        codec = OneBitCodec.of_slices(shapes, world_size, dtype)[0]
+        return scatter_bytes(codec, codec, count(shapes), world_size)
+
+
+class OneBitCodec(ColumnCodec):
+    """Per column the mean of the negative values, and how much more that of the others is."""
+
+    bits = 1
+    num_numbers = 2
+
+    def _measure(self, block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+        """Number of values that are not negative, their sum, number and sum of all."""
+        measured = block.new_empty(4, len(block))
+        torch.sum(torch.clamp_min(block, 0, out=scratch.like(block)), 1, out=measured[1])
+        torch.sum(_is_high(block, scratch), 1, out=measured[0])
+        measured[2] = block.shape[1]
+        torch.sum(block, 1, out=measured[3])
+        return measured
+
+    def _join(self, measured: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return measured.add_(more)
+
+    def _fit(self, measured: torch.Tensor) -> torch.Tensor:
+        high_count, high_sum, all_count, all_sum = measured
+        # A side without values has the mean 0, unless the other side is not a number.
+        high = high_sum / high_count.clamp(min=1)
+        low = (all_sum - high_sum) / (all_count - high_count).clamp(min=1)
+        return torch.stack([low, high - low])
+
+    def _take(
+        self, block: torch.Tensor, numbers: torch.Tensor, scratch: Scratch, codes: torch.Tensor
+    ) -> None:
+        low, step = numbers
+        is_high = _is_high(block, scratch)
+        scratch.codes(block).copy_(is_high.flatten())
+        block.sub_(low).addcmul_(is_high, step, value=-1)
+        pack(scratch.full_codes(block, self.bits), self.bits, codes)
+
+    def _put(
+        self, block: torch.Tensor, numbers: torch.Tensor, scratch: Scratch, codes: torch.Tensor
+    ) -> None:
+        low, step = numbers
+        unpack(codes, self.bits, scratch.full_codes(block, self.bits))
+        is_high = scratch.like(block)
+        is_high.copy_(scratch.codes(block).view(block.shape))
+        block.add_(low).addcmul_(is_high, step)
+
+
+def _is_high(block: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """One where a value is not negative, else zero; in the values' dtype, to be multiplied."""
+    found = scratch.like(block)
+    if scratch.holds is not block:
+        torch.ge(block, 0, out=found)
+        scratch.holds = block
+    return found

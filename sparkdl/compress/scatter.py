@@ -1,0 +1,141 @@
+"""How do dense messages reach the sum of all ranks? In two stages, with an owner for each slice.
+
+A bucket is cut into one slice per rank. Every rank encodes all slices of its share and sends
+each to its owner (an all-to-all); the owners decode, sum, encode the sums and send them to all (an
+all-gather). What either encoding leaves out is kept and added the next time (Seide et al.,
+"1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+Speech DNNs", Interspeech 2014).
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparkdl.comm import Communicator, Pending
+from sparkdl.compress.base import After, Compressor
+
+BLOCK = 1 << 18
+"""Values that are worked on at a time, so that all passes but the first meet them in the cache."""
+
+
+class Codec(ABC):
+    """How the values of one slice become bytes, and what that loses."""
+
+    message_bytes: int
+    """Size of every message; a multiple of 8, and equal for all slices of a bucket."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
+        """Write ``values + residual`` as well as the message can.
+
+        Args:
+            values: ``(numel,)``.
+            residual: ``(numel,)``; what earlier messages left out, then what this one leaves out.
+            message: uint8, ``(message_bytes,)``; overwritten.
+        """
+
+    @abstractmethod
+    def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what a message says to ``out``, ``(numel,)``."""
+
+
+def cut(numel: int, world_size: int) -> list[tuple[int, int]]:
+    """First and last place + 1 of each rank's slice; the last slices may be short or empty."""
+    length = -(-numel // (16 * world_size)) * 16
+    return [
+        (min(rank * length, numel), min((rank + 1) * length, numel)) for rank in range(world_size)
+    ]
+
+
+def scatter_bytes(first: Codec, second: Codec, numel: int, world_size: int) -> int:
+    """Bytes that one rank sends per exchange."""
+    return (world_size - 1) * (first.message_bytes + second.message_bytes) if numel else 0
+
+
+class ScatterCompressor(Compressor):
+    """Exchanges one bucket in two stages.
+
+    Args:
+        comm: the ranks that exchange.
+        first: codecs of the shares, one per slice.
+        second: codecs of the sums, one per slice.
+        numel: number of the bucket's values.
+        like: a tensor of the bucket's dtype and device.
+        warmup_steps: first exchanges, in which values are summed as they are.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        first: Sequence[Codec],
+        second: Sequence[Codec],
+        numel: int,
+        like: torch.Tensor,
+        warmup_steps: int = 0,
+    ) -> None:
+        self._comm = comm
+        self._first = first
+        self._second = second
+        self._bounds = cut(numel, comm.world_size)
+        self._warmup_steps = warmup_steps
+        self._step = 0
+        start, stop = self._bounds[comm.rank]
+        self._residual = like.new_zeros(numel)
+        self._sums_residual = like.new_zeros(stop - start)
+        self._sums = like.new_empty(stop - start)
+        self._sent = _messages(first, like)
+        self._received = _messages(first, like)
+        self._gathered = _messages(second, like)
+        self._message = torch.zeros_like(self._gathered[0])
+
+    def start(self, flat: torch.Tensor) -> Pending:
+        """See `Compressor.start`."""
+        self._step += 1
+        if self._step <= self._warmup_steps or not len(flat):
+            return self._comm.all_reduce_async(flat) if len(flat) else After([], lambda: None)
+        for codec, (start, stop), message in zip(
+            self._first, self._bounds, self._sent, strict=True
+        ):
+            codec.encode(flat[start:stop], self._residual[start:stop], message)
+        pending = self._comm.all_to_all_async(self._sent, self._received)
+        return After([pending], functools.partial(self._finish, flat))
+
+    def _finish(self, flat: torch.Tensor) -> None:
+        rank = self._comm.rank
+        self._sums.zero_()
+        for message in self._received:
+            self._first[rank].decode_add(message, self._sums)
+        self._second[rank].encode(self._sums, self._sums_residual, self._message)
+        self._comm.all_gather_async(self._message, self._gathered).wait()
+        flat.zero_()
+        for codec, (start, stop), message in zip(
+            self._second, self._bounds, self._gathered, strict=True
+        ):
+            codec.decode_add(message, flat[start:stop])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor.state_dict`."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Compressor.load_state_dict`."""
+        self._step = state["step"]
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Compressor.rank_state_dict`."""
+        return {"residual": self._residual, "sums_residual": self._sums_residual}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Compressor.load_rank_state_dict`."""
+        self._residual.copy_(state["residual"])
+        self._sums_residual.copy_(state["sums_residual"])
+
+
+def _messages(codecs: Sequence[Codec], like: torch.Tensor) -> torch.Tensor:
+    size = codecs[0].message_bytes
+    return torch.zeros(len(codecs), size, dtype=torch.uint8, device=like.device)

@@ -1,0 +1,77 @@
+"""Which values have reached a threshold, and on which side? One, minus one, or zero for each."""
+
+from __future__ import annotations
+
+import torch
+
+from sparkdl.compress.bits import pack, packed_size, unpack
+from sparkdl.compress.scatter import BLOCK
+
+BITS = 2
+
+
+class Ternary:
+    """Memory for looking at a row of values block by block.
+
+    Args:
+        numel: number of the values.
+        like: a tensor of their dtype and device.
+    """
+
+    def __init__(self, numel: int, like: torch.Tensor) -> None:
+        size = min(numel, BLOCK)
+        self._values = like.new_empty(size)
+        self._codes = torch.zeros(-(-size // 8) * 8, dtype=torch.int8, device=like.device)
+        self.blocks = [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]
+        """Places of the blocks; each begins at a multiple of 8."""
+
+    def codes(self, block: torch.Tensor, threshold: float) -> torch.Tensor:
+        """1 where a value is at least ``threshold``, -1 where at most ``-threshold``; int8.
+
+        The result has a multiple of 8 codes, the last ones zero; the next call overwrites it.
+        """
+        # Division is rounded to the nearest, so a quotient is 1 only where the threshold is
+        # reached; conversion to whole numbers cuts off the rest.
+        steps = torch.div(block, threshold, out=self._values[: len(block)]).clamp_(-1, 1)
+        codes = self._codes[: -(-len(block) // 8) * 8]
+        codes[len(block) :] = 0
+        codes[: len(block)].copy_(steps)
+        return codes
+
+    def take(self, block: torch.Tensor, threshold: float, packed: torch.Tensor) -> torch.Tensor:
+        """Write the codes of a block, 2 bits each, and subtract from it what they say.
+
+        Returns:
+            The number of codes that are not zero, as a tensor.
+        """
+        codes = self.codes(block, threshold)
+        steps = self._values[: len(block)]
+        steps.copy_(codes[: len(block)])
+        block.sub_(steps, alpha=threshold)
+        pack(codes[: packed_size(len(block), BITS) * 4], BITS, packed)
+        return steps.dot(steps)
+
+    def steps(self, packed: torch.Tensor, num_codes: int) -> torch.Tensor:
+        """The codes that `take` wrote, in the values' dtype; overwritten by the next call."""
+        codes = self._codes[: packed_size(num_codes, BITS) * 4]
+        unpack(packed, BITS, codes)
+        return self._values[:num_codes].copy_(codes[:num_codes])
+
+
+def packed_place(start: int, stop: int) -> slice:
+    """Where the codes of a block are among the packed ones."""
+    return slice(packed_size(start, BITS), packed_size(stop, BITS))
+
+
+def nonzero(codes: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places and values of the codes that are not zero; quick where these are few.
+
+    Args:
+        codes: int8, a multiple of 8 of them.
+        limit: number from which on nobody needs them; then some are left out, but not so many
+            that fewer than ``limit`` remain.
+    """
+    eights = codes.view(torch.int64).nonzero().squeeze(1)[:limit]
+    rows = codes.view(-1, 8)[eights]
+    row, column = rows.nonzero(as_tuple=True)
+    return eights[row] * 8 + column, rows[row, column]

@@ -1,0 +1,255 @@
+"""How do only the largest values travel? By place and value; the others wait.
+
+Lin et al., "Deep Gradient Compression", ICLR 2018. With a momentum m, each rank keeps a velocity
+u and a sum v of what it has not sent: ``u = m u + g; v += u``. Of every tensor it sends the v of
+the largest absolute values, and forgets both u and v there (momentum factor masking). With
+``momentum=0`` this is plain top-k with error feedback. Tensors of one dimension, such as biases,
+travel as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.comm import Communicator, Pending
+from sparkdl.compress.base import (
+    After,
+    Compression,
+    Compressor,
+    Shapes,
+    all_reduce_bytes,
+    count,
+    shapes_of,
+)
+from sparkdl.compress.gather import gather_equal
+from sparkdl.compress.largest import Peaks, num_largest
+from sparkdl.compress.scatter import BLOCK
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sparkdl.config import TrainConfig
+
+WARMUP_STAGES = 4
+"""Of equal length; with the paper's density of 0.001 they send 25, 6.3, 1.6 and 0.4 percent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKCompression(Compression):
+    """Send the largest values of each tensor, exactly; what is left is added to the next step's.
+
+    For Deep Gradient Compression give the momentum here and none to the optimizer, which must be
+    SGD.
+    """
+
+    density: float = 0.001
+    """The part of the values of each tensor that is sent, at least one."""
+    momentum: float = 0.0
+    """Momentum correction; the optimizer must have none then."""
+    clip_norm: float | None = None
+    """Largest norm of each tensor's gradient, applied to a rank's own before it is added up."""
+    warmup_steps: int = 0
+    """First steps, in which the density falls exponentially to its value, in four stages."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density < 0.5:
+            raise ConfigError(
+                f"density must be between 0 and 0.5, from where on places and values take more "
+                f"bytes than all values; received {self.density}"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be at least 0 and below 1; received {self.momentum}")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"clip_norm must be positive, or None; received {self.clip_norm}")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        """See `Compression.check`."""
+        super().check(config, world_size)
+        if self.momentum and _has_momentum(config):
+            raise ConfigError(
+                f"momentum={self.momentum} of the compression is applied before values are sent, "
+                f"and optimizer {config.optimizer!r} would apply its own to the result, so that "
+                "gradients count twice; use optimizer 'sgd' without momentum, or momentum=0 here"
+            )
+
+    def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
+        """See `Compression.make`."""
+        shapes = shapes_of(views)
+        if count(shapes) >= 1 << 31:
+            raise ConfigError(
+                f"places are sent as 32-bit numbers, and a bucket has {count(shapes)} values; use "
+                "compression 'twobit' or 'int8'"
+            )
+        return TopKCompressor(self, shapes, comm, views[0])
+
+    def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
+        """See `Compression.wire_bytes`."""
+        matrices, vectors = places_of(shapes)
+        num_dense = sum(stop - start for start, stop in vectors)
+        num_sent = sum(num_largest(stop - start, self.density) for start, stop in matrices)
+        dense_bytes = all_reduce_bytes(num_dense * element_size, world_size)
+        return dense_bytes + (world_size - 1) * message_bytes(num_sent, element_size)
+
+    def density_at(self, step: int) -> float:
+        """The density in a step, counted from 0."""
+        if step >= self.warmup_steps:
+            return self.density
+        stage = WARMUP_STAGES * step // self.warmup_steps
+        return float(self.density ** ((stage + 1) / (WARMUP_STAGES + 1)))
+
+
+class TopKCompressor(Compressor):
+    """See `TopKCompression`."""
+
+    def __init__(
+        self, options: TopKCompression, shapes: Shapes, comm: Communicator, like: torch.Tensor
+    ) -> None:
+        self._options = options
+        self._comm = comm
+        self._step = 0
+        self._matrices, self._vectors = places_of(shapes)
+        numel = count(shapes)
+        self._residual = like.new_zeros(numel)
+        self._velocity = like.new_zeros(numel if options.momentum else 0)
+        self._dense = like.new_zeros(sum(stop - start for start, stop in self._vectors))
+        self._dense_velocity = like.new_zeros(len(self._dense) if options.momentum else 0)
+
+    def start(self, flat: torch.Tensor) -> Pending:
+        """See `Compressor.start`."""
+        density = self._options.density_at(self._step)
+        self._step += 1
+        pending = []
+        if len(self._dense):
+            torch.cat([flat[start:stop] for start, stop in self._vectors], out=self._dense)
+            pending.append(self._comm.all_reduce_async(self._dense))
+        if self._matrices:
+            message = self._encode(flat, density)
+            finish = functools.partial(self._decode, flat)
+            pending.append(gather_equal(self._comm, message, finish))
+        return After(pending, functools.partial(self._put_dense, flat))
+
+    def _encode(self, flat: torch.Tensor, density: float) -> torch.Tensor:
+        found = []
+        for start, stop in self._matrices:
+            self._clip(flat[start:stop])
+            num_sent = num_largest(stop - start, density)
+            found.append(self._accumulate(flat, start, stop, num_sent).add_(start))
+        places = torch.cat(found)
+        message = write(self._residual[places], places)
+        self._residual.index_fill_(0, places, 0)
+        if self._options.momentum:
+            self._velocity.index_fill_(0, places, 0)
+        return message
+
+    def _clip(self, share: torch.Tensor) -> None:
+        """Scale a share so that it is at most its part of a gradient of the largest norm.
+
+        Shares of ranks are taken as independent: the squares of their norms add up (section 3.2).
+        """
+        if self._options.clip_norm is not None:
+            limit = self._options.clip_norm / math.sqrt(self._comm.world_size)
+            norm = torch.linalg.vector_norm(share)
+            share.mul_(torch.where(norm > limit, limit / norm, 1.0))
+
+    def _accumulate(self, flat: torch.Tensor, start: int, stop: int, num_sent: int) -> torch.Tensor:
+        """Add a tensor's share to velocity and residual; find where the residual is largest."""
+        scratch = flat.new_empty(min(BLOCK, stop - start))
+        peaks = Peaks(self._residual[start:stop], num_sent, scratch)
+        for a in range(start, stop, BLOCK):
+            b = min(a + BLOCK, stop)
+            update = flat[a:b]
+            if self._options.momentum:
+                velocity = self._velocity[a:b]
+                update = velocity.mul_(self._options.momentum).add_(update)
+            self._residual[a:b].add_(update)
+            peaks.add(a - start, b - start)
+        return peaks.largest()
+
+    def _decode(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
+        flat.zero_()
+        for message in messages:
+            values, places = read(message, flat.dtype)
+            flat.index_add_(0, places, values)
+
+    def _put_dense(self, flat: torch.Tensor) -> None:
+        """Put back what was not compressed; it gets the momentum too, after it was summed."""
+        dense = self._dense
+        if self._options.momentum:
+            dense = self._dense_velocity.mul_(self._options.momentum).add_(dense)
+        sizes = [stop - start for start, stop in self._vectors]
+        for (start, stop), values in zip(self._vectors, torch.split(dense, sizes), strict=True):
+            flat[start:stop] = values
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compressor.state_dict`."""
+        return {"step": self._step, "dense_velocity": self._dense_velocity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Compressor.load_state_dict`."""
+        self._step = state["step"]
+        self._dense_velocity.copy_(state["dense_velocity"])
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Compressor.rank_state_dict`."""
+        return {"residual": self._residual, "velocity": self._velocity}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Compressor.load_rank_state_dict`."""
+        self._residual.copy_(state["residual"])
+        self._velocity.copy_(state["velocity"])
+
+
+def places_of(shapes: Shapes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """First and last place + 1 of the tensors that are compressed, and of those that are not."""
+    matrices: list[tuple[int, int]] = []
+    vectors: list[tuple[int, int]] = []
+    place = 0
+    for shape in shapes:
+        numel = count([shape])
+        if numel:
+            (matrices if len(shape) > 1 else vectors).append((place, place + numel))
+        place += numel
+    return matrices, vectors
+
+
+def message_bytes(num_sent: int, element_size: int) -> int:
+    """Size of a message of so many values and their places, filled up to a multiple of 8."""
+    return -(-num_sent * (element_size + 4) // 8) * 8
+
+
+def write(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """A message: the values, then their places as int32; uint8."""
+    size = message_bytes(len(values), values.element_size())
+    message = torch.zeros(size, dtype=torch.uint8, device=values.device)
+    place = values.nbytes
+    message[:place].view(values.dtype).copy_(values)
+    message[place : place + 4 * len(places)].view(torch.int32).copy_(places)
+    return message
+
+
+def read(message: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and places of a message."""
+    num_sent = len(message) // (dtype.itemsize + 4)
+    place = num_sent * dtype.itemsize
+    places = message[place : place + 4 * num_sent].view(torch.int32)
+    return message[:place].view(dtype), places
+
+
+def _has_momentum(config: TrainConfig) -> bool:
+    """Whether the optimizer averages gradients over time; of a callable nobody can tell."""
+    kind: Any = config.optimizer
+    if isinstance(kind, str):
+        kind = {name.lower(): value for name, value in vars(torch.optim).items()}.get(kind.lower())
+    if not isinstance(kind, type):
+        return False
+    defaults = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+    options = {**defaults, **config.optimizer_params}
+    return bool(options.get("momentum")) or bool(options.get("betas", (0,))[0])
