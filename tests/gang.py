@@ -99,7 +99,10 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
         timeout_seconds=TIMEOUT_SECONDS,
         address="127.0.0.1",
     ) as options:
-        comm = ProcessGroupCommunicator(options=options, timeout_seconds=TIMEOUT_SECONDS)
+        # On nodes of their own, so that sums are sent; what is tested on one node says so.
+        comm = ProcessGroupCommunicator(
+            nodes=range(world_size), options=options, timeout_seconds=TIMEOUT_SECONDS
+        )
         while True:
             try:
                 function, arguments = pickle.loads(connection.recv_bytes())

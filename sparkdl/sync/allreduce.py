@@ -21,7 +21,7 @@ from sparkdl.comm import Communicator, Pending
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients import Bucket, FlatGradients, zeros
+from sparkdl.sync.gradients import Bucket, FlatGradients
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
@@ -162,7 +162,7 @@ class AllReduceSynchronizer(Synchronizer):
         self._comm = counting_anew(comm)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(parameters)
-        self._gradients = FlatGradients(parameters, bucket_bytes, zeros)
+        self._gradients = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
         self._buckets = self._gradients.buckets
         self._compressors = []
         if compression is not None and comm.world_size > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm import Communicator, Pending
-from sparkdl.sync.gradients import make_buckets, zeros
+from sparkdl.sync.gradients import make_buckets
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
@@ -38,7 +38,7 @@ class Changes:
         compression: Compression | None,
     ) -> None:
         self._comm = comm
-        self._buckets = make_buckets(parameters, BUCKET_BYTES, zeros)
+        self._buckets = make_buckets(parameters, BUCKET_BYTES, comm.allocate)
         views = {
             id(parameter): view
             for bucket in self._buckets

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparkdl import topology as topologies
 from sparkdl.sync.base import SyncStrategy
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ class CollectiveStrategy(SyncStrategy):
 
     compression: Compression | str | None = None
     """How that which travels is made smaller: a `Compression`, its name, or None."""
+    topology: str = "auto"
+    """Along which ways sums are formed, one of `topology.TOPOLOGIES`: ``auto``, ``ring``, ``tree``,
+    ``hierarchical`` or ``shared`` (memory)."""
 
     def check(self, config: TrainConfig, world_size: int) -> None:
         """See `SyncStrategy.check`."""
+        topologies.check(self.topology)
         compression = self.resolved_compression()
         if compression is not None:
             compression.check(config, world_size)

@@ -20,7 +20,7 @@ from torch import nn
 from sparkdl.comm import Communicator
 from sparkdl.sync.allreduce import AllReduceSynchronizer
 from sparkdl.sync.base import MakeOptimizer, Reduced
-from sparkdl.sync.gradients import FlatGradients, zeros
+from sparkdl.sync.gradients import FlatGradients
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
@@ -45,7 +45,7 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     ) -> None:
         super().__init__(model, make_optimizer, comm, bucket_bytes, compression)
         parameters = self._gradients.parameters
-        self._other = FlatGradients(parameters, bucket_bytes, zeros)
+        self._other = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
         """The set that travels, or has arrived; the parameters' own is filled meanwhile."""
         self._underway: Reduced | None = None
         """What comes with the other set; None before the first step."""

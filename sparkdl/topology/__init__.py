@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparkdl.comm import Communicator
     from sparkdl.topology.base import Topology
 
-__all__ = ["TOPOLOGIES", "arrange", "choose"]
+__all__ = ["TOPOLOGIES", "arrange", "check", "choose"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,23 @@ def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Topol
     return Topology(comm)
 
 
+def check(topology: str) -> None:
+    """Refuse what is no topology; where the ranks are is not known to the driver.
+
+    Raises:
+        ConfigError: it is none of `TOPOLOGIES`.
+    """
+    if topology not in TOPOLOGIES:
+        raise ConfigError(f"unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
+
+
 def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
     """What `arrange` makes of ``topology`` for ranks on ``nodes``.
 
     Raises:
         ConfigError: as `arrange` does.
     """
-    if topology not in TOPOLOGIES:
-        raise ConfigError(f"unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
+    check(topology)
     num_nodes = len(set(nodes))
     if topology == "shared" and device_type != "cpu":
         raise ConfigError(

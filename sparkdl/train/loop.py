@@ -18,6 +18,8 @@ from sparkdl.comm import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
 from sparkdl.plan import TrainPlan
+from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.topology import arrange
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
@@ -96,6 +98,9 @@ def train(
     observer.phase("setup")
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_algorithms(config.deterministic))
+        strategy = sync.resolve(config.sync_strategy)
+        topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
+        comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
         trainer = _Trainer(

@@ -10,8 +10,7 @@ from sparkdl.comm import LocalCommunicator
 from sparkdl.errors import ConfigError
 from sparkdl.topology import TOPOLOGIES, arrange, choose
 from tests.gang import Gang, started_gang
-
-CPU = torch.device("cpu")
+from tests.topology.placing import CPU, arranged
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_copies_count_for_themselves(gang: Gang, name: str) -> None:
 
 
 def count_apart(comm: Any, name: str) -> tuple[int, int]:
-    topology = arrange(comm, name, device=CPU)
+    topology = arranged(comm, name)
     twin = copy.copy(topology)
     twin.all_reduce(torch.ones(2))
     return twin.bytes_sent, topology.bytes_sent
@@ -81,7 +80,7 @@ def test_more_ranks(tmp_path_factory: pytest.TempPathFactory, world_size: int) -
 
 
 def sum_by(comm: Any, name: str) -> None:
-    topology = arrange(comm, name, device=CPU)
+    topology = arranged(comm, name)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
         for numel in (1, 7, 1000, 300_001):
             inside = topology.allocate(numel, dtype, CPU)

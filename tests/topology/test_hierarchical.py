@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from sparkdl.topology import arrange
 from sparkdl.topology.hierarchical import (
     HierarchicalMessages,
     HierarchicalShared,
@@ -14,8 +14,8 @@ from sparkdl.topology.hierarchical import (
     is_even,
 )
 from tests.gang import Gang
+from tests.topology.placing import CPU, arranged
 
-CPU = torch.device("cpu")
 NUMEL = 100_003
 
 
@@ -64,16 +64,11 @@ def expected_bytes(rank: int, nodes: tuple[int, ...], shares_memory: bool) -> li
 def sum_over_nodes(
     comm: Any, nodes: tuple[int, ...], shares_memory: bool
 ) -> tuple[torch.Tensor, list[int]]:
-    before, comm.nodes = comm.nodes, nodes
-    refusal = mock.patch("os.memfd_create", side_effect=OSError("refused"))
-    try:
-        if shares_memory or comm.rank != nodes.index(nodes[-1]):
-            topology = arrange(comm, "hierarchical", device=CPU)
-        else:  # one node is enough to stop all
-            with refusal:
-                topology = arrange(comm, "hierarchical", device=CPU)
-    finally:
-        comm.nodes = before
+    refusal = contextlib.nullcontext()
+    if not shares_memory and comm.rank == nodes.index(nodes[-1]):  # one node is enough
+        refusal = mock.patch("os.memfd_create", side_effect=OSError("refused"))
+    with refusal:
+        topology = arranged(comm, "hierarchical", nodes)
     assert type(topology) is (HierarchicalShared if shares_memory else HierarchicalMessages)
     mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(comm.rank))
     expected = mine.clone()
@@ -112,11 +107,7 @@ def test_an_allocation_that_one_node_lacks_is_shared_by_none(gang4: Gang) -> Non
 
 
 def lack_memory(comm: Any) -> list[float]:
-    before, comm.nodes = comm.nodes, (0, 0, 1, 1)
-    try:
-        topology = arrange(comm, "auto", device=CPU)
-    finally:
-        comm.nodes = before
+    topology = arranged(comm, "auto", (0, 0, 1, 1))
     assert type(topology) is HierarchicalShared
     refusal = mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left"))
     if comm.rank == 2:

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from sparkdl.errors import CommunicationError
-from sparkdl.topology import arrange
 from sparkdl.topology.base import Topology
 from sparkdl.topology.shared import PIECE_BYTES, STAGING_BYTES, Shared
 from tests.gang import Gang, started_gang
+from tests.topology.placing import CPU, arranged
 
-CPU = torch.device("cpu")
 DTYPES = [
     torch.float16,
     torch.bfloat16,
@@ -34,7 +33,7 @@ SIZES = [1, 2, 3, 7, 63, 64, 65, 1000, 1001, 40_003, 300_001]
 
 
 def shared(comm: Any) -> closing[Shared]:
-    topology = arrange(comm, "shared", device=CPU)
+    topology = arranged(comm, "shared")
     assert isinstance(topology, Shared)
     return closing(topology)
 
@@ -245,9 +244,9 @@ def fall_back(comm: Any, name: str) -> tuple[int, int]:
     with mock.patch("sparkdl.topology.logger") as logger:
         if comm.rank == rank:
             with refusal():
-                topology = arrange(comm, "auto", device=CPU)
+                topology = arranged(comm, "auto")
         else:
-            topology = arrange(comm, "auto", device=CPU)
+            topology = arranged(comm, "auto")
     calls = logger.warning if comm.rank == 0 else logger.debug
     assert type(topology) is Topology
     tensor = torch.ones(3)
@@ -287,7 +286,7 @@ def test_a_peer_that_is_gone(tmp_path: Path, moment: str) -> None:
 
 
 def lose_a_peer(comm: Any, moment: str, folder: str) -> None:
-    topology = arrange(comm, "shared", device=CPU)
+    topology = arranged(comm, "shared")
     tensor = topology.allocate(1000, torch.float32, CPU)
     topology.all_reduce(tensor)
     if comm.rank == 1:

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.topology import arrange
 from sparkdl.topology.tree import children, parent, sent_bytes
 from tests.gang import Gang
-
-CPU = torch.device("cpu")
+from tests.topology.placing import arranged
 
 
 @pytest.mark.parametrize("world_size", range(1, 18))
@@ -55,7 +53,7 @@ def check(results: list[Any], messages: list[tuple[int, ...]]) -> None:
 
 
 def sum_some(comm: Any) -> tuple[list[torch.Tensor], bool, int, int]:
-    topology = arrange(comm, "tree", device=CPU)
+    topology = arranged(comm, "tree")
     mine = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank))
     expected = mine.clone()
     comm.all_reduce(expected)
