@@ -29,6 +29,9 @@ class NumberFormat:
         self._device = device
         self._dtype = _DTYPES.get(precision)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        if self._scaler is not None:
+            # torch makes the scale at the first loss, which a rank without samples never has.
+            self._scaler.scale(torch.zeros(1, device=device))
 
     @property
     def may_skip_steps(self) -> bool:

@@ -57,3 +57,15 @@ def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
                 number_format.step(optimizer)
             break
     assert weight.item() == 2.0
+
+
+def test_a_rank_whose_first_batch_is_empty_can_step() -> None:
+    number_format = NumberFormat("fp16", torch.device("cpu"))
+    net = torch.nn.Linear(2, 1)
+    net.weight.grad = torch.full_like(net.weight, number_format.state_dict()["scale"])
+    net.bias.grad = torch.zeros_like(net.bias)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    before = net.weight.detach().clone()
+    number_format.unscale(optimizer)
+    assert number_format.step(optimizer)
+    torch.testing.assert_close(before - net.weight.detach(), torch.ones(1, 2))

@@ -1,0 +1,56 @@
+"""Which strategies does ``strategies.py`` compare, and with which optimizer each?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SGD = {"optimizer": "sgd", "learning_rate": 0.1, "optimizer_params": {"momentum": 0.9}}
+PLAIN = {"optimizer": "sgd", "learning_rate": 0.3}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy and the optimizer that it trains with."""
+
+    strategy: Any
+    optimizer: dict[str, Any] = field(default_factory=lambda: SGD)
+
+
+def contenders() -> dict[str, Contender]:
+    """Name -> strategy; imported here, so that one that is broken is named by its error."""
+    from sparkdl import compress
+    from sparkdl.sync.adasum import Adasum
+    from sparkdl.sync.allreduce import AllReduce
+    from sparkdl.sync.block_momentum import BlockMomentum
+    from sparkdl.sync.diloco import DiLoCo
+    from sparkdl.sync.elastic_averaging import ElasticAveraging
+    from sparkdl.sync.gossip import Gossip
+    from sparkdl.sync.local_sgd import LocalSGD
+    from sparkdl.sync.parameter_averaging import ParameterAveraging
+    from sparkdl.sync.slowmo import SlowMo
+
+    compressed = {
+        f"all-reduce, {name}": Contender(AllReduce(compression=compress.resolve(name)))
+        for name in ("fp16", "bf16", "int8", "onebit", "twobit", "threshold", "powersgd")
+    }
+    return {
+        "all-reduce": Contender(AllReduce()),
+        "all-reduce, double buffering": Contender(AllReduce(double_buffering=True)),
+        **compressed,
+        "all-reduce, top-k": Contender(AllReduce(compression="topk"), PLAIN),
+        "Adasum": Contender(Adasum()),
+        "parameter averaging, 4": Contender(ParameterAveraging(averaging_period=4)),
+        "parameter averaging, 16": Contender(ParameterAveraging(averaging_period=16)),
+        "local SGD, 16": Contender(LocalSGD(averaging_period=16)),
+        "local SGD, 16, fp16": Contender(LocalSGD(averaging_period=16, compression="fp16")),
+        "local SGD, adaptive": Contender(LocalSGD(averaging_period="adaptive")),
+        "block momentum, 16": Contender(BlockMomentum(averaging_period=16)),
+        "SlowMo, 16": Contender(SlowMo(averaging_period=16)),
+        "DiLoCo, 16": Contender(DiLoCo(averaging_period=16)),
+        "elastic averaging, 8": Contender(ElasticAveraging(averaging_period=8)),
+        "gossip": Contender(Gossip()),
+    }
+
+
+STRATEGIES = contenders()
