@@ -251,7 +251,7 @@ CONVERGES: dict[str, tuple[Compression, float]] = {
     "int8": (compress.resolve("int8"), 1.001),  # type: ignore[dict-item]
     "onebit": (OneBitCompression(warmup_steps=10), 1.001),
     "twobit": (TwoBitCompression(), 1.001),
-    "threshold": (ThresholdCompression(), 1.01),
+    "threshold": (ThresholdCompression(threshold=0.1, max_sparsity=0.03), 1.01),
     "topk": (TopKCompression(density=0.05), 1.001),
     "topk with momentum": (TopKCompression(density=0.05, momentum=0.5, warmup_steps=40), 1.001),
     "powersgd": (PowerSGD(), 1.001),
@@ -280,8 +280,8 @@ def least_squares(comm: Any, compression: Compression | None) -> tuple[float, to
     compressor = None
     if compression is not None:
         compressor = compression.make([flat[:768].view(24, 32), flat[768:]], comm)
-    for step in range(1000):
-        learning_rate = 0.05 * (1 - step / 1000)
+    for step in range(400):
+        learning_rate = 0.1 * (1 - step / 400)
         error = inputs[mine] @ weight.T + bias - outputs[mine]
         flat[:768] = (error.T @ inputs[mine]).flatten() / 128
         flat[768:] = error.sum(0) / 128
