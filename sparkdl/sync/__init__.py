@@ -12,7 +12,13 @@ __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 STRATEGIES = {
     "adasum": "sparkdl.sync.adasum:Adasum",
     "allreduce": "sparkdl.sync.allreduce:AllReduce",
+    "blockmomentum": "sparkdl.sync.block_momentum:BlockMomentum",
+    "diloco": "sparkdl.sync.diloco:DiLoCo",
+    "elasticaveraging": "sparkdl.sync.elastic_averaging:ElasticAveraging",
+    "gossip": "sparkdl.sync.gossip:Gossip",
+    "localsgd": "sparkdl.sync.local_sgd:LocalSGD",
     "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
+    "slowmo": "sparkdl.sync.slowmo:SlowMo",
 }
 """Name -> where the class is; classes are imported when they are asked for.
 

@@ -89,7 +89,7 @@ class AveragingStrategy(CollectiveStrategy):
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> AveragingSynchronizer:
+    ) -> ApartSynchronizer:
         """See `SyncStrategy.setup`."""
         return AveragingSynchronizer(model, make_optimizer, comm, self)
 
@@ -102,6 +102,18 @@ def check_weighting(weighting: str) -> None:
     """
     if weighting not in ("examples", "equal"):
         raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
+
+
+def check_optimizer_state(optimizer_state: str) -> None:
+    """Refuse what is no `OptimizerState`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if optimizer_state not in ("average", "reset", "keep"):
+        raise ConfigError(
+            f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
+        )
 
 
 def round_bytes(
@@ -135,7 +147,7 @@ class ApartSynchronizer(Synchronizer):
             self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
         self._gradients.zero()
 
-    def no_sync(self) -> contextlib.nullcontext[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """See `Synchronizer.no_sync`; there is nothing that would be sent."""
         return contextlib.nullcontext()
 
@@ -253,16 +265,21 @@ class AveragingSynchronizer(ApartSynchronizer):
         self._mean.load_rank_state_dict(state["mean"])
 
     def _agree(self, shares: Sequence[float]) -> None:
-        with torch.no_grad():
-            self._mean.parameters(self.parameters, shares, self._anchor or None)
-            self._mean.buffers(shares)
-            if self._outer is not None:
+        self._take_mean(self._mean, shares)
+        if self._outer is not None:
+            with torch.no_grad():
                 self._outer.step(self._anchor, self.parameters, self._mean.learning_rate)
+        self._set_anchor()
+
+    def _take_mean(self, mean: MeanOfReplicas, shares: Sequence[float]) -> None:
+        """Replace all that the strategy averages by its mean over some ranks."""
+        with torch.no_grad():
+            mean.parameters(self.parameters, shares, self._anchor or None)
+            mean.buffers(shares)
         if self._strategy.optimizer_state == "average":
-            self._mean.optimizer_state(shares)
+            mean.optimizer_state(shares)
         elif self._strategy.optimizer_state == "reset":
             self.optimizer.state.clear()
-        self._set_anchor()
 
     def _set_anchor(self) -> None:
         if self._needs_anchor:

@@ -85,9 +85,7 @@ class MeanOfReplicas:
         self._changes.take(parameters, anchor)
         self._changes.start(shares[self._comm.rank])
         self._changes.wait()
-        for parameter, begin, change in zip(
-            parameters, anchor, self._changes.tensors, strict=True
-        ):
+        for parameter, begin, change in zip(parameters, anchor, self._changes.tensors, strict=True):
             torch.add(begin, change, out=parameter)
 
     def tensors(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> None:

@@ -143,8 +143,8 @@ class AdaptivePeriod(Period):
         now = report.loss / report.learning_rate
         if self._origin is None:
             self._origin = now
-        wanted = math.floor(math.sqrt(now / self._origin * self._first))
-        self._length = min(max(1, wanted), self._limit)
+        wanted = math.sqrt(now / self._origin * self._first)
+        self._length = max(1, math.floor(min(wanted, self._limit)))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Period.state_dict`."""
@@ -156,20 +156,17 @@ class AdaptivePeriod(Period):
         self._origin = state["origin"]
 
 
-def check_period(averaging_period: object, *words: str) -> None:
+def check_period(period: object, *words: str, name: str = "averaging_period") -> None:
     """Refuse what is neither a positive number of steps nor one of ``words``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else; the error names the option ``name``.
     """
-    is_count = isinstance(averaging_period, int) and not isinstance(averaging_period, bool)
-    if (is_count and averaging_period >= 1) or averaging_period in words:  # type: ignore[operator]
+    is_count = isinstance(period, int) and not isinstance(period, bool)
+    if (is_count and period >= 1) or period in words:  # type: ignore[operator]
         return
     known = "".join(f" or {word!r}" for word in words)
-    raise ConfigError(
-        f"averaging_period must be a number of steps of at least 1{known}; "
-        f"received {averaging_period!r}"
-    )
+    raise ConfigError(f"{name} must be a number of steps of at least 1{known}; received {period!r}")
 
 
 def _smoothed(before: float, now: float) -> float:
