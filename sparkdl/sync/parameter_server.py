@@ -261,7 +261,7 @@ class ServerSlice:
 
     def _trouble(self) -> str | None:
         if self.failure is not None:
-            return f"the optimizer of a served slice failed: {self.failure!r}"
+            return f"the optimizer of a slice failed: {self.failure!r}"
         if self._ranks.gone:
             return f"ranks {sorted(self._ranks.gone)} have left"
         return None

@@ -150,10 +150,8 @@ class SliceServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has 
             served.push(rank, push)
         except CommunicationError:
             raise
-        except Exception as error:  # the optimizer's, which is raised at the slice's own rank
-            raise CommunicationError(
-                f"the optimizer of a served slice failed: {error!r}"
-            ) from error
+        except Exception as error:  # the optimizer's; it is raised at the slice's own rank
+            raise CommunicationError(f"the optimizer of a slice failed: {error!r}") from error
         answer = flats(served.pull(rank)) if header["pull"] else []
         self._count(rank, answer)
         messages.send({}, answer)
@@ -168,6 +166,9 @@ class SliceLink:
     Args:
         address: where the slice's server listens.
         rank: who asks.
+
+    Raises:
+        CommunicationError: there is no server.
     """
 
     def __init__(self, address: Address, rank: int) -> None:
@@ -175,9 +176,14 @@ class SliceLink:
         self._client = flight.connect(location(address.host, address.port))
         descriptor = flight.FlightDescriptor.for_command(str(rank).encode())
         options = call_options(address.token, None)
-        self._writer, self._reader = self._client.do_exchange(descriptor, options)
+        try:
+            with self._peer_errors():
+                self._writer, self._reader = self._client.do_exchange(descriptor, options)
+                self._writer.begin(_SCHEMA)
+        except BaseException:
+            self._client.close()
+            raise
         self._messages = Messages(self._reader, self._writer)
-        self._writer.begin(_SCHEMA)
         self.bytes_sent = 0
 
     def step(
