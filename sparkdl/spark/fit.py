@@ -66,7 +66,7 @@ __all__ = ["FitRequest", "FitResult", "fit"]
 logger = logging.getLogger(__name__)
 
 _SKEW = 1.5
-"""Largest worker's rows over the mean from which on the user is told."""
+"""A worker's rows over those that it should have, from which on the user is told."""
 
 
 def fit(df: DataFrame, request: FitRequest) -> FitResult:
@@ -112,6 +112,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             run_id=run_id,
             profile=slots.profile,
             barrier=not in_rounds,
+            shares=strategy.row_shares(slots.num_workers),
         )
         stack.callback(table.close)
         spooled = persistently(
@@ -125,7 +126,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         if num_classes is not None and request.label_col is not None:
             index = len(request.feature_cols)
             check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(columns, spooled, slots, request)
+        plan = _make_plan(columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view: View = ProgressView(plan) if request.verbose else SilentView()
@@ -207,7 +208,11 @@ def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: b
 
 
 def _make_plan(
-    columns: Sequence[Column], spooled: Sequence[SpooledShard], slots: Slots, request: FitRequest
+    columns: Sequence[Column],
+    spooled: Sequence[SpooledShard],
+    slots: Slots,
+    request: FitRequest,
+    strategy: SyncStrategy,
 ) -> TrainPlan:
     config = request.config
     plan = make_plan(
@@ -226,20 +231,27 @@ def _make_plan(
         plan.world_size,
         slots.threads,
         plan.batch_size,
-        plan.batch_size * plan.world_size,
+        -(-plan.num_rows // plan.steps_per_epoch),
         plan.steps_per_epoch,
         plan.total_steps,
     )
-    largest = max(plan.rows_of(rank) for rank in range(plan.world_size))
-    if largest * plan.world_size > _SKEW * plan.num_rows and largest > plan.batch_size:
+    _warn_of_skew(plan, strategy.row_shares(plan.world_size))
+    return plan
+
+
+def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
+    """Tell the user if a worker has many more rows than it should have."""
+    shares = shares or [1 / plan.world_size] * plan.world_size
+    rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
+    worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])
+    if rows[worst] > _SKEW * shares[worst] * plan.num_rows and rows[worst] > plan.batch_size:
         logger.warning(
-            "the largest worker has %d of the %d rows, because equal rows stay together: the "
-            "result is exact, but the other workers wait for it; use fewer workers, or fewer equal "
-            "rows",
-            largest,
+            "worker %d has %d of the %d rows, because equal rows stay together: the result is "
+            "exact, but the other workers wait for it; use fewer workers, or fewer equal rows",
+            worst,
+            rows[worst],
             plan.num_rows,
         )
-    return plan
 
 
 def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, slots: Slots) -> None:

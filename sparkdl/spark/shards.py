@@ -17,6 +17,7 @@ import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,7 @@ class ShardTable:
         run_id: str,
         profile: ResourceProfile | None = None,
         barrier: bool = True,
+        shares: Sequence[float] | None = None,
     ) -> None:
         """Describe the table; nothing runs yet.
 
@@ -117,6 +119,7 @@ class ShardTable:
             profile: resources of a task.
             barrier: whether all shards are spooled at once, as a gang will hold them; otherwise
                 one after the other where slots are few.
+            shares: each shard's part of the rows, adding up to 1; None: equal parts.
         """
         self._barrier = barrier
         self._spark: SparkSession = df.sparkSession
@@ -124,6 +127,7 @@ class ShardTable:
         self._profile = profile
         self._prepared = tuple(prepared)
         self._has_validation = validation is not None
+        self._shares = shares
         self.num_shards = num_shards
         self._seen: set[str] = set()
         self._first: tuple[SpooledShard, ...] | None = None
@@ -137,11 +141,13 @@ class ShardTable:
         row_hash = F.xxhash64(*[F.col(name) for name in selected.columns])
         # The canonical order: equal data gives equal shards in equal order, run after run and
         # after the loss of an executor, which round-robin repartitioning does not.
-        ordered = (
-            selected.withColumn("hash", row_hash)
-            .repartition(self.num_shards, "hash")
-            .sortWithinPartitions("hash")
-        )
+        hashed = selected.withColumn("hash", row_hash)
+        if self._shares is None:
+            spread = hashed.repartition(self.num_shards, "hash")
+        else:
+            shard = shard_of_hash(F.col("hash"), self._shares)
+            spread = hashed.repartitionById(self.num_shards, shard)
+        ordered = spread.sortWithinPartitions("hash")
         task = SpoolTask(
             run_id=self._run_id,
             columns=tuple(
@@ -247,6 +253,20 @@ def _place() -> tuple[int, str]:
     if not isinstance(context, BarrierTaskContext):
         return number, socket.gethostname()
     return number, context.getTaskInfos()[number].address.rsplit(":", 1)[0]
+
+
+def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
+    """Number of the shard that gets a row: hashes are spread evenly, so cut their range by shares.
+
+    Args:
+        row_hash: a long.
+        shares: each shard's part, adding up to 1.
+    """
+    bounds = [round(upto * 2**64) - 2**63 for upto in accumulate(shares[:-1])]
+    shard = F.lit(0)
+    for bound in bounds:
+        shard += (row_hash >= F.lit(min(bound, 2**63 - 1))).cast("int")
+    return shard
 
 
 def local_dirs() -> list[str]:
