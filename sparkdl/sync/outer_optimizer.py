@@ -33,7 +33,7 @@ class OuterOptimizer(OuterRule):
         self._optimizer: torch.optim.Optimizer | None = None
         self._weights: list[torch.Tensor] = []
         self._loaded: dict[str, Any] | None = None
-        self._make([torch.zeros(1)])  # to know that the options fit
+        self._make([torch.zeros(1, 1)])  # to know that the options fit
 
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float

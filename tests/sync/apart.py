@@ -96,6 +96,7 @@ class Replicas:
         x: the replicas' weights, ``(world_size, num_weights)``; may be overwritten.
         rows: samples that each replica has seen since this was last set to zero.
         loss_sum: their losses.
+        learning_rate: that of the next step.
     """
 
     def __init__(self, config: TrainConfig, rows: Sequence[int], momentum: float = 0.0) -> None:
@@ -103,7 +104,7 @@ class Replicas:
         plan = plan_for(shards, config, world_size=len(rows))
         self.num_steps = plan.steps_per_epoch
         self._net = make_net()
-        self._learning_rate = config.learning_rate
+        self.learning_rate = config.learning_rate
         self._momentum = momentum
         self._batches = [
             iter(Batches([shard], plan, rank, seed=config.seed, epoch=0, start_step=0))
@@ -120,7 +121,7 @@ class Replicas:
             if num_rows == 0:
                 continue
             self.velocity[rank] = self._momentum * self.velocity[rank] + gradient / num_rows
-            self.x[rank] -= self._learning_rate * self.velocity[rank]
+            self.x[rank] -= self.learning_rate * self.velocity[rank]
             self.rows[rank] += num_rows
 
     def gradients(self) -> list[tuple[torch.Tensor, int]]:
