@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING
 from sparkdl.installation import refuse_mixed_installation
 
 if TYPE_CHECKING:
+    from sparkdl.compress.base import Compression
+    from sparkdl.compress.cast import BF16Compression, FP16Compression
+    from sparkdl.compress.int8 import Int8Compression
+    from sparkdl.compress.onebit import OneBitCompression
+    from sparkdl.compress.powersgd import PowerSGD
+    from sparkdl.compress.threshold import ThresholdCompression
+    from sparkdl.compress.topk import TopKCompression
+    from sparkdl.compress.twobit import TwoBitCompression
     from sparkdl.config import CheckpointConfig, EarlyStopping
     from sparkdl.errors import (
         CheckpointError,
@@ -21,57 +29,113 @@ if TYPE_CHECKING:
         DataError,
         SparkDLError,
         StorageError,
+        TrainingDiverged,
         TrainingFailed,
         WorkerError,
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+    from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
+    from sparkdl.sync.async_sgd import AsyncSGD
+    from sparkdl.sync.base import SyncStrategy
+    from sparkdl.sync.block_momentum import BlockMomentum
+    from sparkdl.sync.diloco import DiLoCo
+    from sparkdl.sync.elastic_averaging import ElasticAveraging
+    from sparkdl.sync.gossip import Gossip
+    from sparkdl.sync.local_sgd import LocalSGD
+    from sparkdl.sync.parameter_averaging import ParameterAveraging
+    from sparkdl.sync.slowmo import SlowMo
     from sparkdl.train.callbacks import Callback
+    from sparkdl.train.large_batch import LAMB, LARS
     from sparkdl.train.warmup import warmup
 
 __version__ = "0.1.0.dev0"
 
 _MODULE_OF = {
+    "Adasum": "sparkdl.sync.adasum",
     "AllReduce": "sparkdl.sync.allreduce",
+    "AsyncSGD": "sparkdl.sync.async_sgd",
+    "BF16Compression": "sparkdl.compress.cast",
+    "BlockMomentum": "sparkdl.sync.block_momentum",
     "Callback": "sparkdl.train.callbacks",
     "CheckpointConfig": "sparkdl.config",
     "CheckpointError": "sparkdl.errors",
     "ClusterError": "sparkdl.errors",
+    "Compression": "sparkdl.compress.base",
     "ConfigError": "sparkdl.errors",
     "DataError": "sparkdl.errors",
+    "DiLoCo": "sparkdl.sync.diloco",
     "EarlyStopping": "sparkdl.config",
+    "ElasticAveraging": "sparkdl.sync.elastic_averaging",
+    "FP16Compression": "sparkdl.compress.cast",
+    "Gossip": "sparkdl.sync.gossip",
+    "Int8Compression": "sparkdl.compress.int8",
+    "LAMB": "sparkdl.train.large_batch",
+    "LARS": "sparkdl.train.large_batch",
+    "LocalSGD": "sparkdl.sync.local_sgd",
+    "OneBitCompression": "sparkdl.compress.onebit",
+    "ParameterAveraging": "sparkdl.sync.parameter_averaging",
+    "PowerSGD": "sparkdl.compress.powersgd",
+    "SlowMo": "sparkdl.sync.slowmo",
     "SparkDLError": "sparkdl.errors",
     "StorageError": "sparkdl.errors",
+    "SyncStrategy": "sparkdl.sync.base",
+    "ThresholdCompression": "sparkdl.compress.threshold",
+    "TopKCompression": "sparkdl.compress.topk",
     "TorchClassifier": "sparkdl.estimator",
     "TorchClassifierModel": "sparkdl.model",
     "TorchEstimator": "sparkdl.estimator",
     "TorchModel": "sparkdl.model",
     "TorchRegressor": "sparkdl.estimator",
     "TorchRegressorModel": "sparkdl.model",
+    "TrainingDiverged": "sparkdl.errors",
     "TrainingFailed": "sparkdl.errors",
+    "TwoBitCompression": "sparkdl.compress.twobit",
     "WorkerError": "sparkdl.errors",
     "warmup": "sparkdl.train.warmup",
 }
 
 __all__ = [
+    "LAMB",
+    "LARS",
+    "Adasum",
     "AllReduce",
+    "AsyncSGD",
+    "BF16Compression",
+    "BlockMomentum",
     "Callback",
     "CheckpointConfig",
     "CheckpointError",
     "ClusterError",
+    "Compression",
     "ConfigError",
     "DataError",
+    "DiLoCo",
     "EarlyStopping",
+    "ElasticAveraging",
+    "FP16Compression",
+    "Gossip",
+    "Int8Compression",
+    "LocalSGD",
+    "OneBitCompression",
+    "ParameterAveraging",
+    "PowerSGD",
+    "SlowMo",
     "SparkDLError",
     "StorageError",
+    "SyncStrategy",
+    "ThresholdCompression",
+    "TopKCompression",
     "TorchClassifier",
     "TorchClassifierModel",
     "TorchEstimator",
     "TorchModel",
     "TorchRegressor",
     "TorchRegressorModel",
+    "TrainingDiverged",
     "TrainingFailed",
+    "TwoBitCompression",
     "WorkerError",
     "__version__",
     "warmup",
