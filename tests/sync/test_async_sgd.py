@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdl.comm import LocalCommunicator
+from sparkdl.config import TrainConfig
+from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.sync import resolve
+from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
+from sparkdl.train.callbacks import Callback, CallbackState
+from tests.gang import Gang, started_gang
+from tests.train.runs import Keeper, but, make_data, run, seeded, weights
+
+SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
+MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9, "weight_decay": 0.01})
+ADAM = but(SGD, optimizer="adamw", learning_rate=0.01)
+BULK = AsyncSGD(staleness_bound=0)
+
+
+def make_net(norm: bool = False) -> torch.nn.Module:
+    def make() -> torch.nn.Module:
+        layers = [torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
+        if norm:
+            layers.insert(1, torch.nn.BatchNorm1d(5))
+        return torch.nn.Sequential(*layers).double()
+
+    return seeded(make)
+
+
+def train_on_rank(
+    comm: Any, config: TrainConfig, rows: list[int], weighted: bool = False
+) -> tuple[torch.Tensor, dict[str, Any], int, list[Any]]:
+    net = make_net()
+    outcome = run(net, config, make_data(rows), comm=comm, weighted=weighted)
+    state = outcome.final.shared["optimizer"]
+    return weights(net), state, outcome.bytes_sent, outcome.history
+
+
+def assert_same(tree: Any, expected: Any) -> None:
+    torch.testing.assert_close(tree, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("config", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("rows", [[16, 16], [23, 9], [1, 11], [0, 9]])
+def test_bound_zero_is_allreduce(gang: Gang, config: TrainConfig, rows: list[int]) -> None:
+    bulk = gang.run(train_on_rank, but(config, sync_strategy=BULK), rows, True)
+    expected = gang.run(train_on_rank, config, rows, True)
+    for (mine, state, _, history), (theirs, their_state, _, their_history) in zip(
+        bulk, expected, strict=True
+    ):
+        assert_same(mine, theirs)
+        assert_same(state["state"], their_state["state"])
+        assert_same([r["loss"] for r in history], [r["loss"] for r in their_history])
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("rows", [[16, 12, 5], [9, 0, 6]])
+def test_bound_zero_is_allreduce_on_three_ranks(gang3: Gang, rows: list[int]) -> None:
+    bulk = gang3.run(train_on_rank, but(ADAM, sync_strategy=BULK), rows)
+    expected = gang3.run(train_on_rank, ADAM, rows)
+    for (mine, *_), (theirs, *_) in zip(bulk, expected, strict=True):
+        assert_same(mine, theirs)
+
+
+def shapes() -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in make_net().parameters()]
+
+
+ASYNC = [
+    AsyncSGD(),
+    AsyncSGD(staleness_bound=1),
+    AsyncSGD(staleness_bound=3, pull_period=2),
+    AsyncSGD(delay_compensation=0.04),
+    AsyncSGD(delay_compensation=2.0, compensation_decay=0.95, pull_period=3),
+]
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", ASYNC)
+@pytest.mark.parametrize("rows", [[24, 24], [30, 7], [0, 9]])
+def test_replicas_agree_in_the_end_and_have_learnt(
+    gang: Gang, strategy: AsyncSGD, rows: list[int]
+) -> None:
+    assert not strategy.deterministic
+    config = but(SGD, learning_rate=0.02, epochs=4, sync_strategy=strategy)
+    first, second = gang.run(train_on_rank, config, rows)
+    assert torch.equal(first[0], second[0])
+    losses = [record["loss"] for record in first[3]]
+    assert losses == [record["loss"] for record in second[3]]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gang
+def test_three_ranks_agree_and_keep_adams_state(gang3: Gang) -> None:
+    config = but(ADAM, sync_strategy=AsyncSGD(staleness_bound=2))
+    first, second, third = gang3.run(train_on_rank, config, [17, 4, 9])
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[0], third[0])
+    torch.testing.assert_close(first[1], second[1], rtol=0, atol=0)
+    num_pushes = 3 * (5 + 4 + 5)  # of 5 steps an epoch, rank 1 has one without samples
+    assert {entry["step"].item() for entry in first[1]["state"].values()} == {num_pushes}
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", ASYNC[:2])
+def test_where_nothing_is_late_it_is_allreduce(gang: Gang, strategy: AsyncSGD) -> None:
+    """One rank has all samples, so its gradients come one after the other."""
+    for config in (MOMENTUM, ADAM):
+        scheduled = but(config, scheduler=decay)
+        alone = gang.run(train_on_rank, but(scheduled, sync_strategy=strategy), [0, 13])
+        expected = gang.run(train_on_rank, scheduled, [0, 13])
+        for (mine, state, *_), (theirs, their_state, *_) in zip(alone, expected, strict=True):
+            assert_same(mine, theirs)
+            assert_same(state["state"], their_state["state"])
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", [AsyncSGD(), AsyncSGD(staleness_bound=4, pull_period=3)])
+def test_together_pushes_go_as_far_as_synchronous_steps(gang3: Gang, strategy: AsyncSGD) -> None:
+    """With gradients that do not depend on the weights, lateness makes no difference."""
+    config = but(SGD, loss=product, scheduler=decay)
+    late = gang3.run(train_linear, but(config, sync_strategy=strategy), [24, 9, 13])
+    for mine, theirs in zip(late, gang3.run(train_linear, config, [24, 9, 13]), strict=True):
+        assert_same(mine, theirs)
+
+
+def product(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.squeeze(1) * target
+
+
+def train_linear(comm: Any, config: TrainConfig, rows: list[int]) -> torch.Tensor:
+    net = seeded(lambda: torch.nn.Linear(4, 1).double())
+    run(net, but(config, divergence_factor=None), make_data(rows), comm=comm)
+    return weights(net)
+
+
+@pytest.mark.gang
+def test_bound_zero_takes_synchronized_batch_norm(gang: Gang) -> None:
+    config = but(MOMENTUM, sync_batch_norm=True)
+    bulk = gang.run(train_normed, but(config, sync_strategy=BULK), [16, 7])
+    for mine, theirs in zip(bulk, gang.run(train_normed, config, [16, 7]), strict=True):
+        assert_same(mine, theirs)
+
+
+def train_normed(comm: Any, config: TrainConfig, rows: list[int]) -> torch.Tensor:
+    net = make_net(norm=True)
+    run(net, config, make_data(rows), comm=comm)
+    return torch.cat([value.flatten() for value in net.state_dict().values()])
+
+
+@pytest.mark.gang
+def test_schedules_act_on_the_servers(gang: Gang) -> None:
+    config = but(MOMENTUM, scheduler=decay)
+    expected = gang.run(train_on_rank, config, [16, 9])
+    bulk = gang.run(train_on_rank, but(config, sync_strategy=BULK), [16, 9])
+    for (mine, *_), (theirs, *_) in zip(bulk, expected, strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.gang
+def test_bytes_are_those_of_the_formula(gang: Gang, gang3: Gang) -> None:
+    config = but(SGD, sync_strategy=BULK)
+    for ranks, rows in ((gang, [16, 15]), (gang3, [16, 15, 13])):
+        sent = sum(one[2] for one in ranks.run(train_on_rank, config, rows))
+        expected = BULK.bytes_per_step(shapes(), 8, len(rows))
+        assert expected is not None
+        assert sent == 3 * 4 * len(rows) * expected
+    strategy = AsyncSGD(pull_period=2)
+    sent = sum(o[2] for o in gang.run(train_on_rank, but(config, sync_strategy=strategy), [16, 15]))
+    expected = strategy.bytes_per_step(shapes(), 8, 2)
+    num_bytes = 8 * sum(torch.Size(shape).numel() for shape in shapes())
+    assert expected is not None
+    assert sent == 3 * (4 * 2 * expected + num_bytes)  # and one pull at the end of each epoch
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", [BULK, AsyncSGD(delay_compensation=1, compensation_decay=0.9)])
+def test_resumed_run_has_the_same_bits(gang: Gang, strategy: AsyncSGD) -> None:
+    """With gradients of one rank only, so that even the asynchronous course is always the same."""
+    config = but(ADAM, sync_strategy=strategy, scheduler=decay)
+    rows = [22, 17] if strategy.deterministic else [0, 17]
+    for undisturbed, resumed in gang.run(train_and_resume, config, rows):
+        assert torch.equal(undisturbed, resumed)
+
+
+def train_and_resume(
+    comm: Any, config: TrainConfig, rows: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sink = Keeper(steps=(3,))
+    net = make_net(norm=True)
+    run(net, config, make_data(rows), comm=comm, weighted=True, sink=sink)
+    (point,) = sink.points.values()
+    again = make_net(norm=True)
+    run(again, config, make_data(rows), comm=comm, weighted=True, resume=point)
+    return weights(net), weights(again)
+
+
+@pytest.mark.gang
+def test_the_number_of_ranks_may_change(gang: Gang, gang3: Gang) -> None:
+    """What two ranks have come to is taken up by one, by three, and by all-reduce."""
+    config = but(MOMENTUM, epochs=2, sync_strategy=BULK)
+    point, _ = gang.run(keep_first_epoch, config)
+    point = dataclasses.replace(point, rank_state=None)
+    rows = [10, 9, 3]
+    expected = gang3.run(go_on, but(config, sync_strategy=None), rows, point)
+    for mine, theirs in zip(gang3.run(go_on, config, rows, point), expected, strict=True):
+        assert_same(mine, theirs)
+    alone = go_on(LocalCommunicator(), but(config, sync_strategy=AsyncSGD()), [13], point)
+    assert_same(alone, go_on(LocalCommunicator(), but(config, sync_strategy=None), [13], point))
+
+
+def keep_first_epoch(comm: Any, config: TrainConfig) -> Any:
+    sink = Keeper(steps=(4,))
+    run(make_net(), config, make_data([16, 13]), comm=comm, sink=sink)
+    return sink.points[4]
+
+
+def go_on(comm: Any, config: TrainConfig, rows: list[int], point: Any) -> torch.Tensor:
+    net = make_net()
+    run(net, config, make_data(rows), comm=comm, resume=point)
+    return weights(net)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("strategy", [BULK, AsyncSGD(pull_period=2, delay_compensation=0.04)])
+def test_alone_nothing_changes(strategy: AsyncSGD, precision: Any) -> None:
+    plain, served = make_net(), make_net()
+    config = but(MOMENTUM, gradient_clip_norm=0.5, precision=precision, scheduler=decay)
+    run(plain, but(config, sync_strategy=None), make_data([13]), weighted=True)
+    run(served, but(config, sync_strategy=strategy), make_data([13]), weighted=True)
+    assert_same(weights(served), weights(plain))
+
+
+class Fails(Callback):
+    """One rank's user code raises in the second epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.rank == self.rank and state.step == 5:
+            raise ZeroDivisionError("the user's mistake")
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", [BULK, AsyncSGD(), AsyncSGD(staleness_bound=2)])
+def test_the_failure_of_one_rank_ends_all(gang3: Gang, strategy: AsyncSGD) -> None:
+    config = but(SGD, epochs=200, callbacks=(Fails(1),), sync_strategy=strategy)
+    (first, seconds), (second, _), (third, _) = gang3.run(end_of_training, config, [16, 12, 9])
+    assert (first, second, third) == (
+        "CommunicationError",
+        "ZeroDivisionError",
+        "CommunicationError",
+    )
+    assert seconds < 15
+
+
+def end_of_training(comm: Any, config: TrainConfig, rows: list[int]) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        run(make_net(), config, make_data(rows), comm=comm)
+    except (CommunicationError, ZeroDivisionError) as error:
+        return type(error).__name__, time.monotonic() - began
+    return "nothing", 0.0
+
+
+class FaultySGD(torch.optim.SGD):
+    """The user's own, which fails where it steps the last layer."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.shape == (1, 5) for group in self.param_groups for p in group["params"]):
+            raise ZeroDivisionError("the user's mistake")
+        super().step(closure)
+
+
+@pytest.mark.gang
+def test_an_error_of_the_optimizer_is_raised_where_it_happened(gang: Gang) -> None:
+    config = but(SGD, optimizer=FaultySGD, sync_strategy=AsyncSGD())
+    ends = [kind for kind, _ in gang.run(end_of_training, config, [16, 12])]
+    assert sorted(ends) == ["CommunicationError", "ZeroDivisionError"]
+
+
+class Sleeps(Callback):
+    """One rank is slow."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.rank == 1:
+            time.sleep(3)
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_rank_that_is_too_slow_ends_the_wait(gang: Gang, bound: int) -> None:
+    strategy = AsyncSGD(staleness_bound=bound)
+    config = but(SGD, callbacks=(Sleeps(),), sync_strategy=strategy)
+    ends = [kind for kind, _ in gang.run(wait_briefly, config, [16, 12])]
+    assert ends == ["CommunicationError", "CommunicationError"]
+
+
+def wait_briefly(comm: Any, config: TrainConfig, rows: list[int]) -> tuple[str, float]:
+    impatient = copy.copy(comm)
+    impatient.timeout_seconds = 0.5
+    return end_of_training(impatient, config, rows)
+
+
+def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    """In a gang of its own, which dies with it."""
+    found = tmp_path / "found"
+    with started_gang(tmp_path) as gang:
+        with pytest.raises(EOFError):
+            gang.run(train_until_killed, [16, 12], found)
+        deadline = time.monotonic() + 30
+        while not found.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert found.read_text() == "CommunicationError"
+
+
+class Kills(Callback):
+    """One rank dies as of kill -9."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        if state.rank == 1 and state.step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(comm: Any, rows: list[int], found: Path) -> None:
+    config = but(SGD, epochs=10_000, callbacks=(Kills(),), sync_strategy=AsyncSGD())
+    kind, _ = end_of_training(comm, config, rows)
+    (found.parent / "new").write_text(kind)
+    (found.parent / "new").rename(found)
+
+
+@pytest.mark.gang
+def test_threads_and_ports_are_gone_afterwards(gang: Gang) -> None:
+    for threads, is_listening in gang.run(train_and_look_around):
+        assert threads == []
+        assert not is_listening
+
+
+def train_and_look_around(comm: Any) -> tuple[list[str], bool]:
+    ports: list[int] = []
+
+    class Watching(AsyncSGD):
+        def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Any:
+            class Watched(AsyncSynchronizer):
+                def close(self) -> None:
+                    assert self._server is not None
+                    ports.append(self._server.port)
+                    super().close()
+
+            return Watched(model, make_optimizer, comm, self)
+
+    before = set(threading.enumerate())
+    run(make_net(), but(SGD, sync_strategy=Watching()), make_data([16, 12]), comm=comm)
+    threads = [thread.name for thread in set(threading.enumerate()) - before]
+    with socket.socket() as found:
+        found.settimeout(5)
+        is_listening = found.connect_ex(("127.0.0.1", ports[0])) == 0
+    return threads, is_listening
+
+
+def test_late_gradients_need_a_learning_rate() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"speed": 3})
+
+    class Two(LocalCommunicator):
+        world_size = 2
+
+    with pytest.raises(ConfigError, match="or staleness_bound=0"):
+        AsyncSGD().setup(make_net(), Own, Two())
+    BULK.setup(make_net(), Own, Two()).close()
+
+
+def test_the_name_is_known() -> None:
+    assert resolve("async_sgd") == AsyncSGD()
+    assert BULK.deterministic
+    assert not BULK.trains_apart
+    assert "at every step" in (BULK.why_not_rounds() or "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"staleness_bound": -1},
+        {"staleness_bound": True},
+        {"pull_period": 0},
+        {"pull_period": 3, "staleness_bound": 1},
+        {"delay_compensation": -0.1},
+        {"delay_compensation": float("nan")},
+        {"delay_compensation": 0.1, "staleness_bound": 0},
+        {"compensation_decay": 1.0, "delay_compensation": 0.1},
+        {"compensation_decay": 0.9},
+    ],
+)
+def test_wrong_options(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        AsyncSGD(**options)
