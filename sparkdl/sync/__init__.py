@@ -12,6 +12,7 @@ __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 STRATEGIES = {
     "adasum": "sparkdl.sync.adasum:Adasum",
     "allreduce": "sparkdl.sync.allreduce:AllReduce",
+    "asyncsgd": "sparkdl.sync.async_sgd:AsyncSGD",
     "blockmomentum": "sparkdl.sync.block_momentum:BlockMomentum",
     "diloco": "sparkdl.sync.diloco:DiLoCo",
     "elasticaveraging": "sparkdl.sync.elastic_averaging:ElasticAveraging",
