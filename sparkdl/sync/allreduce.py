@@ -35,7 +35,10 @@ class AllReduce(CollectiveStrategy):
     bucket_bytes: int = 25 << 20
     """Size from which on a bucket of gradients is sent."""
     double_buffering: bool = False
-    """Whether a step applies the gradients of the one before while its own travel."""
+    """Whether a step applies the gradients of the one before while its own travel.
+
+    Sums are then formed in a ring: the other topologies work while they are waited for.
+    """
     num_backup_workers: int = 0
     """Workers that no step waits for: gradients that come after those of the others are dropped."""
     work_shares: tuple[float, ...] | None = None
@@ -57,6 +60,8 @@ class AllReduce(CollectiveStrategy):
                 "double_buffering and num_backup_workers exclude each other: the first lets no "
                 "step wait for its gradients, so that nobody is late; set one of them"
             )
+        if self.double_buffering and self.topology == "auto":
+            object.__setattr__(self, "topology", "ring")
         if self.work_shares is not None:
             object.__setattr__(self, "work_shares", tuple(self.work_shares))  # lists, from files
             if not all(0 < share < math.inf for share in self.work_shares):
@@ -74,6 +79,11 @@ class AllReduce(CollectiveStrategy):
             raise ConfigError(
                 f"work_shares must have one part per worker; received {len(self.work_shares)} "
                 f"for {world_size} worker(s); set numWorkers to {len(self.work_shares)}"
+            )
+        if self.double_buffering and self.topology != "ring":
+            raise ConfigError(
+                f"topology {self.topology!r} sums while it is waited for, and double_buffering "
+                "wants sums while the next step is computed; use topology 'ring'"
             )
         if self.double_buffering and config.precision == "fp16":
             raise ConfigError(

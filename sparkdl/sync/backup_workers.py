@@ -63,6 +63,11 @@ def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
             "num_backup_workers it would be lost whenever a gradient is dropped; use compression "
             "'bf16' or 'fp16'"
         )
+    if strategy.topology not in ("auto", "ring"):
+        raise ConfigError(
+            f"topology {strategy.topology!r} sums when all workers are there, and with "
+            "num_backup_workers some are not; use topology 'ring'"
+        )
     if config.device == "cuda":
         raise ConfigError(_NO_CUDA)
     if config.sync_batch_norm:

@@ -260,6 +260,23 @@ def die_on_rank(comm: Any, rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.gang
+def test_gradients_can_be_sent_in_half_precision(gang3: Gang) -> None:
+    strategy = AllReduce(num_backup_workers=1, compression="bf16")
+    results = gang3.run(train_plainly, but(CONFIG, sync_strategy=strategy), [40, 40, 40])
+    for held, losses in results:
+        assert torch.equal(held, results[0][0])
+        assert losses[-1] < losses[0]
+
+
+def train_plainly(
+    comm: Any, config: TrainConfig, rows: list[int]
+) -> tuple[torch.Tensor, list[float]]:
+    net = make_net(always=0.02 * comm.rank)
+    outcome = run(net, config, make_data(rows), comm=comm)
+    return weights(net), [record["loss"] for record in outcome.history]
+
+
 def test_alone_it_is_all_reduce() -> None:
     plain, backed = make_net(), make_net()
     run(plain, but(CONFIG, sync_strategy=None), make_data([13]))
@@ -283,6 +300,11 @@ def test_when_a_step_is_concluded() -> None:
         ({}, 2, "at most 0, or numWorkers to at least 3"),
         ({"sync_strategy": AllReduce(num_backup_workers=3)}, 4, "at most 2"),
         ({"device": "cuda"}, 3, "CPU workers"),
+        (
+            {"sync_strategy": AllReduce(num_backup_workers=1, topology="shared")},
+            3,
+            "use topology 'ring'",
+        ),
         ({"sync_batch_norm": True}, 3, "syncBatchNorm"),
         (
             {"sync_strategy": AllReduce(num_backup_workers=1, compression="onebit")},

@@ -98,19 +98,27 @@ def test_the_first_step_updates_nothing_but_the_schedule() -> None:
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("step", [1, 3, 6])
-def test_checkpoints_change_nothing_and_resume_has_the_same_bits(gang: Gang, step: int) -> None:
-    for undisturbed, watched, resumed in gang.run(train_and_resume, step, [22, 17]):
+@pytest.mark.parametrize(
+    ("step", "compression"), [(1, None), (3, None), (6, None), (3, "onebit"), (4, "powersgd")]
+)
+def test_checkpoints_change_nothing_and_resume_has_the_same_bits(
+    gang: Gang, step: int, compression: str | None
+) -> None:
+    strategy = AllReduce(double_buffering=True, compression=compression)
+    config = but(CONFIG, sync_strategy=strategy)
+    for undisturbed, watched, resumed in gang.run(train_and_resume, config, step, [22, 17]):
         assert torch.equal(undisturbed, watched)
         assert torch.equal(undisturbed, resumed)
 
 
-def train_and_resume(comm: Any, step: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
+def train_and_resume(
+    comm: Any, config: TrainConfig, step: int, rows: list[int]
+) -> tuple[torch.Tensor, ...]:
     plain, watched, resumed = make_net(), make_net(), make_net()
-    run(plain, CONFIG, make_data(rows), comm=comm)
+    run(plain, config, make_data(rows), comm=comm)
     sink = Keeper(steps=(step,))
-    run(watched, CONFIG, make_data(rows), comm=comm, sink=sink)
-    run(resumed, CONFIG, make_data(rows), comm=comm, resume=sink.points[step])
+    run(watched, config, make_data(rows), comm=comm, sink=sink)
+    run(resumed, config, make_data(rows), comm=comm, resume=sink.points[step])
     return weights(plain), weights(watched), weights(resumed)
 
 
@@ -156,5 +164,8 @@ def test_what_does_not_go_together() -> None:
     with pytest.raises(ConfigError, match="loss scale"):
         CONFIG.sync_strategy.check(but(CONFIG, precision="fp16"), 2)
     CONFIG.sync_strategy.check(CONFIG, 2)
+    assert CONFIG.sync_strategy.topology == "ring"
+    with pytest.raises(ConfigError, match="while it is waited for"):
+        AllReduce(double_buffering=True, topology="shared").check(CONFIG, 2)
     with pytest.raises(ConfigError, match="exclude each other"):
         AllReduce(double_buffering=True, num_backup_workers=1)

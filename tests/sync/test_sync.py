@@ -43,7 +43,7 @@ def test_default_object_class_and_path() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("alreduce", r"unknown strategy 'alreduce'; known: allreduce"),
+        ("alreduce", r"unknown strategy 'alreduce'; known: adasum, allreduce"),
         ("no.such.module:X", "cannot be imported"),
         (f"{__name__}:Missing", "cannot be imported"),
         ("json:dumps", "must be a SyncStrategy"),
