@@ -15,7 +15,7 @@ from common import Measurements, seconds, spark_session
 from torch import nn
 
 import sparkdl
-from sparkdl.spark import rounds
+from sparkdl.spark.rounddriver import RoundsDriver
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 
 
@@ -35,7 +35,7 @@ def measure(spark, megabytes: int, options: argparse.Namespace, found: Measureme
     """Rounds of a fit, each followed by an empty job over the same table."""
     name = f"{megabytes} MB"
     ran = []
-    original = rounds._Rounds._train_round
+    original = RoundsDriver._train_round
 
     def timed(driver) -> None:
         took = seconds(lambda: original(driver))
@@ -43,11 +43,11 @@ def measure(spark, megabytes: int, options: argparse.Namespace, found: Measureme
         empty = seconds(lambda: table.mapInArrow(count, "rows long").collect())
         ran.append((took, empty))
 
-    rounds._Rounds._train_round = timed
+    RoundsDriver._train_round = timed
     try:
         fit(spark, megabytes, options)
     finally:
-        rounds._Rounds._train_round = original
+        RoundsDriver._train_round = original
     for took, empty in ran[3:]:  # the first ones start processes and import torch
         found.add(f"{name}, round s", took)
         found.add(f"{name}, empty job s", empty)
