@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_PIECE = 1 << 16
+"""Numbers that are summed at a time: their float64 sums stay in the cache."""
 STEP = "step"
 """Key under which torch's optimizers count their steps; a count is no quantity to average."""
 
@@ -60,9 +62,16 @@ def _merge_dicts(states: list[dict[Any, Any]], weights: list[float]) -> dict[Any
 
 
 def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """``sum(w * t) / sum(w)`` in the dtype of the first tensor."""
+    """``sum(w * t) / sum(w)`` in the dtype of the first tensor, formed in float64."""
     total = sum(weights)
-    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, weight in zip(tensors, weights, strict=True):
-        mean.add_(tensor, alpha=weight / total)
-    return mean.to(tensors[0].dtype)
+    mean = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+    flat = mean.view(-1)
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    wide = torch.empty(min(_PIECE, len(flat)), dtype=torch.float64, device=mean.device)
+    for start in range(0, len(flat), _PIECE):
+        stop = min(start + _PIECE, len(flat))
+        piece = wide[: stop - start].zero_()
+        for part, weight in zip(parts, weights, strict=True):
+            piece.add_(part[start:stop], alpha=weight / total)
+        flat[start:stop] = piece
+    return mean
