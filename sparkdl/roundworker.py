@@ -28,6 +28,7 @@ from sparkdl.reporter import Reporter, captured_output
 from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
+    from sparkdl.checkpoint.tree import Snapshot
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
 
@@ -104,16 +105,15 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
 def _work(
     place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
 ) -> list[tuple[str, bytes]]:
-    with tuned_allocator():
-        from sparkdl.checkpoint.format import decode
+    warm = _warmed_up(place, order)
+    from sparkdl.checkpoint.format import decode
 
-        warm = _warmed_up(place, order)
-        reporter.rows = warm.rows.get(place.shard.shard_id, 0)
-        tree = decode(state, "the round's state")
-        with torch_threads(order.threads):
-            if order.part is None:
-                return _evaluate(warm, place, order, tree, reporter)
-            return _train(warm, place, order, order.part, tree, reporter)
+    reporter.rows = warm.rows.get(place.shard.shard_id, 0)
+    tree = decode(state, "the round's state")
+    with torch_threads(order.threads):
+        if order.part is None:
+            return _evaluate(warm, place, order, tree, reporter)
+        return _train(warm, place, order, order.part, tree, reporter)
 
 
 def _train(
@@ -140,7 +140,8 @@ def _train(
     results = [("result", json.dumps(report).encode())]
     if outcome.weight > 0:
         sent = {"weight": outcome.weight, "state": outcome.state}
-        results.append(("state", b"".join(encode(snapshot(sent)))))
+        warm.sent = snapshot(sent, warm.sent)
+        results.append(("state", b"".join(encode(warm.sent))))
     return results
 
 
@@ -179,6 +180,8 @@ class _Warm:
         self.gpu_addresses = place.gpu_addresses
         self.plan = order.plan
         self.replica: RoundReplica = RoundReplica(module, config, order.plan, device)
+        self.sent: Snapshot | None = None
+        """What was sent last: its memory is used again."""
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""
         self._open: dict[tuple[str, str], ShardData] = {}
@@ -212,12 +215,21 @@ class _Warm:
 
 _warm: list[_Warm] = []
 """The newest run's; at most one, so that a run's memory goes when the next one begins."""
+_tuned = contextlib.ExitStack()
+"""Keeps the allocator tuned while a run is warm: memory that was given back must be mapped anew."""
 
 
 def _warmed_up(place: RoundPlace, order: RoundOrder) -> _Warm:
     if not (
         _warm and _warm[0].run_id == order.run_id and _warm[0].gpu_addresses == place.gpu_addresses
     ):
-        _warm[:] = []  # before another is built, so that memory holds one only
+        cool_down()  # before another is built, so that memory holds one only
+        _tuned.enter_context(tuned_allocator())  # before torch allocates
         _warm.append(_Warm(place, order))
     return _warm[0]
+
+
+def cool_down() -> None:
+    """Give back what this process keeps for the next round."""
+    _warm.clear()
+    _tuned.close()

@@ -22,10 +22,11 @@ from torch import nn
 
 from sparkdl import roundworker
 from sparkdl.checkpoint.format import encode
-from sparkdl.checkpoint.tree import snapshot
+from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.environment import versions
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import RoundPart
+from sparkdl.process import tuned_allocator
 from sparkdl.roundworker import RoundOrder
 from sparkdl.spark.roundcheckpoints import RoundCheckpoints
 from sparkdl.spark.roundtotals import RoundDone, Totals
@@ -60,6 +61,7 @@ class RoundsDriver(ABC):
         self._progress = TrainState()
         self._stopper = make_stopper(config, has_validation=run.plan.num_validation_rows > 0)
         self._best: dict[str, Any] | None = None
+        self._sent: Snapshot | None = None
         self._restarts = 0
         self._num_jobs = 0
         num_shards = run.plan.world_size
@@ -206,7 +208,8 @@ class RoundsDriver(ABC):
     def _job_over_all(self, part: RoundPart | None, state: Any, *, depth: int = 1) -> Rows:
         """Run one job in which all shards begin from the same ``state``."""
         run = self._run
-        data = b"".join(encode(snapshot(state)))
+        self._sent = snapshot(state, self._sent)
+        data = b"".join(encode(self._sent))
 
         def stage(order: RoundOrder) -> Rows:
             return run_stage(
@@ -359,7 +362,8 @@ def run_rounds(rounds: RoundsDriver) -> Trained:
         TrainingFailed: jobs failed more than ``max_restarts`` times.
     """
     try:
-        trained = rounds.train()
+        with tuned_allocator():  # states of the same size come and go, round after round
+            trained = rounds.train()
     except BaseException:
         rounds.checkpoints.close(abort=True)
         raise

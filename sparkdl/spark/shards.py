@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -239,6 +240,8 @@ class _CleanTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for _ in batches:
             pass
+        if "sparkdl.roundworker" in sys.modules:
+            sys.modules["sparkdl.roundworker"].cool_down()
         removed = [path for path in self.paths if remove_spool(Path(path))]
         for root in local_dirs():  # what the driver has not seen: of tasks that were lost
             shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)

@@ -92,18 +92,15 @@ def test_rounds_are_what_a_gang_does(df: DataFrame, average: bool) -> None:
 
 
 def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> None:
-    wanted = request(num_workers=5)
+    wanted = request(num_workers=7, epochs=1)  # seven are merged in three groups
     first, second = fit(df, wanted), fit(df, wanted)
     assert equal(first, second)
-    assert first.summary.world_size == 5
+    assert first.summary.world_size == 7
     assert all(rate > 0 for rate in first.summary.throughput_by_rank)
-    shallow = ParameterAveraging(averaging_period=3, aggregation_depth=1)
-    deep = ParameterAveraging(averaging_period=3, aggregation_depth=3)
-    flat = fit(df, request(num_workers=5, sync_strategy=shallow))
-    tree = fit(df, request(num_workers=5, sync_strategy=deep))
-    for one, mine, theirs in zip(states(first), states(flat), states(tree), strict=True):
-        torch.testing.assert_close(one, mine, rtol=0, atol=1e-12)
-        torch.testing.assert_close(one, theirs, rtol=0, atol=1e-12)
+    flat = ParameterAveraging(averaging_period=3, aggregation_depth=1)
+    once = fit(df, request(num_workers=7, epochs=1, sync_strategy=flat))
+    for mine, theirs in zip(states(first), states(once), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def test_a_run_goes_on_where_the_last_one_stopped(df: DataFrame, tmp_path: Path) -> None:
