@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparkdl.compress.onebit import OneBitCompression
+from sparkdl.compress.threshold import ThresholdCompression
 from sparkdl.config import TrainConfig
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.block_momentum import BlockMomentum
@@ -18,9 +20,10 @@ from sparkdl.sync.local_sgd import LocalSGD
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 from sparkdl.sync.slowmo import SlowMo
 from tests.gang import Gang
-from tests.sync.apart import SGD, assert_equal_bits, train_and_resume, train_on_rank
+from tests.sync.apart import ROWS, SGD, SHAPES, assert_equal_bits, train_and_resume, train_on_rank
 from tests.train.runs import but
 
+COARSE = ThresholdCompression(threshold=0.01, max_sparsity=0.5)
 FORMS: dict[str, SyncStrategy] = {
     "parameter averaging": ParameterAveraging(averaging_period=2),
     "local sgd": LocalSGD(averaging_period=2),
@@ -38,6 +41,18 @@ FORMS: dict[str, SyncStrategy] = {
     "streaming, mixing": DiLoCo(averaging_period=3, num_fragments=2, mixing=0.3),
     "streaming, overlap": DiLoCo(averaging_period=4, overlap_steps=2, mixing=0.0),
     "elastic averaging": ElasticAveraging(averaging_period=2),
+    "local sgd, fp16": LocalSGD(averaging_period=2, warmup_steps=1, compression="fp16"),
+    "local sgd, threshold": LocalSGD(averaging_period=2, compression=COARSE),
+    "local sgd, two periods, threshold": LocalSGD(averaging_period=(1, 2), compression=COARSE),
+    "block momentum, onebit": BlockMomentum(
+        averaging_period=2, compression=OneBitCompression(warmup_steps=1)
+    ),
+    "slow momentum, int8": SlowMo(averaging_period=2, compression="int8"),
+    "diloco, threshold": DiLoCo(averaging_period=2, compression=COARSE),
+    "streaming, threshold": DiLoCo(
+        averaging_period=4, num_fragments=2, overlap_steps=3, compression=COARSE
+    ),
+    "elastic averaging, threshold": ElasticAveraging(averaging_period=2, compression=COARSE),
     "gossip": Gossip(probability=0.7),
 }
 """Name -> strategy, whose rounds are short."""
@@ -72,6 +87,18 @@ def test_replicas_agree_after_fit(gang: Gang, name: str, rows: list[int]) -> Non
     assert_equal_bits(first[1]["rank"]["buffers"], second[1]["rank"]["buffers"])
     losses = [record["loss"] for record in first[1]["state"]["history"]]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("compression", ["bf16", "int8", OneBitCompression(warmup_steps=0)])
+@pytest.mark.parametrize("kind", [LocalSGD, BlockMomentum, SlowMo, DiLoCo, ElasticAveraging])
+def test_bytes_of_compressed_rounds_are_those_of_the_formula(
+    gang3: Gang, kind: Any, compression: Any
+) -> None:
+    strategy = kind(averaging_period=3, compression=compression)
+    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
+    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
+    assert [sent for _, _, sent in results] == [expected] * 3
 
 
 @form
