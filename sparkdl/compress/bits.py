@@ -22,7 +22,7 @@ def packed_size(num_codes: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Write the low ``bits`` bits of each code.
+    """Write the low ``bits`` bits of each code; single bits must be 0 or 1.
 
     Args:
         codes: int8, ``(num_codes,)``, a multiple of ``8 / bits`` of them, contiguous, at an address
@@ -30,13 +30,12 @@ def pack(codes: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         bits: 1, 2 or 4.
         out: uint8, ``(num_codes * bits / 8,)``.
     """
-    word = _WORDS[bits]
-    per_byte = 8 // bits
-    top = 8 * (per_byte - 1)
-    words = codes.view(word)
-    words.bitwise_and_(_signed(sum(((1 << bits) - 1) << 8 * i for i in range(per_byte)), word))
-    words.mul_(_signed(sum(1 << top - (8 - bits) * i for i in range(per_byte)), word))
-    out.copy_(words.bitwise_right_shift_(top))  # keeps the lowest byte of each word
+    mask, factor, top = _numbers(bits)
+    words = codes.view(_WORDS[bits])
+    if bits > 1:
+        words.bitwise_and_(mask)
+    words.mul_(factor).bitwise_right_shift_(top)
+    out.copy_(words)  # keeps the lowest byte of each word
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -49,6 +48,16 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """
     table = _table(bits, packed.device)
     torch.index_select(table, 0, packed.to(torch.int32), out=out.view(_WORDS[bits]))
+
+
+@functools.cache
+def _numbers(bits: int) -> tuple[int, int, int]:
+    """What `pack` masks and multiplies words with, and where the highest byte begins."""
+    word, places = _WORDS[bits], range(8 // bits)
+    top = 8 * (len(places) - 1)
+    mask = sum(((1 << bits) - 1) << 8 * i for i in places)
+    factor = sum(1 << top - (8 - bits) * i for i in places)
+    return _signed(mask, word), _signed(factor, word), top
 
 
 @functools.cache

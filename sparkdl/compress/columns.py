@@ -209,5 +209,7 @@ class Scratch:
         return self._codes[: block.numel()]
 
     def full_codes(self, block: torch.Tensor, bits: int) -> torch.Tensor:
-        """`codes` up to the end of the last byte."""
-        return self._codes[: packed_size(block.numel(), bits) * 8 // bits]
+        """`codes` up to the end of the last byte, with zeros there."""
+        codes = self._codes[: packed_size(block.numel(), bits) * 8 // bits]
+        codes[block.numel() :] = 0
+        return codes

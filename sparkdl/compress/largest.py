@@ -1,8 +1,8 @@
 """Which values of a row are the largest in absolute terms? Exactly, without sorting them all.
 
 The row is cut into runs. The ``k`` runs with the largest peaks hold the ``k`` largest values:
-whatever is elsewhere is exceeded by ``k`` peaks. So only these runs are searched, for values that
-reach the smallest of the ``k`` peaks.
+whatever is elsewhere is exceeded by ``k`` peaks. So only these runs are searched, and only for
+values that reach the smallest of the ``k`` peaks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Peaks:
         end = len(self._peaks) * self._width
         sizes = values[:end].view(-1, self._width).index_select(0, runs).abs_()
         # Not "at least the smallest": if that is NaN, all are to be looked at.
-        row, column = (sizes < peaks.min()).logical_not_().nonzero(as_tuple=True)
+        row, column = (sizes < peaks.min().item()).logical_not_().nonzero(as_tuple=True)
         rest = torch.arange(end, len(values), device=values.device)
         places = torch.cat([runs[row] * self._width + column, rest])
         found = torch.cat([sizes[row, column], values[end:].abs()])

@@ -19,8 +19,9 @@ import torch
 from sparkdl.comm import Communicator, Pending
 from sparkdl.compress.base import After, Compressor
 
-BLOCK = 1 << 18
-"""Values that are worked on at a time, so that all passes but the first meet them in the cache."""
+BLOCK = 1 << 20
+"""Values that are worked on at a time. All passes but the first meet them in the cache; in fewer,
+the time that torch takes to begin a pass would count."""
 
 
 class Codec(ABC):

@@ -168,7 +168,7 @@ class TopKCompressor(Compressor):
             update = flat[a:b]
             if self._options.momentum:
                 velocity = self._velocity[a:b]
-                update = velocity.mul_(self._options.momentum).add_(update)
+                update = torch.add(update, velocity, alpha=self._options.momentum, out=velocity)
             self._residual[a:b].add_(update)
             peaks.add(a - start, b - start)
         return peaks.largest()

@@ -210,7 +210,7 @@ def poisoned(comm: Any, compression: Compression, poison: float) -> torch.Tensor
 
 @all_compressions
 def test_a_tensor_larger_than_a_block(compression: Compression) -> None:
-    shapes = [(700, 1000), (600_001,)]
+    shapes = [(700, 1000), (1_200_001,)]
     found = Threads(2).run(exchange, compression, shapes, torch.float32, 1)
     assert_same(found[1].estimates, found[0].estimates)
     if compression.keeps_residual:

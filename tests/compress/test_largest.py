@@ -24,18 +24,20 @@ def test_as_sorting_would(numel: int, density: float) -> None:
     assert found(values, k) == sorted(expected.tolist())
 
 
+@pytest.mark.parametrize("k", [3, 50])
 @pytest.mark.parametrize("at", [0, 700, 1999])
-def test_nan_is_largest(at: int) -> None:
+def test_nan_is_largest(at: int, k: int) -> None:
     values = torch.randn(2000, generator=torch.Generator().manual_seed(0))
     values[at] = math.nan
-    assert at in found(values, 3)
+    assert at in found(values, k)
     values[:] = math.nan
-    assert len(set(found(values, 3))) == 3
+    assert len(set(found(values, k))) == k
 
 
 def test_equal_values_are_found_once_each() -> None:
-    assert len(set(found(torch.zeros(5000), 7))) == 7
-    assert len(set(found(torch.ones(5000), 7))) == 7
+    for k in (7, 100):
+        assert len(set(found(torch.zeros(5000), k))) == k
+        assert len(set(found(torch.ones(5000), k))) == k
 
 
 def test_numbers() -> None:

@@ -68,8 +68,8 @@ def exchange_rows(comm: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def test_a_long_column_has_one_mean() -> None:
     generator = torch.Generator().manual_seed(2)
-    values = torch.randn(700_001, generator=generator, dtype=torch.float64)
-    (codec,) = OneBitCodec.of_slices([(700_001,)], 1, torch.float64)
+    values = torch.randn(1_100_001, generator=generator, dtype=torch.float64)
+    (codec,) = OneBitCodec.of_slices([(1_100_001,)], 1, torch.float64)
     residual = torch.zeros_like(values)
     message = torch.zeros(codec.message_bytes, dtype=torch.uint8)
     codec.encode(values, residual, message)
