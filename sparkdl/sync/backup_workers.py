@@ -6,12 +6,15 @@ and what comes later is dropped. The gradient is that of the united batch of the
 weights travel with it, so nothing is biased by how many they were. Rows of dropped gradients count
 as not used: not in the history's losses, nor in the number of rows seen.
 
-A thread on each rank speaks for it while its main thread computes. The threads tell each other
-again and again who is ready. Once enough are, all of them sum what there is, those of late ranks
-with zeros, and keep the result. A late rank finds it when it is done, throws away its own gradient,
-and takes the step that everyone has taken: replicas stay equal, bit for bit. Batches of steps that
-were concluded meanwhile are passed over. A rank can be `MAX_LAG` steps behind; then the others wait
-for it, so no more than that many results are ever kept.
+A thread on each rank speaks for it while its main thread computes. Towards the end of a step the
+threads tell each other again and again who is ready. Once enough are, all of them sum what there
+is, those of late ranks with zeros, and keep the result. A late rank finds it when it is done,
+throws away its own gradient, and takes the step that everyone has taken: replicas stay equal, bit
+for bit. Batches of steps that were concluded meanwhile are passed over. A rank can be `MAX_LAG`
+steps behind; then the others wait for it, so no more than that many results are ever kept.
+
+A rank that is always slow never contributes, and its rows are never learnt from: for that there are
+work shares.
 """
 
 from __future__ import annotations
@@ -37,10 +40,13 @@ if TYPE_CHECKING:
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
-_PATIENCE = 0.1
-"""Part of a step's time so far after which a rank says again that it is not ready: the others wait
-by so much longer than needed."""
+_QUIET, _PATIENCE = 0.8, 0.1
+"""A rank that is not ready says nothing for so much of a usual step, and then says so each time
+that a step has taken so much longer: by that much the others wait longer than needed."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-3, 0.1
+"""How long it is silent at least and at most."""
+_NUM_RECENT = 8
+"""Steps of which the shortest is the usual one."""
 
 
 def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
@@ -193,6 +199,7 @@ class _Speaker(threading.Thread):
         self._is_leaving = False
         self._failure: Exception | None = None
         self._since = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
 
     def is_ahead(self) -> bool:
         """Whether the main thread's next step was concluded already; the first call begins all."""
@@ -247,14 +254,14 @@ class _Speaker(threading.Thread):
         """Wait until there is something to say, but not for long."""
         with self._changed:
             is_full = len(self._results) >= MAX_LAG
-            patience = _PATIENCE * (time.monotonic() - self._since)
+            elapsed = time.monotonic() - self._since
             self._changed.wait_for(
                 lambda: (
                     self._offer is not None
                     or self._is_leaving
                     or (is_full and len(self._results) < MAX_LAG)
                 ),
-                min(max(patience, _SHORTEST_SECONDS), _LONGEST_SECONDS),
+                silence(elapsed, min(self._recent, default=0.0)),
             )
             if self._is_leaving:
                 return _Said.LEAVING
@@ -279,8 +286,16 @@ class _Speaker(threading.Thread):
         with self._changed:
             self._offer = None
             self._results.append(_Result(sums, flats, None if is_all else ranks))
-            self._since = time.monotonic()
+            now = time.monotonic()
+            self._recent.append(now - self._since)
+            self._since = now
             self._changed.notify_all()
+
+
+def silence(elapsed_seconds: float, usual_seconds: float) -> float:
+    """Seconds until a rank that is not ready says so, given the time of this step and of others."""
+    wanted = max(_QUIET * usual_seconds - elapsed_seconds, _PATIENCE * elapsed_seconds)
+    return min(max(wanted, _SHORTEST_SECONDS), _LONGEST_SECONDS)
 
 
 def is_quorum(everyone: Sequence[_Said], quorum: int) -> bool:

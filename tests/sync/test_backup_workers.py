@@ -22,6 +22,7 @@ from sparkdl.sync.backup_workers import (
     BackupWorkersSynchronizer,
     _Said,
     is_quorum,
+    silence,
 )
 from sparkdl.sync.base import Reduced
 from tests.gang import Gang, started_gang
@@ -292,6 +293,13 @@ def test_when_a_step_is_concluded() -> None:
     assert not is_quorum([empty, empty, no], 2)
     assert is_quorum([empty, empty, empty], 2)
     assert not is_quorum([yes, yes, full], 2)
+
+
+def test_when_a_rank_says_that_it_is_not_ready() -> None:
+    assert silence(0.0, 0.0) == 0.001
+    assert silence(0.02, 0.1) == pytest.approx(0.06)  # until 0.8 of a usual step
+    assert silence(0.09, 0.1) == pytest.approx(0.009)  # from then on a tenth longer
+    assert silence(20.0, 0.1) == silence(0.0, 20.0) == 0.1
 
 
 @pytest.mark.parametrize(
