@@ -17,6 +17,7 @@ STRATEGIES = {
     "diloco": "sparkdl.sync.diloco:DiLoCo",
     "elasticaveraging": "sparkdl.sync.elastic_averaging:ElasticAveraging",
     "gossip": "sparkdl.sync.gossip:Gossip",
+    "hogwild": "sparkdl.sync.hogwild:Hogwild",
     "localsgd": "sparkdl.sync.local_sgd:LocalSGD",
     "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
     "slowmo": "sparkdl.sync.slowmo:SlowMo",
