@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -136,7 +135,7 @@ class _Trainer:
         self._loss = resolve_loss(config.loss, config.task)
         self._loss.to(device)
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
-        self._rows_by_rank = np.array([plan.rows_of(rank) for rank in range(plan.world_size)])
+        self._rows_by_rank = [plan.rows_of(rank) for rank in range(plan.world_size)]
         self._replica = self._make_replica(module)
         self._step = TrainStep(
             config,
@@ -204,31 +203,34 @@ class _Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         replica, state = self._replica, self._replica.state
-        # As plan.global_batch_rows, which is too slow to be asked at every step.
-        rows, num_steps = self._rows_by_rank, self._plan.steps_per_epoch
-        first, last = rows * state.step_in_epoch, rows * (state.step_in_epoch + 1)
-        by_rank = last // num_steps - first // num_steps
+        by_rank = self._batch_rows(state.step_in_epoch)
         with self._timed("step"):
             moved = batch
             if self._device.type != "cpu":
                 moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
-            sums = self._step(moved, int(by_rank.sum()), state.step)
+            sums = self._step(moved, sum(by_rank), state.step)
         if sums.ranks is not None:  # the rows of the others were of no use
-            left_out = np.ones(len(by_rank), bool)
-            left_out[list(sums.ranks)] = False
-            by_rank[left_out] = 0
+            by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         if by_rank[self._comm.rank]:
             replica.epoch_sums += sums.local
         with self._timed("round"):
             is_closed = replica.synchronizer.after_step(state.step)
         state.step += 1
         state.step_in_epoch += 1
-        state.rows_seen += int(by_rank.sum())
-        self._rows += int(by_rank.sum())
-        self._observe_step(int(by_rank[self._comm.rank]))
+        state.rows_seen += sum(by_rank)
+        self._rows += sum(by_rank)
+        self._observe_step(by_rank[self._comm.rank])
         if self._checkpoints is not None and self._checkpoints.due(state.step):
             self._wants_checkpoint = True
         self._is_round_closed = is_closed
+
+    def _batch_rows(self, step_in_epoch: int) -> list[int]:
+        """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
+        num_steps, after = self._plan.steps_per_epoch, step_in_epoch + 1
+        return [
+            rows * after // num_steps - rows * step_in_epoch // num_steps
+            for rows in self._rows_by_rank
+        ]
 
     def _observe_step(self, num_rows: int) -> None:
         state = self._replica.state
@@ -244,7 +246,8 @@ class _Trainer:
         replica, state = self._replica, self._replica.state
         self._close_round()
         if not replica.synchronizer.buffers_agree:
-            sync_buffers(replica.module, self._comm, np.flatnonzero(self._rows_by_rank).tolist())
+            with_rows = [rank for rank, rows in enumerate(self._rows_by_rank) if rows]
+            sync_buffers(replica.module, self._comm, with_rows)
         record = self._make_record()
         state.add_record(record)
         if replica.stopper is not None:

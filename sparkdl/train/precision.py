@@ -5,6 +5,8 @@ Weights, gradients, their sums over ranks and the loss stay in the module's own 
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ class NumberFormat:
         self._device = device
         self._dtype = _DTYPES.get(precision)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        self._begin: torch.Tensor | None = None
+        self._divisor = 1.0
         if self._scaler is not None:
             # torch makes the scale at the first loss, which a rank without samples never has.
             self._scaler.scale(torch.zeros(1, device=device))
@@ -38,14 +42,22 @@ class NumberFormat:
         """Whether an overflow is healed by skipping the step rather than an error."""
         return self._scaler is not None
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[object]:
         """Context for the forward pass of the module."""
-        return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of the scaled loss."""
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, divisor: float = 1.0) -> None:
+        """Run the backward pass of ``loss / divisor``, scaled."""
+        if self._scaler is not None:
+            scaled = self._scaler.scale(loss / divisor)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            return
+        # The gradient with which the backward pass of a division would begin.
+        if self._begin is None or (divisor, loss.dtype) != (self._divisor, self._begin.dtype):
+            self._begin, self._divisor = torch.ones_like(loss) / divisor, divisor
+        loss.backward(self._begin)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the gradients, summed over ranks, their true size."""

@@ -33,6 +33,16 @@ def test_gradients_have_their_true_size(precision: Any) -> None:
     assert weight.item() == 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backward_of_a_quotient(dtype: torch.dtype) -> None:
+    number_format = NumberFormat("fp32", CPU)
+    for divisor in (3, 3, 7, 1):
+        one, other = (torch.tensor(0.7, dtype=dtype, requires_grad=True) for _ in range(2))
+        number_format.backward(one.sin(), divisor)
+        (other.sin() / divisor).backward()
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_overflow_skips_the_step_and_lowers_the_scale() -> None:
     number_format = NumberFormat("fp16", CPU)
     assert number_format.may_skip_steps
