@@ -33,9 +33,9 @@ class SlowMo(AveragingStrategy):
     """The paper's beta."""
     slow_learning_rate: float = 1.0
     """The paper's alpha."""
-    optimizer_state: OptimizerState = "keep"
-    """What becomes of the optimizers' states; the paper resets the momentum of SGD and keeps the
-    state of Adam."""
+    optimizer_state: OptimizerState = "reset"
+    """What becomes of the optimizers' states: new ones each round, as the paper has it for SGD, so
+    that fast and slow momentum do not add up; for Adam it keeps them."""
 
     def __post_init__(self) -> None:
         check_period(self.averaging_period)

@@ -35,7 +35,12 @@ def test_follows_the_paper(gang3: Gang, rows: list[int]) -> None:
             u = beta * u + (begin - reference.mean()) / gamma
             begin = begin - alpha * gamma * u
             reference.x[:] = begin
-    strategy = SlowMo(averaging_period=3, slow_momentum=beta, slow_learning_rate=alpha)
+    strategy = SlowMo(
+        averaging_period=3,
+        slow_momentum=beta,
+        slow_learning_rate=alpha,
+        optimizer_state="keep",
+    )
     config = but(MOMENTUM, sync_strategy=strategy, scheduler=falling)
     for mine, _, _ in gang3.run(train_on_rank, config, rows):
         assert_close(mine, begin)

@@ -1,0 +1,112 @@
+"""Does every strategy learn a real task as well as all-reduce, in as many epochs?
+
+To add one, add a row to `ROWS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import ShardData
+from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.block_momentum import BlockMomentum
+from sparkdl.sync.diloco import DiLoCo
+from sparkdl.sync.elastic_averaging import ElasticAveraging
+from sparkdl.sync.gossip import Gossip
+from sparkdl.sync.local_sgd import LocalSGD
+from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.slowmo import SlowMo
+from tests.gang import Gang
+from tests.train.runs import but, run, seeded
+
+pytestmark = pytest.mark.gang
+
+TOLERANCE = 0.03
+"""Eleven of the 360 held-out digits."""
+CONFIG = TrainConfig(
+    task="classification",
+    loss="cross_entropy",
+    optimizer="sgd",
+    optimizer_params={"momentum": 0.9},
+    learning_rate=0.05,
+    batch_size=16,
+    epochs=10,
+)
+"""45 steps an epoch on two ranks."""
+ADAMW = {"optimizer": "adamw", "optimizer_params": {}, "learning_rate": 0.003}
+"""The inner optimizer of DiLoCo's paper."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy, what it needs of the configuration, and how far from all-reduce it may end."""
+
+    strategy: SyncStrategy
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+
+
+ROWS = {
+    "parameter averaging": Row(ParameterAveraging(averaging_period=8)),
+    "parameter averaging, new optimizers": Row(
+        ParameterAveraging(averaging_period=8, average_optimizer_state=False)
+    ),
+    "local sgd": Row(LocalSGD(averaging_period=8)),
+    "local sgd after a warm-up": Row(LocalSGD(averaging_period=16, warmup_steps=45)),
+    "adaptive local sgd": Row(LocalSGD(averaging_period="adaptive")),
+    "local sgd with two periods": Row(LocalSGD(averaging_period=(4, 16))),
+    "local sgd, compressed": Row(LocalSGD(averaging_period=8, compression="int8")),
+    "block momentum": Row(BlockMomentum(averaging_period=8)),
+    "slow momentum": Row(SlowMo(averaging_period=12)),
+    "diloco": Row(DiLoCo(averaging_period=15), ADAMW),
+    "streaming diloco": Row(DiLoCo(averaging_period=15, num_fragments=2, overlap_steps=3), ADAMW),
+    "elastic averaging": Row(ElasticAveraging(averaging_period=4)),
+    "gossip": Row(Gossip(probability=0.2)),
+}
+"""Name -> what is run; each row takes a second or two."""
+
+
+@pytest.fixture(scope="module")
+def allreduce_accuracy(gang: Gang) -> float:
+    accuracies = gang.run(accuracy_of, AllReduce(), {})
+    assert accuracies[0] == accuracies[1] > 0.94
+    return accuracies[0]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_reaches_allreduce(gang: Gang, allreduce_accuracy: float, name: str) -> None:
+    row = ROWS[name]
+    accuracies = gang.run(accuracy_of, row.strategy, row.changes)
+    assert accuracies[0] == accuracies[1], "replicas do not agree"
+    assert accuracies[0] >= allreduce_accuracy - row.tolerance
+
+
+def accuracy_of(comm: Any, strategy: SyncStrategy, changes: Mapping[str, Any]) -> float:
+    """Accuracy on held-out digits after training on this gang."""
+    shards, held_out, labels = digits()
+    net = seeded(lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+    run(net, but(CONFIG, sync_strategy=strategy, **changes), shards, comm=comm)
+    with torch.no_grad():
+        return (net(held_out).argmax(1) == labels).double().mean().item()
+
+
+def digits() -> tuple[list[ShardData], torch.Tensor, torch.Tensor]:
+    """Two shards for training, and held-out images, ``(360, 64)``, with labels."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(5))
+    x, y = x[order], y[order]
+    shards = [
+        ShardData(f"shard {number}", {"x": x[360 + number :: 2], "y": y[360 + number :: 2]})
+        for number in range(2)
+    ]
+    return shards, x[:360], y[:360]
