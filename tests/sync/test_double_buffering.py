@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from sparkdl.checkpoint.format import decode, encode
+from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batches
+from sparkdl.data.batches import Batches, ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import AllReduce
 from tests.gang import Gang
@@ -118,8 +121,31 @@ def train_and_resume(
     run(plain, config, make_data(rows), comm=comm)
     sink = Keeper(steps=(step,))
     run(watched, config, make_data(rows), comm=comm, sink=sink)
-    run(resumed, config, make_data(rows), comm=comm, resume=sink.points[step])
+    point = sink.points[step]
+    written = decode(b"".join(encode(snapshot(point.shared))), "checkpoint")
+    point = dataclasses.replace(point, shared=written)
+    run(resumed, config, make_data(rows), comm=comm, resume=point)
     return weights(plain), weights(watched), weights(resumed)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_stable_learning_rates_are_those_of_the_formula(momentum: float) -> None:
+    """On (w x)^2 with x = 1, of curvature 2."""
+    for factor, is_stable in ((0.95, True), (1.05, False)):
+        net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.ones_(net.weight)
+        config = but(
+            CONFIG,
+            optimizer="sgd",
+            optimizer_params={"momentum": momentum},
+            learning_rate=factor * (1 - momentum) / 2,
+            epochs=1,
+            batch_size=1,
+            divergence_factor=None,
+        )
+        columns = {"x": torch.ones(1000, 1).double(), "y": torch.zeros(1000).double()}
+        run(net, config, [ShardData("one", columns)])
+        assert (net.weight.abs().item() < 1) == is_stable
 
 
 def test_a_longer_run_continues_a_finished_one() -> None:
