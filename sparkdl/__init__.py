@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from sparkdl.sync.diloco import DiLoCo
     from sparkdl.sync.elastic_averaging import ElasticAveraging
     from sparkdl.sync.gossip import Gossip
+    from sparkdl.sync.hogwild import Hogwild
     from sparkdl.sync.local_sgd import LocalSGD
     from sparkdl.sync.parameter_averaging import ParameterAveraging
+    from sparkdl.sync.population_based import PopulationBasedTraining
     from sparkdl.sync.slowmo import SlowMo
+    from sparkdl.sync.tournament import Tournament
     from sparkdl.train.callbacks import Callback
     from sparkdl.train.large_batch import LAMB, LARS
     from sparkdl.train.warmup import warmup
@@ -70,12 +73,14 @@ _MODULE_OF = {
     "ElasticAveraging": "sparkdl.sync.elastic_averaging",
     "FP16Compression": "sparkdl.compress.cast",
     "Gossip": "sparkdl.sync.gossip",
+    "Hogwild": "sparkdl.sync.hogwild",
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
     "LocalSGD": "sparkdl.sync.local_sgd",
     "OneBitCompression": "sparkdl.compress.onebit",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
+    "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
     "SlowMo": "sparkdl.sync.slowmo",
     "SparkDLError": "sparkdl.errors",
@@ -89,6 +94,7 @@ _MODULE_OF = {
     "TorchModel": "sparkdl.model",
     "TorchRegressor": "sparkdl.estimator",
     "TorchRegressorModel": "sparkdl.model",
+    "Tournament": "sparkdl.sync.tournament",
     "TrainingDiverged": "sparkdl.errors",
     "TrainingFailed": "sparkdl.errors",
     "TwoBitCompression": "sparkdl.compress.twobit",
@@ -116,10 +122,12 @@ __all__ = [
     "ElasticAveraging",
     "FP16Compression",
     "Gossip",
+    "Hogwild",
     "Int8Compression",
     "LocalSGD",
     "OneBitCompression",
     "ParameterAveraging",
+    "PopulationBasedTraining",
     "PowerSGD",
     "SlowMo",
     "SparkDLError",
@@ -133,6 +141,7 @@ __all__ = [
     "TorchModel",
     "TorchRegressor",
     "TorchRegressorModel",
+    "Tournament",
     "TrainingDiverged",
     "TrainingFailed",
     "TwoBitCompression",

@@ -19,8 +19,8 @@ def payload(weight: float, value: float, size: int = 3) -> bytes:
 
 @pytest.mark.parametrize(
     ("shards", "depth", "levels"),
-    [(1, 2, []), (2, 2, []), (4, 2, []), (5, 2, []), (7, 2, [3]), (16, 2, [4]), (100, 2, [10]), (100, 1, []),
-     (100, 3, [20, 4]), (1000, 3, [100, 10])],
+    [(1, 2, []), (2, 2, []), (4, 2, []), (5, 2, []), (7, 2, [3]), (16, 2, [4]),
+     (100, 2, [10]), (100, 1, []), (100, 3, [20, 4]), (1000, 3, [100, 10])],
 )  # fmt: skip
 def test_levels_of_the_tree(shards: int, depth: int, levels: list[int]) -> None:
     assert tree_levels(shards, depth) == levels

@@ -1,0 +1,80 @@
+"""Under every kind of strategy a killed worker costs a restart, and the run goes on as it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import sparkdl
+from sparkdl.config import CheckpointConfig
+from tests.cluster import faults
+from tests.cluster.test_recovery import digest, nothing_is_left, request, training_rows
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from sparkdl.spark.request import FitRequest
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(300)]
+
+__all__ = ["nothing_is_left"]  # a fixture for every test here
+
+# One of each kind of state that a strategy keeps.
+SYNCHRONOUS = {
+    "residuals": sparkdl.AllReduce(compression="threshold"),
+    "a factor": sparkdl.AllReduce(compression="powersgd"),
+    "a pending gradient": sparkdl.AllReduce(double_buffering=True),
+    "a ring": sparkdl.AllReduce(topology="ring"),
+    "outer momentum": sparkdl.BlockMomentum(averaging_period=3),
+    "a center": sparkdl.ElasticAveraging(averaging_period=3),
+    "weights of one's own": sparkdl.Gossip(probability=0.5),
+    "fragments under way": sparkdl.DiLoCo(averaging_period=4, num_fragments=2, overlap_steps=1),
+    "slices of a server": sparkdl.AsyncSGD(staleness_bound=0),
+}
+DRIVEN_BY_TIME = {
+    "bounded staleness": sparkdl.AsyncSGD(staleness_bound=2),
+    "shared weights": sparkdl.Hogwild(),
+}
+
+
+@pytest.fixture(scope="module")
+def df(cluster: SparkSession) -> DataFrame:
+    return training_rows(cluster)
+
+
+def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
+    wanted = request(*callbacks, checkpoint=CheckpointConfig(interval=4))
+    return replace(wanted, config=replace(wanted.config, sync_strategy=strategy))
+
+
+@pytest.mark.parametrize("kept", SYNCHRONOUS)
+def test_synchronous_strategies_end_with_the_same_bits(
+    df: DataFrame, tmp_path: Path, kept: str
+) -> None:
+    from sparkdl.spark.fit import fit
+
+    strategy = SYNCHRONOUS[kept]
+    assert strategy.deterministic
+    undisturbed = fit(df, under(strategy))
+    disturbed = fit(df, under(strategy, faults.KillWorker(str(tmp_path / "struck"), 1, 10)))
+    assert disturbed.summary.restarts == 1
+    assert digest(disturbed) == digest(undisturbed)
+
+
+@pytest.mark.parametrize("kept", DRIVEN_BY_TIME)
+def test_strategies_driven_by_time_come_to_their_end(
+    df: DataFrame, tmp_path: Path, kept: str
+) -> None:
+    from sparkdl.spark.fit import fit
+
+    strategy = DRIVEN_BY_TIME[kept]
+    assert not strategy.deterministic
+    result = fit(df, under(strategy, faults.KillWorker(str(tmp_path / "struck"), 1, 18)))
+    assert result.summary.restarts == 1
+    losses = [record["loss"] for record in result.summary.history]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] < math.inf
