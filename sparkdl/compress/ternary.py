@@ -30,8 +30,8 @@ class Ternary:
 
         The result has a multiple of 8 codes, the last ones zero; the next call overwrites it.
         """
-        # Division is rounded to the nearest, so a quotient is 1 only where the threshold is
-        # reached; conversion to whole numbers cuts off the rest.
+        # Division is rounded to the nearest (on a CPU), so a quotient is 1 only where the
+        # threshold is reached; conversion to whole numbers cuts off the rest.
         steps = torch.div(block, threshold, out=self._values[: len(block)]).clamp_(-1, 1)
         codes = self._codes[: -(-len(block) // 8) * 8]
         codes[len(block) :] = 0

@@ -35,11 +35,13 @@ class ThresholdCompression(Compression):
     """Send the values that have reached a threshold, which follows the wanted sparsity.
 
     Each is sent as the threshold itself; what is beyond it waits for the next step. The defaults
-    are Deeplearning4j's, but for the threshold, as there the optimizer came first.
+    are Deeplearning4j's, but for the threshold: what travels there are updates, which have the
+    learning rate in them.
     """
 
-    threshold: float = 1e-3
-    """The first one, in units of the gradient."""
+    threshold: float | None = None
+    """The first one, in units of the gradient. None: such that ``max_sparsity`` of the first
+    gradient reaches it, on the average of the ranks."""
     min_sparsity: float = 1e-4
     """The part of all values that is sent at least; if less, the threshold falls."""
     max_sparsity: float = 1e-2
@@ -52,12 +54,17 @@ class ThresholdCompression(Compression):
     """Steps from one such cut to the next."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ConfigError(f"threshold must be positive; received {self.threshold}")
+        if self.threshold is not None and not 0 < self.threshold < math.inf:
+            raise ConfigError(f"threshold must be positive, or None; received {self.threshold}")
         if not 0 <= self.min_sparsity < self.max_sparsity <= 1:
             raise ConfigError(
                 "min_sparsity must be less than max_sparsity, both between 0 and 1; received "
                 f"{self.min_sparsity} and {self.max_sparsity}"
+            )
+        if self.threshold is None and self.max_sparsity == 1:
+            raise ConfigError(
+                "with max_sparsity=1 the threshold never rises, and no first one can be found; "
+                "give threshold"
             )
         if not 0 < self.decay < 1:
             raise ConfigError(f"decay must be between 0 and 1; received {self.decay}")
@@ -111,21 +118,32 @@ class ThresholdCompressor(Compressor):
         if not len(flat):
             return After([], lambda: None)
         self._step += 1
-        message = encode(
-            flat, self._comm.world_size, self._residual, self._threshold, self._was_dense
-        )
+        message = self._encode(flat)
+        return gather_ragged(self._comm, message, functools.partial(self._finish, flat))
+
+    def _encode(self, flat: torch.Tensor) -> torch.Tensor:
+        threshold = self._threshold
+        if threshold is None:
+            threshold = self._comm.world_size * reached_by(flat, self._options.max_sparsity)
+            if threshold == 0:
+                return _message(flat, 0, 0, 0.0, 0)
+        message = encode(flat, self._comm.world_size, self._residual, threshold, self._was_dense)
         num_sent, is_dense, _ = read_header(message)
         self._was_dense = bool(is_dense) and 4 * num_sent >= packed_size(len(flat), BITS)
         clip = self._options.residual_clip
         if clip is not None and self._step % self._options.clip_every == 0:
-            self._residual.clamp_(-clip * self._threshold, clip * self._threshold)
-        return gather_ragged(self._comm, message, functools.partial(self._finish, flat))
+            self._residual.clamp_(-clip * threshold, clip * threshold)
+        return message
 
     def _finish(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
         flat.zero_()
         num_sent = sum(decode_add(message, 1 / len(messages), flat) for message in messages)
-        sparsity = num_sent / (len(messages) * len(flat))
-        self._threshold = self._options.adapted(self._threshold, sparsity)
+        if self._threshold is None:
+            used = [one for one in (read_header(message)[2] for message in messages) if one > 0]
+            self._threshold = sum(used) / len(used) if used else None
+        if self._threshold is not None:
+            sparsity = num_sent / (len(messages) * len(flat))
+            self._threshold = self._options.adapted(self._threshold, sparsity)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor.state_dict`."""
@@ -142,6 +160,13 @@ class ThresholdCompressor(Compressor):
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """See `Compressor.load_rank_state_dict`."""
         self._residual.copy_(state["residual"])
+
+
+def reached_by(values: torch.Tensor, sparsity: float) -> float:
+    """The size that a part of all values has at least, and at least one; 0 if all are zero."""
+    sizes = values.abs()
+    limit = torch.topk(sizes, max(1, round(sparsity * len(values)))).values[-1].item()
+    return limit or sizes.max().item()
 
 
 def encode(

@@ -35,6 +35,7 @@ KEEPING: dict[str, Compression] = {
     "twobit": TwoBitCompression(threshold=0.7),
     "threshold": ThresholdCompression(threshold=2.5, max_sparsity=0.03, residual_clip=None),
     "threshold, dense": ThresholdCompression(threshold=0.3, residual_clip=None),
+    "threshold, found": ThresholdCompression(max_sparsity=0.1, residual_clip=None),
     "topk": TopKCompression(density=0.05),
     "powersgd": PowerSGD(rank=1),
 }

@@ -219,6 +219,21 @@ def test_a_tensor_larger_than_a_block(compression: Compression) -> None:
         torch.testing.assert_close(sent + unsent(found, compression), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@all_compressions
+def test_a_gpu_gives_what_a_cpu_gives(compression: Compression) -> None:
+    on_cpu, numel = make(LocalCommunicator(), compression, SHAPES, torch.float64)
+    views = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in SHAPES]
+    on_gpu = compression.make(views, LocalCommunicator())
+    for step in range(3):
+        flat = random_share(LocalCommunicator(), step, numel, torch.float64)
+        there = flat.cuda()
+        on_cpu.start(flat).wait()
+        on_gpu.start(there).wait()
+        torch.testing.assert_close(there.cpu(), flat, rtol=0, atol=1e-10)
+
+
 @those_that_keep
 def test_coarse_dtypes_are_refused(compression: Compression) -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
@@ -251,7 +266,7 @@ CONVERGES: dict[str, tuple[Compression, float]] = {
     "int8": (compress.resolve("int8"), 1.001),  # type: ignore[dict-item]
     "onebit": (OneBitCompression(warmup_steps=10), 1.001),
     "twobit": (TwoBitCompression(), 1.001),
-    "threshold": (ThresholdCompression(threshold=0.1, max_sparsity=0.03), 1.01),
+    "threshold": (ThresholdCompression(max_sparsity=0.03), 1.01),
     "topk": (TopKCompression(density=0.05), 1.001),
     "topk with momentum": (TopKCompression(density=0.05, momentum=0.5, warmup_steps=40), 1.001),
     "powersgd": (PowerSGD(), 1.001),

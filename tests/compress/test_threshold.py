@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from sparkdl.compress.bits import packed_size
-from sparkdl.compress.threshold import ThresholdCompression, decode_add, encode, read_header
+from sparkdl.compress.threshold import (
+    ThresholdCompression,
+    decode_add,
+    encode,
+    reached_by,
+    read_header,
+)
 from sparkdl.errors import ConfigError
 from tests.compress.ranks import Threads, exchange, make, random_share
 
@@ -105,6 +111,33 @@ def uneven(comm: Any) -> dict[str, Any]:
     return compressor.state_dict()
 
 
+def test_the_first_threshold_suits_the_first_gradients() -> None:
+    found = Threads(3).run(first_steps)
+    assert found[0] == found[1] == found[2]
+    # Nobody has a gradient; then rank 1 has none, and 2 percent of the others' values are 30 and 60
+    # or more, of which few enough reach the mean.
+    assert found[0] == [None, 45.0, 45.0]
+
+
+def first_steps(comm: Any) -> list[float | None]:
+    options = ThresholdCompression(max_sparsity=0.02)
+    compressor, numel = make(comm, options, [(10, 10)], torch.float32)
+    found = []
+    for step in range(3):
+        flat = torch.zeros(numel)
+        if step and comm.rank != 1:
+            flat[40:42] = torch.tensor([10.0, -20.0]) * (1 + comm.rank / 2)
+        compressor.start(flat).wait()
+        found.append(compressor.state_dict()["threshold"])
+    return found
+
+
+def test_few_values_are_enough_for_a_first_threshold() -> None:
+    assert reached_by(torch.tensor([0.0, -3.0, 0.0, 2.0]), 0.25) == 3.0
+    assert reached_by(torch.tensor([0.0, -3.0, 0.0, 2.0]), 0.75) == 3.0
+    assert reached_by(torch.zeros(4), 0.5) == 0.0
+
+
 def test_what_waits_is_clipped_now_and_then() -> None:
     found = Threads(1).run(clipped)[0]
     assert found == [9.0, 18.0, 5.0, 14.0, 23.0, 5.0]
@@ -142,6 +175,7 @@ def adapt_to_normal_values(comm: Any) -> list[float]:
     [
         {"threshold": 0.0},
         {"threshold": math.inf},
+        {"max_sparsity": 1.0},
         {"min_sparsity": 0.1, "max_sparsity": 0.1},
         {"min_sparsity": -0.1},
         {"max_sparsity": 1.1},
