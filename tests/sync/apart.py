@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparkdl.checkpoint.format import decode, encode
+from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.train.loop import ResumePoint
 from tests.train.runs import Keeper, make_data, plan_for, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=1, loss="mse")
@@ -51,16 +54,25 @@ def train_on_nodes(
 
 
 def train_and_resume(
-    comm: Any, config: TrainConfig, rows: Sequence[int], due: int
+    comm: Any, config: TrainConfig, rows: Sequence[int], due: int, device: str = "cpu"
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Step of the first checkpoint from ``due`` on; what undisturbed and resumed runs end with."""
     sink = Keeper(steps=(due,))
     net = make_net(norm=True)
-    whole = run(net, config, make_data(rows), comm=comm, sink=sink)
+    whole = run(net, config, make_data(rows), comm=comm, sink=sink, device=device)
     (point,) = sink.points.values()
+    point = ResumePoint(
+        step=point.step,
+        shared=_written_and_read(point.shared),
+        rank_state=_written_and_read(point.rank_state),
+    )
     again = make_net(norm=True)
-    resumed = run(again, config, make_data(rows), comm=comm, resume=point)
+    resumed = run(again, config, make_data(rows), comm=comm, resume=point, device=device)
     return point.step, _all_of(net, whole), _all_of(again, resumed)
+
+
+def _written_and_read(tree: Any) -> Any:
+    return decode(b"".join(encode(snapshot(tree))), "the checkpoint")
 
 
 def _all_of(net: torch.nn.Module, outcome: Any) -> dict[str, Any]:

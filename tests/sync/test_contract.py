@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from typing import Any
 
 import pytest
 import torch
 
+from sparkdl.comm import LocalCommunicator
 from sparkdl.compress.onebit import OneBitCompression
 from sparkdl.compress.threshold import ThresholdCompression
 from sparkdl.config import TrainConfig
@@ -20,8 +22,16 @@ from sparkdl.sync.local_sgd import LocalSGD
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 from sparkdl.sync.slowmo import SlowMo
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, assert_equal_bits, train_and_resume, train_on_rank
-from tests.train.runs import but
+from tests.sync.apart import (
+    ROWS,
+    SGD,
+    SHAPES,
+    assert_equal_bits,
+    make_net,
+    train_and_resume,
+    train_on_rank,
+)
+from tests.train.runs import Keeper, but, make_data, run, weights
 
 COARSE = ThresholdCompression(threshold=0.01, max_sparsity=0.5)
 FORMS: dict[str, SyncStrategy] = {
@@ -111,8 +121,6 @@ def test_the_same_run_gives_the_same_bits(gang: Gang, name: str) -> None:
 
 @form
 def test_alone_it_trains(name: str) -> None:
-    from sparkdl.comm import LocalCommunicator
-
     mine, state, sent = train_on_rank(LocalCommunicator(), config_of(name), [13])
     losses = [record["loss"] for record in state["state"]["history"]]
     assert losses[-1] < losses[0]
@@ -123,9 +131,17 @@ def test_alone_it_trains(name: str) -> None:
 
 @form
 def test_alone_resumed_run_has_the_same_bits(name: str) -> None:
-    from sparkdl.comm import LocalCommunicator
-
     _, whole, resumed = train_and_resume(LocalCommunicator(), config_of(name), [17], 3)
+    assert_equal_bits(whole, resumed)
+
+
+@form
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_alone_on_cuda_resumed_run_has_the_same_bits(name: str) -> None:
+    """What was saved comes back from the CPU."""
+    alone = LocalCommunicator()
+    _, whole, resumed = train_and_resume(alone, config_of(name), [17], 3, "cuda")
     assert_equal_bits(whole, resumed)
 
 
@@ -148,9 +164,6 @@ def test_more_ranks_can_go_on(gang: Gang, gang3: Gang, name: str) -> None:
 
 
 def checkpoint_of(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
-    from tests.sync.apart import make_net
-    from tests.train.runs import Keeper, make_data, run
-
     sink = Keeper(steps=(5,))
     run(make_net(), config, make_data(rows), comm=comm, sink=sink)
     (point,) = sink.points.values()
@@ -158,11 +171,6 @@ def checkpoint_of(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
 
 
 def go_on_from(comm: Any, config: TrainConfig, rows: list[int], point: Any) -> torch.Tensor:
-    import dataclasses
-
-    from tests.sync.apart import make_net
-    from tests.train.runs import make_data, run, weights
-
     net = make_net()
     resume = dataclasses.replace(point, rank_state=None)
     run(net, config, make_data(rows), comm=comm, resume=resume)

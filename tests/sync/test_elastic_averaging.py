@@ -9,8 +9,8 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.elastic_averaging import ElasticAveraging
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
-from tests.train.runs import Keeper, but, make_data, run
+from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, make_net, train_on_rank
+from tests.train.runs import Keeper, but, make_data, run, weights
 
 NESTEROV = but(SGD, optimizer_params={"momentum": 0.9})
 
@@ -68,9 +68,6 @@ def test_what_is_evaluated_is_the_center_and_training_does_not_notice(gang: Gang
 
 
 def train_with_checkpoints(comm: Any, config: TrainConfig, rows: list[int]) -> tuple[Any, Any]:
-    from tests.sync.apart import make_net
-    from tests.train.runs import weights
-
     sink, net = Keeper(steps=(1, 2, 3, 4, 5, 7)), make_net()
     run(net, config, make_data(rows), comm=comm, sink=sink)
     return weights(net), sink.points[5]

@@ -17,9 +17,10 @@ from tests.sync.apart import (
     SHAPES,
     Replicas,
     assert_close,
+    make_net,
     train_on_rank,
 )
-from tests.train.runs import Keeper, but, make_data, run
+from tests.train.runs import Keeper, but, make_data, run, weights
 
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9})
 LAYERS = (slice(0, 25), slice(25, 31))
@@ -132,9 +133,6 @@ def test_checkpoints_do_not_change_the_course(gang: Gang, due: int) -> None:
 def train_with_checkpoint(
     comm: Any, config: Any, rows: list[int], due: int
 ) -> tuple[torch.Tensor, int, list[bool]]:
-    from tests.sync.apart import make_net
-    from tests.train.runs import weights
-
     sink, net = Keeper(steps=(due,)), make_net()
     run(net, config, make_data(rows), comm=comm, sink=sink)
     (point,) = sink.points.values()
