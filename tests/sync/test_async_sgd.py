@@ -20,6 +20,7 @@ from sparkdl.sync import resolve
 from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.gang import Gang, started_gang
+from tests.sync.apart import assert_equal_bits, train_and_resume
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
@@ -195,20 +196,9 @@ def test_resumed_run_has_the_same_bits(gang: Gang, strategy: AsyncSGD) -> None:
     """With gradients of one rank only, so that even the asynchronous course is always the same."""
     config = but(ADAM, sync_strategy=strategy, scheduler=decay)
     rows = [22, 17] if strategy.deterministic else [0, 17]
-    for undisturbed, resumed in gang.run(train_and_resume, config, rows):
-        assert torch.equal(undisturbed, resumed)
-
-
-def train_and_resume(
-    comm: Any, config: TrainConfig, rows: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sink = Keeper(steps=(3,))
-    net = make_net(norm=True)
-    run(net, config, make_data(rows), comm=comm, weighted=True, sink=sink)
-    (point,) = sink.points.values()
-    again = make_net(norm=True)
-    run(again, config, make_data(rows), comm=comm, weighted=True, resume=point)
-    return weights(net), weights(again)
+    for step, whole, resumed in gang.run(train_and_resume, config, rows, 3):
+        assert step == 3
+        assert_equal_bits(whole, resumed)
 
 
 @pytest.mark.gang
