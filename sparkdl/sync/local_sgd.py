@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -26,6 +26,10 @@ from sparkdl.sync.averaging import (
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.mean import MeanOfReplicas
 from sparkdl.sync.period import AdaptivePeriod, FixedPeriod, Period, check_period
+from sparkdl.topology import arrange
+
+if TYPE_CHECKING:
+    from sparkdl.topology.base import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,9 @@ class LocalSGD(AveragingStrategy):
     steps, and all ranks every ``between`` steps, for which those of a node agree first. With
     ``n`` bytes of parameters, ``L`` ranks on each node and ``W`` in all, a rank then sends per
     step ``(2 n (L - 1) / L + 24 (L - 1)) / inside + (2 n (W - 1) / W + 24 (W - 1)) / between``
-    bytes. Only the mean of all ranks is compressed: links inside a node are fast. Checkpoints are
-    written when all ranks agree.
+    bytes along a ring; CPU ranks of a node use shared memory instead where ``topology`` is
+    ``"auto"``. Only the mean of all ranks is compressed: links inside a node are fast. Checkpoints
+    are written when all ranks agree.
     """
 
     averaging_period: int | Literal["adaptive"] | tuple[int, int] = 4
@@ -120,10 +125,10 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         super().__init__(model, make_optimizer, comm, strategy)
         self._inside_period, _ = strategy.periods()
         self._inside: MeanOfReplicas | None = None
-        self._inside_comm: Communicator | None = None
+        self._inside_comm: Topology | None = None
         self._inside_weight = 0.0
         if self._inside_period is not None and comm.world_size > 1:
-            self._join_node(comm)
+            self._join_node(comm, strategy.topology)
         self._warmup_steps = strategy.warmup_steps
         self._warmup_bytes = 0
         self._warmup: Synchronizer | None = None
@@ -182,6 +187,8 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         """See `Synchronizer.close`."""
         if self._warmup is not None:
             self._warmup.close()
+        if self._inside_comm is not None:
+            self._inside_comm.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,12 +233,16 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         self.trains_apart = True
         self._set_anchor()
 
-    def _join_node(self, comm: Communicator) -> None:
+    def _join_node(self, comm: Communicator, topology: str) -> None:
         nodes = [
             [rank for rank in range(comm.world_size) if comm.nodes[rank] == node]
             for node in sorted(set(comm.nodes))
         ]
-        self._inside_comm = comm.split(nodes)
+        self._inside_comm = arrange(
+            comm.split(nodes),
+            "auto" if topology == "auto" else "ring",
+            device=self.parameters[0].device,
+        )
         if self._inside_comm.world_size > 1:
             self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm, None)
 

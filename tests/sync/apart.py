@@ -48,9 +48,14 @@ def train_on_nodes(
     comm: Any, nodes: tuple[int, ...], config: TrainConfig, rows: Sequence[int]
 ) -> tuple[torch.Tensor, dict[str, Any], int]:
     """The same where the ranks are on several nodes."""
+    return train_on_rank(on_nodes(comm, nodes), config, rows)
+
+
+def on_nodes(comm: Any, nodes: tuple[int, ...]) -> Any:
+    """The same communicator, but for where its ranks are."""
     placed = copy.copy(comm)
     placed.nodes = nodes
-    return train_on_rank(placed, config, rows)
+    return placed
 
 
 def train_and_resume(

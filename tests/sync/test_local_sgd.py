@@ -20,6 +20,8 @@ from tests.sync.apart import (
     Replicas,
     assert_close,
     assert_equal_bits,
+    on_nodes,
+    train_and_resume,
     train_on_nodes,
     train_on_rank,
 )
@@ -176,6 +178,20 @@ def test_bytes_of_two_levels_are_those_of_the_formula(gang4: Gang) -> None:
     apart = gang4.run(train_on_nodes, (0, 1, 2, 3), config, [32, 32, 32, 31])
     expected = 8 * config.sync_strategy.bytes_per_step(SHAPES, 8, 4)
     assert [sent for _, _, sent in apart] == [expected] * 4
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("topology", ["auto", "ring"])
+def test_resumed_run_on_two_nodes_has_the_same_bits(gang4: Gang, topology: str) -> None:
+    """The checkpoint waits until all ranks agree."""
+    config = with_strategy(ADAM, averaging_period=(2, 4), topology=topology)
+    for step, whole, resumed in gang4.run(resume_on_two_nodes, config, [32, 32, 29, 30]):
+        assert step == 4
+        assert_equal_bits(whole, resumed)
+
+
+def resume_on_two_nodes(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
+    return train_and_resume(on_nodes(comm, TWO_NODES), config, rows, 1)
 
 
 def report(loss: float, learning_rate: float) -> RoundReport:
