@@ -143,7 +143,7 @@ def dense(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
 
 def sparse(values: torch.Tensor, out: torch.Tensor, limit: float, is_dense: bool) -> Work:
     """Messages of what reaches a threshold; the residual begins as it is in the long run."""
-    residual = torch.empty_like(values).uniform_(-limit, limit)
+    residual = torch.rand_like(values).mul_(limit).copysign_(values)
     message = threshold.encode(values, 1, residual, limit, is_dense)
     return Work(
         lambda: threshold.encode(values, 1, residual, limit, is_dense),

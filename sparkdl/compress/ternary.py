@@ -71,7 +71,9 @@ def nonzero(codes: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor
         limit: number from which on nobody needs them; then some are left out, but not so many
             that fewer than ``limit`` remain.
     """
-    eights = codes.view(torch.int64).nonzero().squeeze(1)[:limit]
-    rows = codes.view(-1, 8)[eights]
-    row, column = rows.nonzero(as_tuple=True)
-    return eights[row] * 8 + column, rows[row, column]
+    words = codes.view(torch.int64)
+    eights = words.nonzero().squeeze(1)[:limit]
+    near = words.index_select(0, eights).view(torch.int8)
+    hits = near.nonzero().squeeze(1)
+    places = eights.index_select(0, hits >> 3).mul_(8).add_(hits & 7)
+    return places, near.index_select(0, hits)
