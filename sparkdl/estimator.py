@@ -143,7 +143,8 @@ class TorchRegressor(_TorchEstimator, HasLabelCol):
 class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
-    Labels are class indices from 0, in a column of any numeric type.
+    Labels are class indices from 0, in a column of any numeric type. The module's outputs are
+    logits: one per class, or one for two classes with ``loss="bce_with_logits"``.
 
     Example::
 

@@ -34,9 +34,8 @@ LOSSES: dict[str, type[nn.Module]] = {
 }
 """Names that ``loss`` accepts. Instances of other classes with a ``reduction`` work too."""
 
-_ELEMENTWISE = (
+_NUMBERS = (
     nn.BCELoss,
-    nn.BCEWithLogitsLoss,
     nn.HingeEmbeddingLoss,
     nn.HuberLoss,
     nn.KLDivLoss,
@@ -47,6 +46,7 @@ _ELEMENTWISE = (
     nn.SmoothL1Loss,
     nn.SoftMarginLoss,
 )
+_ELEMENTWISE = (nn.BCEWithLogitsLoss, *_NUMBERS)
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
@@ -81,7 +81,8 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
               the losses of the samples, ``(batch, ...)``; or a pair (sum of losses, sum of
               weights); or a scalar, which is taken as the mean over the batch. A column of
               weights needs the first kind.
-        task: what is learnt; a loss of class numbers does not fit a regression.
+        task: what is learnt; a loss of class numbers does not fit a regression, nor one of
+            numbers a classification.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be used.
@@ -96,6 +97,12 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
         raise ConfigError(
             f"{type(loss).__name__} compares class numbers, which a regression has not; "
             "use 'mse' or another loss of numbers"
+        )
+    if isinstance(loss, _NUMBERS) and task == "classification":
+        raise ConfigError(
+            f"{type(loss).__name__} compares numbers, but a classifier's outputs are taken as "
+            "logits; use 'cross_entropy', or for one output 'bce_with_logits' on a module without "
+            "a final Sigmoid"
         )
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         return ClassLoss(loss) if isinstance(loss, _CLASSES) else ModuleLoss(loss)

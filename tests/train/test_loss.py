@@ -216,3 +216,11 @@ def test_what_cannot_be_used_is_refused(
 def test_class_loss_does_not_fit_a_regression() -> None:
     with pytest.raises(ConfigError, match="regression"):
         resolve_loss("cross_entropy", "regression")
+
+
+@pytest.mark.parametrize("name", sorted(set(ELEMENTWISE) - {"bce_with_logits"}))
+def test_a_classifiers_loss_takes_logits(name: str) -> None:
+    """Its outputs are taken as logits: a Sigmoid's are never negative, so all rows are class 1."""
+    with pytest.raises(ConfigError, match=r"'bce_with_logits' .* without a final Sigmoid"):
+        resolve_loss(name, "classification")
+    resolve_loss("bce_with_logits", "classification")
