@@ -18,6 +18,7 @@ from torch import nn
 
 from sparkdl.describe import REMEDY, DescribeError, describe, import_object, import_path, restore
 from sparkdl.errors import ConfigError
+from sparkdl.process import borrowed_generator
 
 _FACTORY = "pass a factory instead: a function that other processes can import and that makes it"
 
@@ -66,7 +67,7 @@ def restore_module(description: Mapping[str, Any]) -> nn.Module:
     kind = import_object(description["module"])
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{description['module']} is not a class of modules")
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_generator():
         module = _construct(kind, description["args"])
     parameters = dict(module.named_parameters())
     for name in description["frozen"]:

@@ -23,6 +23,7 @@ from sparkdl.checkpoint.tree import Snapshot, pack
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.describe_module import find_difference
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.process import borrowed_generator
 from sparkdl.program import read_program, write_program
 
 VERSION = 1
@@ -132,7 +133,7 @@ def _factory_recipe(module: nn.Module, factory: Any, described: Any) -> dict[str
 def _make(factory: Any) -> nn.Module:
     if not callable(factory):
         raise ConfigError(f"a factory must be callable; received {factory!r}")
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_generator():
         module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"a factory must make an nn.Module; {factory!r} made {type(module)}")

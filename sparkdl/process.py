@@ -1,6 +1,7 @@
-"""How is a Python worker's process set up for training, and put back afterwards?
+"""How is a process set up for our work, and put back afterwards?
 
-Spark reuses its Python workers for other tasks, so everything changed here is restored.
+Spark reuses its Python workers for other tasks, and the driver's process is the user's, so
+everything changed here is restored.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import contextlib
 import ctypes
 import logging
 import platform
+import threading
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
+
+_generator_lock = threading.RLock()  # modules are described part by part, each part made again
 
 # glibc's mallopt parameters and defaults, from malloc.h and mallopt(3)
 _TRIM_THRESHOLD, _MMAP_MAX, _TOP_PAD = -1, -4, -2
@@ -52,6 +56,24 @@ def torch_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def borrowed_generator(seed: int | None = None) -> Iterator[None]:
+    """Draw from torch's generator of the CPU, then leave it as it was.
+
+    It belongs to the process, and fits may run on several threads at once, as those of a
+    CrossValidator do: one block waits for another.
+
+    Args:
+        seed: what to seed it with; None goes on from its state.
+    """
+    import torch
+
+    with _generator_lock, torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from sparkdl import process
-from sparkdl.process import cpu_model, torch_threads, tuned_allocator
+from sparkdl.process import borrowed_generator, cpu_model, torch_threads, tuned_allocator
 
 
 class FakeLibc:
@@ -86,3 +89,29 @@ def test_threads_are_restored() -> None:
 def test_the_cpu_has_a_name() -> None:
     assert cpu_model()
     assert cpu_model() == cpu_model()
+
+
+def test_torchs_generator_is_restored() -> None:
+    before = torch.random.get_rng_state()
+    with borrowed_generator(), borrowed_generator(seed=5):
+        inside = torch.rand(3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with pytest.raises(RuntimeError), borrowed_generator(seed=5):
+        assert torch.equal(torch.rand(3), inside)
+        raise RuntimeError
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_one_thread_at_a_time_draws_from_torchs_generator() -> None:
+    begun = threading.Barrier(2, timeout=30)
+
+    def draw(_: int) -> torch.Tensor:
+        begun.wait()
+        with borrowed_generator(seed=1):
+            return torch.stack([torch.rand(64) for _ in range(500)])
+
+    before = torch.random.get_rng_state()
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(draw, range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(torch.random.get_rng_state(), before)

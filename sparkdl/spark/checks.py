@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Column, TrainPlan
+from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
@@ -52,8 +53,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     if isinstance(request.module, nn.Module):
         module = copy.deepcopy(request.module)
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(request.config.seed)
+        with borrowed_generator(request.config.seed):
             module = request.module()
         if not isinstance(module, nn.Module):
             raise ConfigError(
@@ -125,8 +125,8 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     inputs = [torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     was_training = module.training
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(request.config.seed)  # lazy modules get their weights now
+        # Lazy modules get their weights now.
+        with torch.no_grad(), borrowed_generator(request.config.seed):
             output = module.eval()(*inputs)
     except Exception as error:
         shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)
@@ -182,7 +182,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     features = [column for column in plan.columns if column.role == "feature"]
     inputs = [torch.zeros((0, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluation_mode(module):
+        with torch.no_grad(), borrowed_generator(), evaluation_mode(module):
             module(*inputs)
     except Exception as error:
         raise ConfigError(

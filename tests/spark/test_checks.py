@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,6 +57,13 @@ def test_a_callable_makes_the_same_module_each_time_and_leaves_torchs_generator_
     one, two = (make_module(request(lambda: nn.Linear(4, 3)))[0] for _ in range(2))
     assert torch.equal(one.weight, two.weight)  # type: ignore[arg-type]
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_callables_on_several_threads_make_the_same_module() -> None:
+    asked = request(lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(50))))
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(make_module, [asked, asked])
+    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))
 
 
 def test_a_callable_must_make_a_module() -> None:
