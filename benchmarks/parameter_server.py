@@ -1,8 +1,8 @@
 """How fast do gradients go to a parameter server, and weights come back? Against gloo's ring.
 
-Two processes of one machine, over the loopback device: one alone that pushes and pulls so many bytes
-while the other only serves; and both at once, as `AsyncSGD` does with a model of so many bytes, of
-which half is at the other rank.
+Two processes of one machine, over the loopback device: one alone, which pushes and pulls so many
+bytes while the other only serves; and both at once, as `AsyncSGD` does with a model of so many
+bytes, of which half is at the other rank.
 """
 
 from __future__ import annotations
