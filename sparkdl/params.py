@@ -170,8 +170,9 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     checkpointDir = declare(
         "checkpointDir",
         "directory or URL for checkpoints that driver and executors can reach; a later fit with "
-        "the same data and Params goes on from there. None: the driver keeps the checkpoints "
-        "while the fit runs.",
+        "the same data, module, initial weights and Params goes on from there (a module that a "
+        "factory makes has the same initial weights each time). None: the driver keeps the "
+        "checkpoints while the fit runs.",
         TypeConverters.toString,
     )
     checkpointInterval = declare(

@@ -8,21 +8,16 @@ behind.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
-from sparkdl.config import TrainConfig
-from sparkdl.describe import describe
-from sparkdl.errors import ConfigError
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
@@ -51,6 +46,7 @@ from sparkdl.spark.preflight import (
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.spark.rounds import train_in_rounds
 from sparkdl.spark.run import Run, Slots, Trained
+from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
@@ -267,35 +263,6 @@ def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, slots
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
         num_workers=slots.num_workers,
     )
-
-
-def run_key(module: nn.Module, plan: TrainPlan, config: TrainConfig, content: str) -> str:
-    """Name of a run's checkpoints: equal for equal data, module and configuration.
-
-    What only says how long to train (epochs, steps), or how to watch it, is left out, so that a
-    finished run can be continued; so is the number of workers.
-    """
-    parameters = [(n, list(t.shape), str(t.dtype)) for n, t in module.state_dict().items()]
-    columns = [(c.name, c.role, c.dtype, list(c.shape)) for c in plan.columns]
-    options = {
-        name: _named(getattr(config, name))
-        for name in config.__dataclass_fields__
-        if name not in ("epochs", "max_steps", "checkpoint", "callbacks", "device")
-    }
-    text = json.dumps([parameters, columns, options, content], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _named(value: Any) -> Any:
-    """A value as JSON; what cannot be described goes by the name of its type."""
-    if isinstance(value, Mapping):
-        return {str(key): _named(item) for key, item in value.items()}
-    try:
-        return describe(value)
-    except ConfigError:
-        return (
-            f"{type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-        )
 
 
 class Clock:

@@ -17,8 +17,9 @@ from sparkdl.errors import ConfigError
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark import fit as module
 from sparkdl.spark.columns import prepare
-from sparkdl.spark.fit import fit, run_key
+from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest
+from sparkdl.spark.runkey import run_key
 from sparkdl.spark.shards import ShardTable, SpooledShard
 from sparkdl.sync.allreduce import AllReduce
 

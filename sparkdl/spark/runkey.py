@@ -1,0 +1,175 @@
+"""Under which name does a run keep its checkpoints, so that the same fit and no other finds them?
+
+Equal data, equal module, equal configuration give an equal key, in another process too. A pickle
+would not do: cloudpickle numbers classes of notebooks at random. So values are told apart by what
+they hold: tensors by their bytes, objects by their state, functions and classes by their names,
+and, where they do not come with an installed package, by their compiled code as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.plan import TrainPlan
+
+_LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")
+"""What only says how long to train, or how to watch it: a finished run can be continued."""
+_BY_NAME = ("sparkdl", "torch", "pyspark")
+"""Packages whose code counts as installed wherever it lies."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+
+
+def run_key(module: nn.Module, plan: TrainPlan, config: TrainConfig, content: str) -> str:
+    """Name of a run's checkpoints, 16 hexadecimal digits.
+
+    Args:
+        module: with its initial weights, which count: a factory, being seeded, gives the same ones
+            each time, and a module that was made elsewhere must be made from the same seed.
+        plan: its columns count, the number of workers does not.
+        config: all but the number of epochs and steps, checkpoints, callbacks and device.
+        content: fingerprint of the rows.
+    """
+    columns = [(c.name, c.role, c.dtype, list(c.shape)) for c in plan.columns]
+    options = {
+        name: identity(getattr(config, name))
+        for name in config.__dataclass_fields__
+        if name not in _LEFT_OUT
+    }
+    text = json.dumps([identity(module), columns, options, content], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity(value: Any) -> Any:
+    """What makes a value behave as it does, as JSON: equal in every process of equal versions.
+
+    An object that cannot be taken apart, such as a lock, counts by its type alone.
+    """
+    return _Describer().describe(value)
+
+
+class _Describer:
+    """One walk through a value; what is met again is told by its number."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[int, Any]] = {}  # the values too, so that no id is used twice
+
+    def describe(self, value: Any) -> Any:
+        if type(value) in _PLAIN:
+            return [type(value).__name__, repr(value)]
+        if type(value) is tuple:
+            return ["tuple", *map(self.describe, value)]
+        if id(value) in self._met:
+            return ["met", self._met[id(value)][0]]
+        self._met[id(value)] = (len(self._met), value)
+        for kinds, describe in self._describers():
+            if isinstance(value, kinds):
+                return describe(value)
+        return self._object(value)
+
+    def _describers(self) -> Iterable[tuple[Any, Any]]:
+        yield torch.Tensor, _tensor
+        yield nn.Module, self._module
+        yield type, self._class
+        yield types.FunctionType, self._function
+        yield types.CodeType, self._code
+        yield (staticmethod, classmethod), lambda method: self.describe(method.__func__)
+        yield property, lambda value: self.describe((value.fget, value.fset))
+        yield (types.ModuleType, types.BuiltinFunctionType), _name
+        yield (set, frozenset), lambda items: sorted(json.dumps(identity(item)) for item in items)
+        yield Mapping, self._mapping
+        yield list, lambda items: ["list", *map(self.describe, items)]
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Any:
+        items = [[self.describe(key), self.describe(item)] for key, item in value.items()]
+        return [self.describe(type(value)), items]
+
+    def _module(self, module: nn.Module) -> Any:
+        state = {
+            # Hooks are filed under numbers that count all hooks of the process.
+            key: self.describe(list(item.values()) if key.endswith("_hooks") else item)
+            for key, item in sorted(vars(module).items())
+            if key != "training" and item is not None
+        }
+        return [self.describe(type(module)), state]
+
+    def _object(self, value: Any) -> Any:
+        try:
+            parts = value.__reduce_ex__(4)
+        except Exception:  # whatever the value's class raises for what cannot be pickled
+            return ["object", self.describe(type(value))]
+        if isinstance(parts, str):
+            return ["object", self.describe(type(value)), parts]
+        items = [list(part) if part is not None else None for part in parts[3:5]]
+        return ["object", *map(self.describe, parts[:3]), *map(self.describe, items)]
+
+    def _class(self, kind: type) -> Any:
+        if _is_installed(kind.__module__):
+            return _name(kind)
+        members = {
+            name: self.describe(member)
+            for name, member in sorted(vars(kind).items())
+            if isinstance(member, types.FunctionType | staticmethod | classmethod | property)
+            or (not name.startswith("__") and type(member) in _PLAIN)
+        }
+        return [_name(kind), [self.describe(base) for base in kind.__bases__], members]
+
+    def _function(self, function: types.FunctionType) -> Any:
+        holds = [_content(cell) for cell in function.__closure__ or ()]
+        if _is_installed(function.__module__):
+            return [_name(function), self.describe(holds)]
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        used = {
+            name: self.describe(function.__globals__[name])
+            for name in sorted(_names(function.__code__) & function.__globals__.keys())
+            if isinstance(function.__globals__[name], (type, types.FunctionType, *_PLAIN))
+        }
+        return [_name(function), *map(self.describe, (holds, function.__code__, *defaults)), used]
+
+    def _code(self, code: types.CodeType) -> Any:
+        """Without file and line numbers, so that only what it does counts."""
+        return [code.co_code.hex(), *map(self.describe, (code.co_consts, code.co_names))]
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    about = [type(tensor).__name__, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return [*about, str(tensor.layout)]
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return [*about, hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()]
+
+
+def _name(value: Any) -> str:
+    name = getattr(value, "__qualname__", value.__name__)
+    return f"{getattr(value, '__module__', None)}:{name}"
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Global names that a function uses, those of functions inside it included."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _is_installed(module: str | None) -> bool:
+    """Whether a module comes with Python or with a package, whose version tells its code."""
+    package = (module or "builtins").partition(".")[0]
+    if package in _BY_NAME or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
