@@ -22,12 +22,21 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from sparkdl.errors import CommunicationError, StorageError
+from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 
 _HEADER = "authorization"
 _POLL_SECONDS = 5.0
 _CHUNK_BYTES = 8 * 2**20
 _SCHEMA = pa.schema([("data", pa.binary())])
+_RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000)]
+"""Option of a connection: after an absence of the server gRPC would wait up to two minutes."""
+_TRANSPORT = (
+    flight.FlightUnavailableError,
+    flight.FlightTimedOutError,
+    flight.FlightCancelledError,
+    OSError,
+)
+"""Errors of the way to the server; all others are the server's own answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +213,8 @@ class ChannelClient:
         self._scope = scope
         self._timeout = timeout_seconds
         self._token = address.token
-        self._client = flight.connect(location(address.host, address.port))
+        place = location(address.host, address.port)
+        self._client = flight.connect(place, generic_options=_RECONNECT)
 
     def close(self) -> None:
         """Close the connection."""
@@ -249,11 +259,14 @@ class ChannelClient:
         self._ask("report", {"attempt": attempt, "rank": rank}, payload)
 
     def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
-        action = flight.Action(what, _frame(header, payload))
         try:
-            results = list(self._client.do_action(action, self._options(self._timeout)))
+            return self._send(what, header, payload)
         except (pa.ArrowException, OSError) as error:
             raise CommunicationError(f"channel request {what!r} failed: {error}") from error
+
+    def _send(self, what: str, header: dict[str, Any], payload: bytes) -> bytes:
+        action = flight.Action(what, _frame(header, payload))
+        results = list(self._client.do_action(action, self._options(self._timeout)))
         return bytes(results[0].body.to_pybytes())
 
     def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
@@ -264,15 +277,21 @@ class ChannelStorage(ChannelClient):
     """Files that the driver keeps, seen from a worker; fits `checkpoint.storage.Storage`.
 
     Raises, from every method:
-        StorageError: the driver cannot store or find the file, or cannot be reached.
+        StorageError: the driver cannot store or find the file.
+        CommunicationError: the driver cannot be reached, or does not answer in time.
     """
+
+    def __init__(self, address: Address, *, transfer_timeout_seconds: float = 600.0) -> None:
+        super().__init__(address)
+        self._transfer_timeout = transfer_timeout_seconds
 
     def write(self, path: str, data: Any) -> None:
         """Store bytes, or an iterable of bytes, under a relative path."""
         parts = data if not isinstance(data, (bytes, bytearray, memoryview)) else [data]
         descriptor = flight.FlightDescriptor.for_path(path)
         try:
-            writer, reader = self._client.do_put(descriptor, _SCHEMA, self._options(None))
+            options = self._options(self._transfer_timeout)
+            writer, reader = self._client.do_put(descriptor, _SCHEMA, options)
             with writer:
                 for chunk in _chunks(parts):
                     array = pa.array([chunk], pa.binary())
@@ -280,15 +299,16 @@ class ChannelStorage(ChannelClient):
                 writer.done_writing()
                 reader.read()
         except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"the driver could not store {path}: {error}") from error
+            raise _refused_or_lost(f"the driver could not store {path}", error) from error
 
     def read(self, path: str) -> bytes:
         """The bytes stored under a path."""
         try:
-            reader = self._client.do_get(flight.Ticket(path.encode()), self._options(None))
+            options = self._options(self._transfer_timeout)
+            reader = self._client.do_get(flight.Ticket(path.encode()), options)
             return b"".join(chunk.data.column(0)[0].as_buffer() for chunk in reader)
         except (pa.ArrowException, OSError) as error:
-            raise StorageError(f"the driver could not send {path}: {error}") from error
+            raise _refused_or_lost(f"the driver could not send {path}", error) from error
 
     def list(self, path: str) -> list[str]:
         """Names directly under a folder; empty if there is no such folder."""
@@ -304,9 +324,15 @@ class ChannelStorage(ChannelClient):
 
     def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
         try:
-            return super()._ask(what, header, payload)
-        except CommunicationError as error:
-            raise StorageError(str(error)) from error
+            return self._send(what, header, payload)
+        except (pa.ArrowException, OSError) as error:
+            raise _refused_or_lost(f"channel request {what!r} failed", error) from error
+
+
+def _refused_or_lost(what: str, error: Exception) -> SparkDLError:
+    """What a failed call of a storage means: only what got lost on the way may be tried again."""
+    kind = CommunicationError if isinstance(error, _TRANSPORT) else StorageError
+    return kind(f"{what}: {error}")
 
 
 class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """How does the driver learn what a worker does, without ever disturbing it?
 
-A background thread sends heartbeats, progress, log lines and errors. If the driver cannot be
-reached it says so once, in the worker's own log, and training goes on.
+A background thread sends heartbeats, progress, log lines and errors. While the driver cannot be
+reached they wait, which it says once, in the worker's own log, and training goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
 _MAX_PARTIAL = 10_000
 """Characters kept of a line that has not ended yet."""
-_MAX_FAILURES = 20
+_MAX_PAUSE_SECONDS = 2.0
+"""Longest time between two attempts to reach a driver that does not answer."""
+_FAILURES_UNSAID = 5
+"""Failures in a row, of a few seconds in all, that are not worth a word."""
 
 
 class Reporter:
@@ -93,14 +96,16 @@ class Reporter:
             self._num_lines += 1
 
     def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL_SECONDS):
+        while not self._stop.wait(self._pause()):
             self._flush()
         self._flush()
 
+    def _pause(self) -> float:
+        """Seconds until the next report; they double with every failure in a row."""
+        return min(_INTERVAL_SECONDS * 2 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
+
     def _flush(self) -> None:
         assert self._client is not None
-        if self._failures >= _MAX_FAILURES:
-            return
         events, lines, num_lines = self._take()
         report = [self._progress, *events, *_log_event(lines, num_lines - len(lines))]
         try:
@@ -109,10 +114,10 @@ class Reporter:
         except CommunicationError as error:
             self._put_back(events, lines, num_lines)
             self._failures += 1
-            if self._failures == _MAX_FAILURES:
+            if self._failures == _FAILURES_UNSAID + 1:
                 sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
-                    f"sparkdl rank {self._rank}: the driver does not answer; training goes on "
-                    f"without progress and logs there ({error})\n"
+                    f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
+                    f"progress and logs wait for it ({error})\n"
                 )
 
     def _take(self) -> tuple[list[dict[str, Any]], list[str], int]:

@@ -155,7 +155,10 @@ def _train(
     with contextlib.ExitStack() as stack:
         files = None
         if order.driver_hosts_channel:
-            files = stack.enter_context(contextlib.closing(ChannelStorage(environment.channel)))
+            files = ChannelStorage(
+                environment.channel, transfer_timeout_seconds=order.collective_timeout_seconds
+            )
+            stack.enter_context(contextlib.closing(files))
         module = _module(order, structure, files, comm)
         storage = open_storage(order.storage_url) if order.storage_url is not None else files
         checkpoints = None

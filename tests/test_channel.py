@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,36 @@ def test_an_absent_server_is_a_communication_error() -> None:
     with pytest.raises(CommunicationError, match="'get' failed"):
         client.get("a")
     client.close()
+
+
+def test_files_on_an_absent_driver_are_a_communication_error() -> None:
+    storage = ChannelStorage(Address(host="127.0.0.1", port=1, token="t"))
+    for call in (
+        lambda: storage.exists("x"),
+        lambda: storage.read("x"),
+        lambda: storage.write("x", b"1"),
+    ):
+        with pytest.raises(CommunicationError):
+            call()
+    storage.close()
+
+
+class SlowFiles:
+    """Takes a second to find a file."""
+
+    def read(self, path: str) -> bytes:
+        time.sleep(1)
+        return b"late"
+
+
+def test_a_transfer_ends_in_time(hub: Hub) -> None:
+    files: Any = SlowFiles()
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    storage = ChannelStorage(server.address, transfer_timeout_seconds=0.1)
+    with pytest.raises(CommunicationError, match="could not send x"):
+        storage.read("x")
+    storage.close()
+    server.shutdown()
 
 
 def test_files_of_any_size(server: ChannelServer) -> None:

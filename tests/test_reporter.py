@@ -53,6 +53,7 @@ def reporter(client: FakeClient) -> Reporter:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_MAX_PAUSE_SECONDS", 0.01)
 
 
 def soon(condition: Callable[[], object]) -> None:
@@ -118,7 +119,7 @@ def test_a_dead_driver_is_no_error(capfd: pytest.CaptureFixture[str], quick: Non
     with Reporter(absent, attempt=0, rank=3) as reporter:
         reporter.step(epoch=1, step=1, loss=0.5, rows=10)
         reporter.send({"kind": "done"})
-        soon(lambda: reporter._failures >= module._MAX_FAILURES)
+        soon(lambda: reporter._failures > module._FAILURES_UNSAID + 2)
     absent.close()
     err = capfd.readouterr().err
     assert err.count("the driver does not answer; training goes on") == 1
@@ -157,6 +158,34 @@ def test_what_a_short_absence_swallowed_comes_later_in_order(
         "done",
     ]
     assert client.lines() == ["first", "second"]
+
+
+def test_a_driver_that_comes_back_late_hears_everything(
+    client: FakeClient, reporter: Reporter, quick: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with reporter:
+        client.is_there = False
+        reporter.line("said meanwhile")
+        reports = client.reports
+        soon(lambda: client.reports > reports + 30)
+        client.is_there = True
+        soon(lambda: client.lines() == ["said meanwhile"])
+        soon(lambda: client.reports > reports + 40)
+    assert capfd.readouterr().err.count("the driver does not answer") == 1
+
+
+def test_an_absent_driver_is_asked_less_and_less_often(
+    client: FakeClient, reporter: Reporter
+) -> None:
+    client.is_there = False
+    pauses = []
+    for _ in range(5):
+        pauses.append(reporter._pause())
+        reporter._flush()
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0]
+    client.is_there = True
+    reporter._flush()
+    assert reporter._pause() == 0.25
 
 
 def test_values_that_are_not_json_do_not_silence_the_worker(
