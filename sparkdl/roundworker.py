@@ -28,6 +28,8 @@ from sparkdl.reporter import Reporter, captured_output
 from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
+    import torch
+
     from sparkdl.checkpoint.tree import Snapshot
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
@@ -49,6 +51,8 @@ class RoundOrder:
     threads: int
     versions: Mapping[str, str]
     """The driver's, which every process compares with its own."""
+    is_population: bool = False
+    """Whether the state is what `memberworker` takes, and the work is its."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,11 @@ def _work(
     from sparkdl.checkpoint.format import decode
 
     reporter.rows = warm.rows.get(place.shard.shard_id, 0)
+    if order.is_population:
+        from sparkdl import memberworker
+
+        with torch_threads(order.threads):
+            return memberworker.work(warm, place.shard, order.part, state, reporter)
     tree = decode(state, "the round's state")
     with torch_threads(order.threads):
         if order.part is None:
@@ -117,7 +126,7 @@ def _work(
 
 
 def _train(
-    warm: _Warm,
+    warm: Warm,
     place: RoundPlace,
     order: RoundOrder,
     part: RoundPart,
@@ -146,7 +155,7 @@ def _train(
 
 
 def _evaluate(
-    warm: _Warm,
+    warm: Warm,
     place: RoundPlace,
     order: RoundOrder,
     tree: dict[str, Any],
@@ -160,7 +169,7 @@ def _evaluate(
     return [("result", json.dumps(report).encode()), ("metrics", metrics)]
 
 
-class _Warm:
+class Warm:
     """What a process keeps between the rounds of a run."""
 
     def __init__(self, place: RoundPlace, order: RoundOrder) -> None:
@@ -203,29 +212,39 @@ class _Warm:
             )
         key = (shard.path, split)
         if key not in self._open:
-            num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
             self._open[key] = ShardData(
-                fingerprint=shard.fingerprint,
-                columns=open_spool(
-                    Path(shard.path), self.plan.columns, num_rows=num_rows, split=split
-                ),
+                fingerprint=shard.fingerprint, columns=self._columns(shard, planned, split)
             )
         return self._open[key]
 
+    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, torch.Tensor]:
+        """The shard's rows of one kind; what the plan sets aside are validation rows."""
 
-_warm: list[_Warm] = []
+        def columns(split: Split, num_rows: int) -> dict[str, torch.Tensor]:
+            path = Path(shard.path)
+            return open_spool(path, self.plan.columns, num_rows=num_rows, split=split)
+
+        if planned.num_rows == shard.num_rows:
+            is_train = split == "train"
+            return columns(split, shard.num_rows if is_train else shard.num_validation_rows)
+        first = planned.num_rows
+        rows = slice(0, first) if split == "train" else slice(first, shard.num_rows)
+        return {name: c[rows] for name, c in columns("train", shard.num_rows).items()}
+
+
+_warm: list[Warm] = []
 """The newest run's; at most one, so that a run's memory goes when the next one begins."""
 _tuned = contextlib.ExitStack()
 """Keeps the allocator tuned while a run is warm: memory that was given back must be mapped anew."""
 
 
-def _warmed_up(place: RoundPlace, order: RoundOrder) -> _Warm:
+def _warmed_up(place: RoundPlace, order: RoundOrder) -> Warm:
     if not (
         _warm and _warm[0].run_id == order.run_id and _warm[0].gpu_addresses == place.gpu_addresses
     ):
         cool_down()  # before another is built, so that memory holds one only
         _tuned.enter_context(tuned_allocator())  # before torch allocates
-        _warm.append(_Warm(place, order))
+        _warm.append(Warm(place, order))
     return _warm[0]
 
 

@@ -43,6 +43,9 @@ class TrainingSummary:
     """What each rank sent to others to agree with them, in the last attempt."""
     seconds: float = 0.0
     """Wall-clock seconds of the whole fit."""
+    population: list[dict[str, float]] = field(default_factory=list)
+    """What was seen of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
+    hyperparameters and contests where there were any."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
@@ -63,11 +66,14 @@ class TrainingSummary:
                 f"these are not the values of a training summary: unknown keys {unknown}, "
                 f"known keys {sorted(known)}"
             )
-        history = [
-            {key: math.nan if value is None else value for key, value in record.items()}
-            for record in values["history"]
-        ]
-        return cls(**{**values, "history": history})
+        records = {
+            name: [
+                {key: math.nan if value is None else value for key, value in record.items()}
+                for record in values.get(name, [])
+            ]
+            for name in ("history", "population")
+        }
+        return cls(**{**values, **records})
 
     def to_pandas(self) -> pd.DataFrame:
         """The history as a pandas DataFrame, one row per epoch."""

@@ -31,6 +31,7 @@ from sparkdl.spark.checks import (
     prepare_columns,
     shaped,
 )
+from sparkdl.spark.competitions import train_population
 from sparkdl.spark.gangfit import train_in_gang
 from sparkdl.spark.link import open_link
 from sparkdl.spark.mode import choose_mode
@@ -53,6 +54,7 @@ from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.supervise import persistently
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.population import PopulationStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,6 +161,8 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
 def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:
     if not in_rounds:
         return train_in_gang(run)
+    if isinstance(strategy, PopulationStrategy):
+        return train_population(run, strategy)
     assert isinstance(strategy, AveragingStrategy)
     return train_in_rounds(run, strategy)
 
@@ -211,13 +215,15 @@ def _make_plan(
     strategy: SyncStrategy,
 ) -> TrainPlan:
     config = request.config
-    plan = make_plan(
-        columns=columns,
-        shards=[part.shard for part in spooled],
-        world_size=slots.num_workers,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
+    plan = strategy.hold_out(
+        make_plan(
+            columns=columns,
+            shards=[part.shard for part in spooled],
+            world_size=slots.num_workers,
+            batch_size=config.batch_size,
+            epochs=config.epochs,
+            max_steps=config.max_steps,
+        )
     )
     logger.info(
         "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "

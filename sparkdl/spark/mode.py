@@ -19,6 +19,11 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     if requested not in MODES:
         raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
     if requested == "gang":
+        if (obstacle := strategy.why_not_gang()) is not None:
+            raise ConfigError(
+                f"{type(strategy).__name__} cannot run with executionMode='gang': {obstacle}; use "
+                "executionMode='rounds'"
+            )
         return "gang"
     obstacle = strategy.why_not_rounds()
     if requested == "auto":

@@ -61,6 +61,7 @@ class Trained:
     """Phase -> seconds."""
     throughput_by_rank: list[float] = field(default_factory=list)
     bytes_sent_by_rank: list[int] = field(default_factory=list)
+    population: list[dict[str, float]] = field(default_factory=list)
 
     def to_summary(self, plan: TrainPlan, laps: dict[str, float], seconds: float) -> Any:
         """The record for the user."""
@@ -76,5 +77,6 @@ class Trained:
             world_size=plan.world_size,
             throughput_by_rank=self.throughput_by_rank,
             bytes_sent_by_rank=self.bytes_sent_by_rank,
+            population=self.population,
             seconds=seconds,
         )

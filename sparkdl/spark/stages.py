@@ -7,6 +7,7 @@ none, as a broadcast join.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl import roundworker
-from sparkdl.channel import Address
+from sparkdl.channel import Address, ChannelStorage
 from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.spark.failures import TaskLost, told_by
 from sparkdl.spark.session import is_connect
@@ -45,8 +46,9 @@ class RoundTask:
 
     order: RoundOrder
     channel: Address | None
-    state: Broadcast[bytes] | None
-    """The round's state; None: it comes in the rows, in columns ``seq`` and ``chunk``."""
+    state: Broadcast[bytes] | str | None
+    """The round's state; a folder of the driver's files, which has one for each shard; None: it
+    comes in the rows, in columns ``seq`` and ``chunk``."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Run every shard of the partition, which is one, and yield its results in chunks."""
@@ -57,7 +59,6 @@ class RoundTask:
                 shards[row["shard_id"]] = row["payload"]
                 if self.state is None:
                     chunks[row["seq"]] = row["chunk"]
-        data = self.state.value if self.state is not None else _joined(chunks)
         context = TaskContext.get()
         assert context is not None
         gpu = context.resources().get("gpu")
@@ -67,8 +68,18 @@ class RoundTask:
                 gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
                 channel=self.channel,
             )
+            data = self._state_of(shard_id, chunks)
             for kind, result in roundworker.run(place, self.order, data):
                 yield from _rows(shard_id, kind, result)
+
+    def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:
+        if self.state is None:
+            return _joined(chunks)
+        if not isinstance(self.state, str):
+            return self.state.value
+        assert self.channel is not None
+        with contextlib.closing(ChannelStorage(self.channel)) as files:
+            return files.read(f"{self.state}/{shard_id}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,13 +159,19 @@ def run_stage(
         results = table.mapInArrow(task, RESULT_SCHEMA, profile=profile)
         for num_groups in tree_levels(num_shards, depth):
             results = _merged(results, num_shards, num_groups)
+        return collected(results)
+    finally:
+        if broadcast is not None:
+            broadcast.destroy()
+
+
+def collected(results: DataFrame) -> Rows:
+    """Run the job, and put the chunks of each result together; see `run_stage`."""
+    try:
         return sorted(_gathered(results.toArrow().to_pylist()))
     except PythonException as error:
         # Tasks report what the user's code does; they raise for lost shards only.
         raise TaskLost(told_by(error)) from error
-    finally:
-        if broadcast is not None:
-            broadcast.destroy()
 
 
 def tree_levels(num_shards: int, depth: int) -> list[int]:

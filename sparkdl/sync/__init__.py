@@ -19,8 +19,11 @@ STRATEGIES = {
     "gossip": "sparkdl.sync.gossip:Gossip",
     "hogwild": "sparkdl.sync.hogwild:Hogwild",
     "localsgd": "sparkdl.sync.local_sgd:LocalSGD",
+    "oneshotaveraging": "sparkdl.sync.one_shot_averaging:OneShotAveraging",
     "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
+    "populationbasedtraining": "sparkdl.sync.population_based:PopulationBasedTraining",
     "slowmo": "sparkdl.sync.slowmo:SlowMo",
+    "tournament": "sparkdl.sync.tournament:Tournament",
 }
 """Name -> where the class is; classes are imported when they are asked for.
 

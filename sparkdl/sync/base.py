@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sparkdl.comm import Communicator
     from sparkdl.config import TrainConfig
+    from sparkdl.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 
@@ -40,6 +41,21 @@ class SyncStrategy(ABC):
     def why_not_rounds(self) -> str | None:
         """Why this cannot run on plain Spark stages; None if it can."""
         return "it exchanges something at every step, for which all workers must run at once"
+
+    def why_not_gang(self) -> str | None:
+        """Why this cannot run in a gang; None if it can."""
+        return None
+
+    def hold_out(self, plan: TrainPlan) -> TrainPlan:
+        """The plan with those training rows set aside that must not be trained on.
+
+        Called on the driver once the rows are known. A shard whose ``num_rows`` is lowered has its
+        last rows set aside; they are its validation rows then.
+
+        Raises:
+            DataError: there are too few rows.
+        """
+        return plan
 
     @property
     def deterministic(self) -> bool:

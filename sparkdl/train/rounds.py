@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.evaluate import measure
+from sparkdl.train.hyperparameters import set_values
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -79,6 +80,8 @@ class RoundReplica:
         shards: Sequence[ShardData],
         part: RoundPart,
         observer: Observer,
+        *,
+        hyperparameters: Mapping[str, float] | None = None,
     ) -> RoundOutcome:
         """Train from ``state`` on the steps of ``part``.
 
@@ -89,11 +92,15 @@ class RoundReplica:
             shards: its data.
             part: the steps.
             observer: is told of each step.
+            hyperparameters: numbers to give to the optimizer first; see `hyperparameters`.
 
         Raises:
             TrainingDiverged: the loss is not finite.
+            ConfigError: the optimizer has no such hyperparameters.
         """
         self._load(state)
+        if hyperparameters:
+            set_values(self._synchronizer.optimizer, self._scheduler, hyperparameters)
         self._module.train()
         seed_everything(self._config.seed, shard_id, part.step)
         step = self._make_step()

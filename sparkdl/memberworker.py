@@ -1,0 +1,147 @@
+"""What does a task do for the members of a population? It lets one compete and train, or measures.
+
+A member's state comes in parts, each as `checkpoint.format.encode` wrote it, so that the driver
+passes on what it got without looking into it: ``model``, and ``rest``, which is optimizer,
+schedule and scaler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import TrainingDiverged
+from sparkdl.plan import RoundPart, Shard
+
+if TYPE_CHECKING:
+    from sparkdl.reporter import Reporter
+    from sparkdl.roundworker import Warm
+
+MODEL, REST = "model", "rest"
+RIVAL_MODEL, RIVAL_REST = "rival model", "rival rest"
+"""What another member has, where the two compete; without its ``rest`` a loser keeps its own."""
+OPTIONS = "options"
+"""JSON: ``hyperparameters`` to train with, and whether the member ``may_diverge``."""
+
+Results = list[tuple[str, bytes]]
+
+
+def pack_parts(parts: Mapping[str, bytes]) -> bytes:
+    """Several byte strings as one."""
+    sizes = {name: len(part) for name, part in parts.items()}
+    return b"".join([json.dumps(sizes).encode() + b"\n", *parts.values()])
+
+
+def unpack_parts(data: bytes) -> dict[str, bytes]:
+    """Inverse of `pack_parts`."""
+    at = data.index(b"\n") + 1
+    parts = {}
+    for name, size in json.loads(data[:at]).items():
+        parts[name] = data[at : at + size]
+        at += size
+    return parts
+
+
+def encoded(tree: Any) -> bytes:
+    """A tree of tensors as one part."""
+    from sparkdl.checkpoint.format import encode
+    from sparkdl.checkpoint.tree import snapshot
+
+    return b"".join(encode(snapshot(tree)))
+
+
+def decoded(part: bytes) -> dict[str, Any]:
+    """Inverse of `encoded`; nothing gives an empty dict."""
+    from sparkdl.checkpoint.format import decode
+
+    tree: dict[str, Any] = decode(part, "a member's state") if part else {}
+    return tree
+
+
+def work(
+    warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
+) -> Results:
+    """Do one shard's part of a job.
+
+    Args:
+        warm: the process's replica and data.
+        shard: the shard.
+        part: the steps to train the member whose parts ``state`` holds; None: measure the models
+            in ``state``, each of which is a part under its member's number.
+        state: what `pack_parts` gave.
+        reporter: is told of each step.
+
+    Returns:
+        ``("result", JSON)`` with, after training, ``model`` and ``rest``, unless the member has
+        diverged; after measuring, with ``metrics <member>`` for each.
+    """
+    parts = unpack_parts(state)
+    if part is None:
+        return _measure(warm, shard, parts, reporter)
+    return _train(warm, shard, part, parts, reporter)
+
+
+def _measure(warm: Warm, shard: Shard, parts: Mapping[str, bytes], reporter: Reporter) -> Results:
+    reporter.phase("evaluate")
+    report, results = {}, []
+    for member, model in parts.items():
+        (loss_sum, weight), metrics = warm.replica.evaluate(
+            decoded(model), [warm.open(shard, "validation")]
+        )
+        report[member] = {"loss_sum": loss_sum, "weight": weight}
+        results.append((f"metrics {member}", metrics))
+    return [("result", json.dumps(report).encode()), *results]
+
+
+def _train(
+    warm: Warm, shard: Shard, part: RoundPart, parts: Mapping[str, bytes], reporter: Reporter
+) -> Results:
+    options = json.loads(parts[OPTIONS])
+    state = {**decoded(parts[MODEL]), **decoded(parts[REST])}
+    report: dict[str, Any] = {}
+    if RIVAL_MODEL in parts:
+        reporter.phase("evaluate")
+        rival = {**state, **decoded(parts[RIVAL_MODEL]), **decoded(parts.get(RIVAL_REST, b""))}
+        report["contest"] = contest = _contest(warm, shard, state, rival)
+        state = rival if contest["is_lost"] else state
+    reporter.phase("train")
+    try:
+        outcome = warm.replica.train(
+            state,
+            shard.shard_id,
+            [warm.open(shard, "train")],
+            part,
+            reporter,
+            hyperparameters=options["hyperparameters"],
+        )
+    except TrainingDiverged as error:
+        if not options["may_diverge"]:
+            raise
+        none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0}
+        return [("result", json.dumps({**none, "diverged": str(error)}).encode())]
+    warm.rows[shard.shard_id] = reporter.rows
+    report |= {
+        "loss_sum": outcome.loss_sum,
+        "weight": outcome.weight,
+        "rows": outcome.rows,
+        "seconds": outcome.seconds,
+        "learning_rate": outcome.state["optimizer"]["param_groups"][0].get("lr"),
+    }
+    model = {"model": outcome.state.pop("model")}
+    return [
+        ("result", json.dumps(report).encode()),
+        (MODEL, encoded(model)),
+        (REST, encoded(outcome.state)),
+    ]
+
+
+def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
+    """Measure both on this shard's tournament set."""
+    from sparkdl.sync.tournament import has_won
+
+    losses = []
+    for state in (own, rival):
+        (loss_sum, weight), _ = warm.replica.evaluate(state, [warm.open(shard, "validation")])
+        losses.append(loss_sum / weight if weight > 0 else float("nan"))
+    return {"loss": losses[0], "rival_loss": losses[1], "is_lost": has_won(losses[1], losses[0])}
