@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -250,10 +250,18 @@ def _age(name: str) -> tuple[int, bool]:
     return int(match[1]), match[2] is not None
 
 
-def latest(storage: Storage, run_key: str) -> CheckpointInfo | None:
+def latest(
+    storage: Storage, run_key: str, fits: Callable[[Any], bool] | None = None
+) -> CheckpointInfo | None:
     """The newest whole checkpoint of a run, or None; reads it through to be sure.
 
-    Folders that are not whole are passed over with a line in the log.
+    Folders that are not whole are passed over with a line in the log, and so are those that do
+    not fit.
+
+    Args:
+        storage: where checkpoints lie.
+        run_key: the run's.
+        fits: given the state that is equal on all ranks, whether to go on from it; None: always.
 
     Raises:
         StorageError: the storage itself cannot be read.
@@ -261,10 +269,19 @@ def latest(storage: Storage, run_key: str) -> CheckpointInfo | None:
     for path in reversed(folders(storage, run_key)):
         try:
             info = read_manifest(storage, path)
-            for name in (SHARED, *(rank_file(rank) for rank in range(info.world_size))):
-                read_file(info, name)
+            for rank in range(info.world_size):
+                read_file(info, rank_file(rank))
+            shared = load_shared(info)
         except CheckpointError as error:
             logger.warning("passed over %s: %s", path, error)
-        else:
+            continue
+        if fits is None or fits(shared):
             return info
+        logger.warning("passed over %s: this fit ends before step %d", path, info.step)
     return None
+
+
+def has_other_runs(storage: Storage, run_key: str) -> bool:
+    """Whether checkpoints of other runs lie beside those of this one."""
+    names = [name for name in storage.list("") if _RUN_KEY.fullmatch(name) and name != run_key]
+    return any(folders(storage, name) for name in names)

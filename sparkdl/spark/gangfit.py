@@ -11,11 +11,12 @@ from functools import partial
 import cloudpickle
 
 from sparkdl import worker
-from sparkdl.checkpoint.format import decode, latest
+from sparkdl.checkpoint.format import decode
 from sparkdl.environment import versions
 from sparkdl.errors import ClusterError
 from sparkdl.spark.gang import launch
 from sparkdl.spark.preflight import wait_for_slots
+from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.supervise import GangResult, Limits, Rows, supervise
 
@@ -62,12 +63,8 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
         link.hub.clear(f"{run.run_id}/{attempt - 1}/")
         wait_for_slots(run.spark, slots.num_workers, slots.profile, settings)
         shards = tuple(part.shard for part in run.table.collect())
-    found = None
-    if link.checkpoints is not None:
-        found = latest(link.checkpoints, run.run_key)
+    found = find_checkpoint(run, link.checkpoints) if link.checkpoints is not None else None
     start_step = found.step if found is not None else 0
-    if found is not None:
-        logger.info("going on from the checkpoint of step %d (%s)", start_step, found.path)
     run.view.attempt(attempt, start_step)
     order = worker.WorkOrder(
         run_id=run.run_id,

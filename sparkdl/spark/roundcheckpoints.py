@@ -6,17 +6,15 @@ and lost tasks are Spark's affair.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
-from sparkdl.checkpoint import format as layout
+from sparkdl.checkpoint.format import load_shared
 from sparkdl.checkpoint.manager import CheckpointManager
 from sparkdl.environment import versions
 from sparkdl.process import cpu_model
+from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run
-
-logger = logging.getLogger(__name__)
 
 
 class RoundCheckpoints:
@@ -25,7 +23,7 @@ class RoundCheckpoints:
     def __init__(self, run: Run) -> None:
         self.is_wanted = False
         """Whether a checkpoint has become due."""
-        self._run_key = run.run_key
+        self._run = run
         self._storage = run.link.checkpoints if run.link.url is not None else None
         self._manager: CheckpointManager | None = None
         if self._storage is not None:
@@ -74,12 +72,10 @@ class RoundCheckpoints:
         """The state of the newest checkpoint, or None."""
         if self._storage is None:
             return None
-        found = layout.latest(self._storage, self._run_key)
+        found = find_checkpoint(self._run, self._storage)
         if found is None:
             return None
-        logger.info("going on from the checkpoint of step %d (%s)", found.step, found.path)
-        data = layout.read_file(found, layout.SHARED)
-        shared: dict[str, Any] = layout.decode(data, f"{found.path}/{layout.SHARED}")
+        shared: dict[str, Any] = load_shared(found)
         return shared
 
     def close(self, *, abort: bool) -> None:

@@ -31,6 +31,11 @@ class TrainState:
         """Whether nothing is left to train; ``max_steps`` of -1 is no limit."""
         return self.stopped_early or self.epoch >= epochs or 0 <= max_steps <= self.step
 
+    def exceeds(self, epochs: int, max_steps: int) -> bool:
+        """Whether training has come further than it shall; ``max_steps`` of -1 is no limit."""
+        begun = self.epoch + (self.step_in_epoch > 0)
+        return begun > epochs or 0 <= max_steps < self.step
+
     def add_record(self, record: Record) -> None:
         """Append an epoch's record; it replaces the one that an earlier limit cut short."""
         self.history = [old for old in self.history if old["epoch"] != record["epoch"]]
