@@ -102,7 +102,7 @@ class Reporter:
 
     def _pause(self) -> float:
         """Seconds until the next report; they double with every failure in a row."""
-        return min(_INTERVAL_SECONDS * 2 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
+        return min(_INTERVAL_SECONDS * 2.0 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
 
     def _flush(self) -> None:
         assert self._client is not None

@@ -21,12 +21,13 @@ from sparkdl.checkpoint.format import CheckpointInfo, FileRecord, Recorder
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.config import CheckpointConfig
-from sparkdl.errors import GangError, StorageError
+from sparkdl.errors import CommunicationError, GangError, StorageError
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
 """Longest single wait for the peers, so that an abandoned save ends soon."""
+_VANISHED = b'{"error": "its key vanished", "is_lost": true}'
 
 
 class KeyValue(Protocol):
@@ -102,6 +103,7 @@ class CheckpointManager:
 
         Raises:
             StorageError: the previous save failed, or did not end in time.
+            CommunicationError: the way to the storage was lost, on this or another rank.
             CheckpointError: the state holds something that cannot be stored.
         """
         self._start(step, shared, rank_state, is_final=False)
@@ -177,7 +179,8 @@ class CheckpointManager:
         try:
             own = self._write_file(f"{path}/{own_name}", self._own)
         except Exception as error:
-            self._tell(name, {"error": str(error)})  # rank 0 need not wait for its time-out
+            # Rank 0 need not wait for its time-out.
+            self._tell(name, {"error": str(error), "is_lost": isinstance(error, GangError)})
             raise
         self._tell(name, asdict(own))
         if self._rank != 0:
@@ -215,9 +218,10 @@ class CheckpointManager:
         self._wait(name, list(keys.values()))
         files = {}
         for rank, key in keys.items():
-            record = json.loads(self._signal.get(key) or b'{"error": "its key vanished"}')
+            record = json.loads(self._signal.get(key) or _VANISHED)
             if "error" in record:
-                raise StorageError(f"rank {rank} could not write {name}: {record['error']}")
+                kind = CommunicationError if record["is_lost"] else StorageError
+                raise kind(f"rank {rank} could not write {name}: {record['error']}")
             files[layout.rank_file(rank)] = FileRecord(**record)
         return files
 

@@ -18,7 +18,7 @@ from sparkdl.checkpoint.format import latest, load_rank, load_shared
 from sparkdl.checkpoint.manager import CheckpointManager
 from sparkdl.checkpoint.storage import Data, LocalStorage, MemoryStorage, Storage, pieces
 from sparkdl.config import CheckpointConfig
-from sparkdl.errors import CheckpointError, StorageError
+from sparkdl.errors import CheckpointError, CommunicationError, StorageError
 
 
 class Keys:
@@ -206,6 +206,26 @@ def test_rank_0_hears_at_once_that_another_rank_could_not_write() -> None:
     with pytest.raises(StorageError, match="full"):
         managers[1].close()
     assert time.monotonic() - began < 5 and latest(storage, "run") is None
+
+
+class LostStorage(MemoryStorage):
+    """Cannot be reached when rank 1 writes."""
+
+    def write(self, path: str, data: Data) -> None:
+        if "rank-00001" in path:
+            raise CommunicationError("nobody there")
+        super().write(path, data)
+
+
+def test_what_a_restart_heals_for_one_rank_it_heals_for_rank_0() -> None:
+    storage, keys = LostStorage(), Keys()
+    managers = [make(storage, keys=keys, rank=rank, world_size=2, timeout=30) for rank in (0, 1)]
+    for manager in managers:
+        manager.save(1, {}, {})
+    with pytest.raises(CommunicationError, match=r"rank 1 could not write .*nobody there"):
+        managers[0].close()
+    with pytest.raises(CommunicationError, match="nobody there"):
+        managers[1].close()
 
 
 def test_a_rank_that_never_writes_does_not_hang_rank_0() -> None:
