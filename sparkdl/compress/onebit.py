@@ -29,7 +29,7 @@ class OneBitCompression(Compression):
     """
 
     warmup_steps: int = 100
-    """First steps, in which gradients travel as they are; CNTK's default is one epoch."""
+    """First exchanges, in which values travel as they are; CNTK's default is one epoch."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:

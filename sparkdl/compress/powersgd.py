@@ -41,7 +41,7 @@ class PowerSGD(Compression):
     rank: int = 2
     """Of the approximation; more is closer to the gradient, and costs as much more."""
     warmup_steps: int = 0
-    """First steps, in which gradients travel as they are; a tenth of all helps some models."""
+    """First exchanges, in which values travel as they are; a tenth of all helps some models."""
     min_compression: float = 2.0
     """Tensors that would become less than this many times smaller travel as they are."""
     seed: int = 0

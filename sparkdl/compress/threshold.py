@@ -40,8 +40,8 @@ class ThresholdCompression(Compression):
     """
 
     threshold: float | None = None
-    """The first one, in units of the gradient. None: such that ``max_sparsity`` of the first
-    gradient reaches it, on the average of the ranks."""
+    """The first one, in units of what travels. None: such that ``max_sparsity`` of the first values
+    reach it, on the average of the ranks."""
     min_sparsity: float = 1e-4
     """The part of all values that is sent at least; if less, the threshold falls."""
     max_sparsity: float = 1e-2

@@ -55,7 +55,7 @@ class TopKCompression(Compression):
     clip_norm: float | None = None
     """Largest norm of each tensor's gradient, applied to a rank's own before it is added up."""
     warmup_steps: int = 0
-    """First steps, in which the density falls exponentially to its value, in four stages."""
+    """First exchanges, in which the density falls exponentially to its value, in four stages."""
 
     def __post_init__(self) -> None:
         if not 0 < self.density < 0.5:

@@ -30,7 +30,11 @@ class TwoBitCompression(Compression):
     """Send 2 bits per value and 4 or 8 per sum: about 10 times less than float32."""
 
     threshold: float = 0.5
-    """What a value is sent as, in units of the gradient; smaller ones wait until they add up."""
+    """What a value is sent as; smaller ones wait until they add up.
+
+    In units of what travels: of gradients, or of the changes of weights in a round, which are much
+    smaller.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf:
