@@ -24,6 +24,7 @@ from sparkdl.sync.diloco import DiLoCo
 from sparkdl.sync.elastic_averaging import ElasticAveraging
 from sparkdl.sync.gossip import Gossip
 from sparkdl.sync.local_sgd import LocalSGD
+from sparkdl.sync.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 from sparkdl.sync.slowmo import SlowMo
 from tests.gang import Gang
@@ -78,6 +79,7 @@ ROWS = {
     "streaming diloco": Row(DiLoCo(averaging_period=15, num_fragments=2, overlap_steps=3), ADAMW),
     "elastic averaging": Row(ElasticAveraging(averaging_period=4)),
     "gossip": Row(Gossip(probability=0.2)),
+    "one shot": Row(OneShotAveraging()),
 }
 """Name -> what is run; each row takes a second or two."""
 

@@ -19,6 +19,7 @@ from sparkdl.sync.diloco import DiLoCo
 from sparkdl.sync.elastic_averaging import ElasticAveraging
 from sparkdl.sync.gossip import Gossip
 from sparkdl.sync.local_sgd import LocalSGD
+from sparkdl.sync.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 from sparkdl.sync.slowmo import SlowMo
 from tests.gang import Gang
@@ -64,11 +65,12 @@ FORMS: dict[str, SyncStrategy] = {
     ),
     "elastic averaging, threshold": ElasticAveraging(averaging_period=2, compression=COARSE),
     "gossip": Gossip(probability=0.7),
+    "one shot": OneShotAveraging(),
 }
 """Name -> strategy, whose rounds are short."""
 
 ADAM = but(SGD, optimizer="adam", learning_rate=0.01, epochs=3)
-KEEPS_OWN = ("streaming", "elastic", "gossip")
+KEEPS_OWN = ("streaming", "elastic", "gossip", "one shot")
 form = pytest.mark.parametrize("name", FORMS)
 
 
