@@ -116,9 +116,10 @@ def write_and_read(comm: Any) -> tuple[list[float], list[float]]:
     with placed(comm):
         synchronizer = Hogwild().setup(net, lambda p: torch.optim.SGD(p, lr=1), comm)
     comm.barrier()
-    if comm.rank == 1:  # as a checkpoint that the first rank has loaded
-        weights_of(net, 0).fill_(3)
+    weights_of(net, 0).fill_(3 if comm.rank == 0 else 4)
     synchronizer.zero_gradients()
+    assert weights_of(net, 0).item() == 3  # the first rank says what the weights are
+    comm.barrier()
     assert weights_of(net, 0).data_ptr() % 64 == weights_of(net, 1).data_ptr() % 64 == 0
     if comm.rank == 0:
         for place in range(3):
