@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -26,10 +25,12 @@ BLOCK_BYTES = 512 * 1024
 """What one thread adds and copies at a time, so that it copies out of its cache."""
 PIECE_BYTES = 512 * 1024
 """Largest part of a tensor that is staged as one."""
-STAGING_BYTES = 4 * PIECE_BYTES
+SMALL_BYTES = 4096
+"""Up to this size tensors are staged in small slots, of which there are many."""
 
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
+_MAX_LAYOUTS = 4096
 _HALF = (torch.float16, torch.bfloat16)
 _SUMMED = {
     torch.float64, torch.float32, *_HALF,
@@ -38,22 +39,6 @@ _SUMMED = {
 
 Between = Callable[[torch.Tensor], Pending]
 """Starts what happens to the node's sum of a rank's share before the ranks of the node get it."""
-
-
-@dataclass(frozen=True)
-class _Region:
-    """Memory of equal size for each rank of the node."""
-
-    start: int
-    """Address of this rank's part."""
-    num_bytes: int
-    buffers: Sequence[torch.Tensor]
-    """Each rank's part, uint8."""
-
-    def offset(self, tensor: torch.Tensor) -> int | None:
-        """Where a contiguous tensor begins in this rank's part, if it lies there."""
-        offset = tensor.data_ptr() - self.start
-        return offset if 0 <= offset <= self.num_bytes - tensor.nbytes else None
 
 
 class SharedSum:
@@ -79,18 +64,18 @@ class SharedSum:
             NoSharedMemory: on all ranks.
         """
         self.signals = Signals(local, everyone, ranks)
-        self.local = local
+        self._local = local
         self._everyone = everyone
         self._first_takes_all = first_takes_all
         self._regions: list[_Region] = []
         self._pending: deque[_Sum] = deque()
         self._num_started = 0
         try:
-            self._staging = self._map(STAGING_BYTES)
+            self._small = _Staging(self._map(64 * SMALL_BYTES), SMALL_BYTES)
+            self._large = _Staging(self._map(4 * PIECE_BYTES), PIECE_BYTES)
         except BaseException:
             self.signals.close()
             raise
-        self._staged_bytes = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros ``(numel,)`` that are summed in place. Collective over everyone.
@@ -101,10 +86,10 @@ class SharedSum:
         num_bytes = numel * dtype.itemsize
         region = self._map(max(_PAGE_BYTES, -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES))
         self._regions.append(region)
-        return region.buffers[self.local.rank][:num_bytes].view(dtype)
+        return region.own[:num_bytes].view(dtype)
 
     def start(self, tensor: torch.Tensor, between: Between | None = None) -> Pending:
-        """Start to sum ``tensor``; large ones that are not from `allocate` are summed at once.
+        """Start to sum ``tensor``; much of a large one that is not from `allocate` is summed now.
 
         Args:
             tensor: dense, on the CPU, of a type that `is_summable` admits.
@@ -113,7 +98,8 @@ class SharedSum:
         Raises:
             CommunicationError: a peer is gone.
         """
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.numel() == 0:
             return _NothingPending()
         if not tensor.is_contiguous():
@@ -121,14 +107,16 @@ class SharedSum:
             self.start(dense, between).wait()
             tensor.copy_(dense)
             return _NothingPending()
-        flat = tensor.view(-1)
         for region in self._regions:
-            offset = region.offset(flat)
+            offset = region.offset(tensor)
             if offset is not None:
-                return self._begin(_Sum(self, flat, region, offset, between))
+                layout = self._layout(region, offset, tensor.numel(), tensor.dtype)
+                return self._begin(_Sum(self, layout, between))
+        flat = tensor.view(-1)
+        if flat.nbytes <= PIECE_BYTES:
+            return self._begin(self._stage(flat, between))
         for piece in torch.split(flat, PIECE_BYTES // flat.element_size()):
-            offset = self._stage(piece)
-            last = self._begin(_Sum(self, piece, self._staging, offset, between, is_staged=True))
+            last = self._begin(self._stage(piece, between))
         return last
 
     def close(self) -> None:
@@ -136,15 +124,8 @@ class SharedSum:
         self.signals.close()
         self._regions.clear()
         self._pending.clear()
-
-    def share(self, numel: int, element_size: int) -> slice:
-        """The elements that this rank adds up; whole cache lines but for the last."""
-        if self._first_takes_all:
-            return slice(0, numel if self.local.rank == 0 else 0)
-        unit = max(1, _LINE_BYTES // element_size)
-        size = -(-numel // (unit * self.local.world_size)) * unit
-        first = min(numel, size * self.local.rank)
-        return slice(first, min(numel, first + size))
+        for staging in (self._small, self._large):
+            staging.users.clear()  # which refer to this object
 
     def finish(self, last: _Sum) -> None:
         """Finish the sums up to ``last``."""
@@ -175,27 +156,105 @@ class SharedSum:
                     return
                 pending.add()
 
-    def _stage(self, piece: torch.Tensor) -> int:
+    def _stage(self, piece: torch.Tensor, between: Between | None) -> _Sum:
         """Copy to where the peers see it; places follow from the order of starts alone."""
-        first = self._staged_bytes
-        if first + piece.nbytes > STAGING_BYTES:
-            first = 0
-        last = first + piece.nbytes
-        self._staged_bytes = -(-last // _LINE_BYTES) * _LINE_BYTES
-        in_the_way = [before for before in self._pending if before.is_staged_in(first, last)]
-        if in_the_way:
-            self.finish(in_the_way[-1])
-        staged = self._staging.buffers[self.local.rank][first:last]
-        staged.view(piece.dtype).copy_(piece)
-        return first
+        staging = self._small if piece.nbytes <= SMALL_BYTES else self._large
+        before = staging.next_user()
+        if before is not None:
+            self.finish(before)
+        offset = staging.next_offset()
+        layout = self._layout(staging.region, offset, piece.numel(), piece.dtype)
+        layout.own.copy_(piece)
+        return staging.lend(_Sum(self, layout, between, copy_to=piece))
 
     def _map(self, num_bytes: int) -> _Region:
-        size, rank = self.local.world_size, self.local.rank
-        file = map_together(self.local, num_bytes * size, self._everyone)
+        file = map_together(self._local, num_bytes * self._local.world_size, self._everyone)
         file.close()
         whole = torch.frombuffer(file.buffer, dtype=torch.uint8)
-        buffers = torch.split(whole, num_bytes)
-        return _Region(buffers[rank].data_ptr(), num_bytes, buffers)
+        return _Region(torch.split(whole, num_bytes), self._local.rank)
+
+    def _layout(self, region: _Region, offset: int, numel: int, dtype: torch.dtype) -> _Layout:
+        """Made once for tensors that are summed again: dozens of views take longer than a sum."""
+        key = (offset, numel, dtype)
+        layout = region.layouts.get(key)
+        if layout is None:
+            if len(region.layouts) == _MAX_LAYOUTS:
+                region.layouts.clear()
+            layout = _Layout(region, offset, dtype, numel, self._share(numel, dtype.itemsize))
+            region.layouts[key] = layout
+        return layout
+
+    def _share(self, numel: int, element_size: int) -> slice:
+        """The elements that this rank adds up; whole cache lines but for the last."""
+        if self._first_takes_all:
+            return slice(0, numel if self._local.rank == 0 else 0)
+        unit = max(1, _LINE_BYTES // element_size)
+        size = -(-numel // (unit * self._local.world_size)) * unit
+        first = min(numel, size * self._local.rank)
+        return slice(first, min(numel, first + size))
+
+
+class _Region:
+    """Memory of equal size for each rank of the node."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], rank: int) -> None:
+        """``buffers`` are the ranks' parts, uint8; ``rank`` is the own rank in the node."""
+        self.buffers = buffers
+        self.own = buffers[rank]
+        self.layouts: dict[tuple[int, int, torch.dtype], _Layout] = {}
+        self._start = self.own.data_ptr()
+        self._num_bytes = self.own.nbytes
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where a contiguous tensor begins in this rank's part, if it lies there."""
+        offset = tensor.data_ptr() - self._start
+        return offset if 0 <= offset <= self._num_bytes - tensor.nbytes else None
+
+
+class _Layout:
+    """Where the parts of a tensor are that this rank adds up."""
+
+    def __init__(
+        self, region: _Region, offset: int, dtype: torch.dtype, numel: int, share: slice
+    ) -> None:
+        size = dtype.itemsize
+        self.own = region.own[offset : offset + numel * size].view(dtype)
+        """This rank's summand."""
+        first, last = offset + share.start * size, offset + share.stop * size
+        self.shares = [buffer[first:last].view(dtype) for buffer in region.buffers]
+        """This rank's share in each rank's summand; the sum is formed in the first."""
+        num_together = BLOCK_BYTES * torch.get_num_threads() // size
+        self.blocks = [
+            blocks
+            for blocks in zip(*(torch.split(s, num_together) for s in self.shares), strict=True)
+            if len(blocks[0])
+        ]
+        """The same in parts, each with the corresponding ones of all ranks."""
+
+
+class _Staging:
+    """Slots of one size, used in turn."""
+
+    def __init__(self, region: _Region, slot_bytes: int) -> None:
+        self.region = region
+        self._slot_bytes = slot_bytes
+        self.users: list[_Sum | None] = [None] * (region.own.nbytes // slot_bytes)
+        """The last of each slot."""
+        self._next = 0
+
+    def next_user(self) -> _Sum | None:
+        """Whose slot is next; it must be finished first."""
+        return self.users[self._next]
+
+    def next_offset(self) -> int:
+        """Where the next slot begins."""
+        return self._next * self._slot_bytes
+
+    def lend(self, user: _Sum) -> _Sum:
+        """Give the next slot to ``user``."""
+        self.users[self._next] = user
+        self._next = (self._next + 1) % len(self.users)
+        return user
 
 
 class _Sum:
@@ -204,27 +263,18 @@ class _Sum:
     def __init__(
         self,
         owner: SharedSum,
-        flat: torch.Tensor,
-        region: _Region,
-        offset: int,
+        layout: _Layout,
         between: Between | None,
-        *,
-        is_staged: bool = False,
+        copy_to: torch.Tensor | None = None,
     ) -> None:
         self._owner = owner
-        self._flat = flat
-        self._region = region
-        self._offset = offset
+        self._layout = layout
         self._between = between
-        self._is_staged = is_staged
+        self._copy_to = copy_to
         self._rest: Pending = _NothingPending()
         self.number = 0
         self.is_added = False
         self.is_finished = False
-
-    def is_staged_in(self, first: int, last: int) -> bool:
-        """Whether the tensor uses these bytes of the staging area."""
-        return self._is_staged and self._offset < last and first < self._offset + self._flat.nbytes
 
     def wait(self) -> None:
         """See `Pending.wait`."""
@@ -233,41 +283,32 @@ class _Sum:
     def add(self) -> None:
         """Add up this rank's share, all of whose summands must be there."""
         self.is_added = True
-        first, *others = self._shares()
-        if self._between is None:
-            for blocks in zip(*(_blocks(share) for share in (first, *others)), strict=True):
-                _add_up(blocks)
+        for blocks in self._layout.blocks:
+            _add_up(blocks)
+            if self._between is None:
                 for block in blocks[1:]:
                     block.copy_(blocks[0])
+        if self._between is None:
             self._owner.signals.send(DONE)
-        elif len(first):
-            for blocks in zip(*(_blocks(share) for share in (first, *others)), strict=True):
-                _add_up(blocks)
-            self._rest = self._between(first)
+        elif self._layout.blocks:
+            self._rest = self._between(self._layout.shares[0])
 
     def distribute(self) -> None:
         """Give the share to the peers, unless that is done."""
         if self._between is None:
             return
         self._rest.wait()
-        first, *others = self._shares()
+        first, *others = self._layout.shares
         for other in others:
             other.copy_(first)
         self._owner.signals.send(DONE)
 
     def finish(self) -> None:
         """Take the result, when all shares are there."""
-        if self._is_staged:
-            own = self._region.buffers[self._owner.local.rank]
-            self._flat.copy_(own[self._offset :][: self._flat.nbytes].view(self._flat.dtype))
+        if self._copy_to is not None:
+            self._copy_to.copy_(self._layout.own)
+            self._copy_to = None
         self.is_finished = True
-
-    def _shares(self) -> list[torch.Tensor]:
-        """This rank's share in each rank's memory; the sum is formed in the first."""
-        size = self._flat.element_size()
-        share = self._owner.share(len(self._flat), size)
-        first, last = self._offset + share.start * size, self._offset + share.stop * size
-        return [buffer[first:last].view(self._flat.dtype) for buffer in self._region.buffers]
 
 
 class _NothingPending:
@@ -311,11 +352,6 @@ def is_summable(tensor: torch.Tensor) -> bool:
     """Whether `SharedSum` can sum it."""
     is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     return is_dense and tensor.dtype in _SUMMED
-
-
-def _blocks(share: torch.Tensor) -> Sequence[torch.Tensor]:
-    block_bytes = BLOCK_BYTES * torch.get_num_threads()
-    return torch.split(share, block_bytes // share.element_size())
 
 
 def _add_up(blocks: Sequence[torch.Tensor]) -> None:

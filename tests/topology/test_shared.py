@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.errors import CommunicationError
 from sparkdl.topology.base import Topology
-from sparkdl.topology.shared import PIECE_BYTES, STAGING_BYTES, Shared
+from sparkdl.topology.shared import PIECE_BYTES, Shared
 from tests.gang import Gang, started_gang
 from tests.topology.placing import CPU, arranged
 
@@ -123,7 +123,7 @@ def start_many(comm: Any) -> bool:
         inside = topology.allocate(90_000, torch.float32, CPU)
         inside.copy_(reals(comm.rank, 90_000))
         tensors = [*inside.split(3_000), *(reals(comm.rank, 40_000, seed) for seed in range(30))]
-        tensors.append(reals(comm.rank, 2 * STAGING_BYTES))
+        tensors.append(reals(comm.rank, 8 * PIECE_BYTES))
         tensors += [reals(comm.rank, 1, seed) for seed in range(100)]
         expected = [tensor.clone() for tensor in tensors]
         for tensor in expected:
