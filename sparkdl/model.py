@@ -30,8 +30,8 @@ from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams, PredictParams
 from sparkdl.plan import Column
-from sparkdl.spark.columns import Prepared, prepare
-from sparkdl.spark.session import is_connect
+from sparkdl.spark.columns import Prepared, find, prepare
+from sparkdl.spark.session import is_case_sensitive, is_connect
 from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         if not outputs:
             logger.warning("%s: all output columns are off; transform does nothing", self.uid)
             return dataset
-        self._check_outputs(schema, list(outputs.values()))
-        inputs = self._inputs(schema)
+        case = is_case_sensitive(dataset.sparkSession)
+        self._check_outputs(schema, list(outputs.values()), is_case_sensitive=case)
+        inputs = self._inputs(schema, is_case_sensitive=case)
         kind, types = self._types()
         task = self._task(dataset.sparkSession, kind, [(name, types[name]) for name in outputs])
         struct = T.StructType([T.StructField(name, types[name][0]) for name in outputs])
@@ -160,17 +161,20 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         lists = (T.ArrayType(spark_type, containsNull=False), pa.list_(arrow_type))
         return "array", {"prediction": lists}
 
-    def _check_outputs(self, schema: T.StructType, names: list[str]) -> None:
+    def _check_outputs(
+        self, schema: T.StructType, names: list[str], *, is_case_sensitive: bool
+    ) -> None:
         for name in names:
-            if name in schema.names:
+            found = find(schema, name, is_case_sensitive=is_case_sensitive)
+            if found:
                 raise DataError(
-                    f'column "{name}" is in the DataFrame already; drop it, or choose another '
-                    f"name for the output of {self.uid}"
+                    f'column "{found[0].name}" is in the DataFrame already; drop it, or choose '
+                    f"another name for the output of {self.uid}"
                 )
-        if len(set(names)) < len(names):
+        if len({name if is_case_sensitive else name.lower() for name in names}) < len(names):
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
 
-    def _inputs(self, schema: T.StructType) -> list[Prepared]:
+    def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[Prepared]:
         """The input columns, cast by Spark to what the module was trained on."""
         names = self.feature_columns()
         if len(names) != len(self._columns):
@@ -178,7 +182,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
                 f"the module was trained on {len(self._columns)} column(s); received {list(names)}"
             )
         return [
-            _trained_input(schema, name, column)
+            _trained_input(schema, name, column, is_case_sensitive=is_case_sensitive)
             for name, column in zip(names, self._columns, strict=True)
         ]
 
@@ -322,7 +326,9 @@ def _is_convertible(data_type: T.DataType) -> bool:
     return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
 
 
-def _trained_input(schema: T.StructType, name: str, column: Column) -> Prepared:
+def _trained_input(
+    schema: T.StructType, name: str, column: Column, *, is_case_sensitive: bool
+) -> Prepared:
     """Prepare a column for a module that was trained on ``column``.
 
     Raises:
@@ -330,7 +336,9 @@ def _trained_input(schema: T.StructType, name: str, column: Column) -> Prepared:
     """
     trained = torch.zeros((), dtype=getattr(torch, column.dtype))
     float_dtype = column.dtype if trained.is_floating_point() else "float32"
-    prepared = prepare(schema, name, "feature", float_dtype=float_dtype)
+    prepared = prepare(
+        schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
+    )
     at_hand = getattr(torch, prepared.dtype)
     fits = (
         trained.is_floating_point() or torch.promote_types(at_hand, trained.dtype) is trained.dtype

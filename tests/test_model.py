@@ -226,6 +226,25 @@ def test_bad_rows_are_refused_by_name(spark: SparkSession, bad: Any) -> None:
         model.transform(df.coalesce(1)).collect()
 
 
+def test_names_that_differ_in_case_are_the_same_column(
+    spark: SparkSession, arrays: DataFrame
+) -> None:
+    model = TorchModel(linear(3, 1), [feature("features", "float32", 3)])
+    expected = direct(linear(3, 1), ROWS).reshape(-1).tolist()
+    renamed = arrays.withColumnRenamed("features", "Features")
+    assert column(model.transform(renamed), "prediction") == expected
+    theirs = arrays.withColumn("Prediction", F.lit(-7.0))
+    with pytest.raises(DataError, match='"Prediction" is in the DataFrame already'):
+        model.transform(theirs)
+    spark.conf.set("spark.sql.caseSensitive", True)
+    try:
+        assert model.transform(theirs).columns == [*theirs.columns, "prediction"]
+        with pytest.raises(DataError, match='"features" is not in the DataFrame'):
+            model.transform(renamed)
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
 def test_checks_before_any_job(arrays: DataFrame) -> None:
     model = TorchModel(linear(), [feature("features", "float32", 3)])
     with pytest.raises(DataError, match=r'"absent" is not in the DataFrame.*id, features'):

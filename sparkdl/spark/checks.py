@@ -23,6 +23,7 @@ from sparkdl.plan import Column, TrainPlan
 from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
+from sparkdl.spark.session import is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
-    prepare_column = partial(prepare, df.schema, float_dtype=float_dtype)
+    case = is_case_sensitive(df.sparkSession)
+    prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
     if request.label_col is not None:
         as_classes = request.config.task == "classification"
@@ -85,7 +87,7 @@ def prepare_columns(
         prepared.append(prepare_column(request.weight_col, "weight"))
     validation = None
     if request.validation_col is not None:
-        validation = validation_indicator(df.schema, request.validation_col)
+        validation = validation_indicator(df.schema, request.validation_col, is_case_sensitive=case)
     return prepared, validation
 
 

@@ -44,7 +44,13 @@ class Prepared:
 
 
 def prepare(
-    schema: T.StructType, name: str, role: Role, *, float_dtype: str, as_classes: bool = False
+    schema: T.StructType,
+    name: str,
+    role: Role,
+    *,
+    float_dtype: str,
+    as_classes: bool = False,
+    is_case_sensitive: bool = False,
 ) -> Prepared:
     """Choose cast and dtype of one column.
 
@@ -54,11 +60,12 @@ def prepare(
         role: what the model does with it.
         float_dtype: dtype of floating columns: ``float32`` or ``float64``.
         as_classes: the column holds class indices, whatever its numeric type.
+        is_case_sensitive: see `find`.
 
     Raises:
         DataError: the column is missing, or no tensor can be made of its type.
     """
-    field = require(schema, name)
+    field = require(schema, name, is_case_sensitive=is_case_sensitive)
     column = F.col(quoted(name))
     if isinstance(field.dataType, VectorUDT):
         if role != "feature":
@@ -84,16 +91,28 @@ def prepare(
     return Prepared(name=name, role=role, expression=column, dtype=dtype)
 
 
-def require(schema: T.StructType, name: str) -> T.StructField:
-    """The field called ``name``.
+def find(schema: T.StructType, name: str, *, is_case_sensitive: bool) -> list[T.StructField]:
+    """The fields that Spark takes for ``name``: whatever their case, unless it is told otherwise.
+
+    ``is_case_sensitive`` is the session's ``spark.sql.caseSensitive``.
+    """
+    if is_case_sensitive:
+        return [field for field in schema.fields if field.name == name]
+    return [field for field in schema.fields if field.name.lower() == name.lower()]
+
+
+def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False) -> T.StructField:
+    """The field that Spark takes for ``name``; see `find`.
 
     Raises:
         DataError: there is none, and which there are; or there are several.
     """
-    found = [field for field in schema.fields if field.name == name]
+    found = find(schema, name, is_case_sensitive=is_case_sensitive)
     if len(found) > 1:
+        names = ", ".join(f'"{field.name}"' for field in found)
         raise DataError(
-            f'column "{name}" is in the DataFrame {len(found)} times; rename or drop the others'
+            f'column "{name}" is in the DataFrame {len(found)} times ({names}); rename or drop '
+            "the others"
         )
     if found:
         return found[0]
@@ -101,13 +120,15 @@ def require(schema: T.StructType, name: str) -> T.StructField:
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
-def validation_indicator(schema: T.StructType, name: str) -> SparkColumn:
+def validation_indicator(
+    schema: T.StructType, name: str, *, is_case_sensitive: bool = False
+) -> SparkColumn:
     """The boolean column that marks validation rows.
 
     Raises:
         DataError: it is missing or not boolean.
     """
-    field = require(schema, name)
+    field = require(schema, name, is_case_sensitive=is_case_sensitive)
     if not isinstance(field.dataType, T.BooleanType):
         raise DataError(
             f'column "{name}" marks validation rows and must be boolean; '

@@ -21,6 +21,11 @@ def conf(spark: SparkSession, key: str) -> str | None:
     return spark.conf.get(key, None)
 
 
+def is_case_sensitive(spark: SparkSession) -> bool:
+    """Whether Spark tells columns apart whose names differ in case only."""
+    return conf(spark, "spark.sql.caseSensitive") == "true"
+
+
 def num_slots(spark: SparkSession) -> int:
     """Tasks of the default profile that can run at a time now; 0 where Spark does not tell it."""
     if is_connect(spark):

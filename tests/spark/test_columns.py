@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from pyspark.ml.linalg import Matrices, Vectors
+from pyspark.sql.types import LongType, StructField, StructType
 
 from sparkdl.data.arrow import examine, uniform
 from sparkdl.errors import DataError
 from sparkdl.plan import Role
-from sparkdl.spark.columns import Prepared, prepare, validation_indicator
+from sparkdl.spark.columns import Prepared, prepare, require, validation_indicator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -115,7 +116,6 @@ def test_a_null_vector_is_found_not_thrown(spark: SparkSession) -> None:
 
 def vector_schema() -> Any:
     from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql.types import StructField, StructType
 
     return StructType([StructField("v", VectorUDT())])
 
@@ -200,13 +200,26 @@ def test_types_that_are_no_class(df: DataFrame, name: str) -> None:
 
 def test_a_missing_column_lists_those_there_are(spark: SparkSession) -> None:
     df = spark.range(1).selectExpr("id", "id AS Label")
-    with pytest.raises(DataError, match=r'"label" is not in the DataFrame; its columns: id, Label'):
-        prepare(df.schema, "label", "label", float_dtype="float32")
+    message = '"label" is not in the DataFrame; its columns: id, Label'
+    with pytest.raises(DataError, match=message):
+        prepare(df.schema, "label", "label", float_dtype="float32", is_case_sensitive=True)
+    with pytest.raises(DataError, match='"labels" is not in the DataFrame; its columns: id, Label'):
+        prepare(df.schema, "labels", "label", float_dtype="float32")
+
+
+def test_case_counts_only_where_spark_says_so() -> None:
+    schema = StructType([StructField("Label", LongType()), StructField("x", LongType())])
+    assert require(schema, "label").name == "Label"
+    assert require(schema, "X").name == "x"
+    both = StructType([*schema.fields, StructField("label", LongType())])
+    assert require(both, "label", is_case_sensitive=True) is both.fields[2]
+    with pytest.raises(DataError, match=r'"LABEL" .* 2 times \("Label", "label"\)'):
+        require(both, "LABEL")
 
 
 def test_a_column_that_is_there_twice(spark: SparkSession) -> None:
     df = spark.range(1).selectExpr("id", "id AS id")
-    with pytest.raises(DataError, match=r'column "id" is in the DataFrame 2 times; rename'):
+    with pytest.raises(DataError, match=r'column "id" is in the DataFrame 2 times .*; rename'):
         prepare(df.schema, "id", "feature", float_dtype="float32")
 
 
