@@ -35,7 +35,7 @@ CORE = [
 EXTRAS = {
     "spark": ["pyspark>=4.1,<4.4", "pandas>=2.2,<3"],
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
-    "torch": ["torch>=2.6"],
+    "torch": ["torch>=2.9"],  # program.py: archives of torch.export, read without their guards
     "metrics": ["torchmetrics>=1.4"],
     "plot": ["matplotlib>=3.8"],
     "demo": ["scikit-learn>=1.5"],
