@@ -201,7 +201,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     )
     verbose = declare(
         "verbose",
-        "what the driver shows: 0 nothing, 1 progress, 2 also the workers' logs.",
+        "what the driver shows: 0 nothing, 1 progress and the workers' warnings, 2 also their logs "
+        "and what they print. At 0 warnings are logged.",
         TypeConverters.toInt,
     )
     cpusPerWorker = declare(

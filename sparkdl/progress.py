@@ -1,17 +1,21 @@
 """What does the driver show while workers train?
 
 A progress bar (tqdm: console and notebook) with epoch, step, loss, rows per second and worker,
-and time left; above it, the workers' log lines with their rank.
+and time left; above it, the workers' log lines with their rank. Whatever is asked for, their
+warnings are not lost.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sparkdl.plan import TrainPlan
+
+logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
@@ -26,8 +30,8 @@ class View(Protocol):
     def epoch(self, record: Mapping[str, float]) -> None:
         """An epoch ended; its history record."""
 
-    def log(self, rank: int, line: str) -> None:
-        """A rank logged or printed a line."""
+    def log(self, rank: int, line: str, level: int) -> None:
+        """A rank logged or printed a line; ``level`` is logging's."""
 
     def done(self, steps: int) -> None:
         """Training succeeded after ``steps`` steps in all."""
@@ -37,7 +41,7 @@ class View(Protocol):
 
 
 class SilentView:
-    """Shows nothing (``verbose=0``)."""
+    """Shows nothing (``verbose=0``); the workers' warnings become the driver's."""
 
     def attempt(self, number: int, start_step: int) -> None:
         """Show nothing."""
@@ -48,8 +52,10 @@ class SilentView:
     def epoch(self, record: Mapping[str, float]) -> None:
         """Show nothing."""
 
-    def log(self, rank: int, line: str) -> None:
-        """Show nothing."""
+    def log(self, rank: int, line: str, level: int) -> None:
+        """Log a warning."""
+        if level >= logging.WARNING:
+            logger.log(level, "[rank %d] %s", rank, line)
 
     def done(self, steps: int) -> None:
         """Show nothing."""
@@ -59,12 +65,13 @@ class SilentView:
 
 
 class ProgressView:
-    """The bar. ``verbose=1`` shows it; the workers' lines are shown as well."""
+    """The bar, with the workers' warnings (``verbose=1``) or all their lines (``verbose=2``)."""
 
-    def __init__(self, plan: TrainPlan) -> None:
+    def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
         from tqdm.auto import tqdm
 
         self._plan = plan
+        self._least = logging.NOTSET if shows_logs else logging.WARNING
         self._bar = tqdm(
             total=plan.total_steps,
             unit="step",
@@ -112,9 +119,10 @@ class ProgressView:
         ]
         self._bar.write(f"epoch {int(record['epoch'])}: {', '.join(shown)}", file=sys.stderr)
 
-    def log(self, rank: int, line: str) -> None:
+    def log(self, rank: int, line: str, level: int) -> None:
         """Print a worker's line above the bar."""
-        self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
+        if level >= self._least:
+            self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
 
     def done(self, steps: int) -> None:
         """Fill the bar; training may have ended before its last planned step."""

@@ -21,6 +21,9 @@ from sparkdl.errors import CommunicationError
 
 logger = logging.getLogger(__name__)
 
+Line = tuple[int, str]
+"""Level and text of a log line."""
+
 _INTERVAL_SECONDS = 0.25
 _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
@@ -47,7 +50,7 @@ class Reporter:
         self._rank = rank
         self._progress: dict[str, Any] = {"kind": "heartbeat", "phase": "start"}
         self._events: deque[dict[str, Any]] = deque()
-        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._lines: deque[Line] = deque(maxlen=_MAX_LINES)
         self._num_lines = 0
         self._failures = 0
         self._stop = threading.Event()
@@ -89,10 +92,10 @@ class Reporter:
         with self._lock:
             self._events.append({**event, "time": time.time()})
 
-    def line(self, text: str) -> None:
-        """Queue a log line."""
+    def line(self, text: str, level: int = logging.INFO) -> None:
+        """Queue a log line; ``level`` is logging's, and what is printed counts as INFO."""
         with self._lock:
-            self._lines.append(text)
+            self._lines.append((level, text))
             self._num_lines += 1
 
     def _run(self) -> None:
@@ -120,7 +123,7 @@ class Reporter:
                     f"progress and logs wait for it ({error})\n"
                 )
 
-    def _take(self) -> tuple[list[dict[str, Any]], list[str], int]:
+    def _take(self) -> tuple[list[dict[str, Any]], list[Line], int]:
         """What waits: events, lines, and the number of lines with those already dropped."""
         with self._lock:
             events, lines, num_lines = list(self._events), list(self._lines), self._num_lines
@@ -129,7 +132,7 @@ class Reporter:
             self._num_lines = 0
         return events, lines, num_lines
 
-    def _put_back(self, events: list[dict[str, Any]], lines: list[str], num_lines: int) -> None:
+    def _put_back(self, events: list[dict[str, Any]], lines: list[Line], num_lines: int) -> None:
         """Keep for the next time what the driver did not get."""
         with self._lock:
             self._events.extendleft(reversed(events))
@@ -138,9 +141,9 @@ class Reporter:
             self._num_lines += num_lines
 
 
-def _log_event(lines: list[str], dropped: int) -> list[dict[str, Any]]:
+def _log_event(lines: list[Line], dropped: int) -> list[dict[str, Any]]:
     if dropped:
-        lines = [f"({dropped} earlier log lines were dropped)", *lines]
+        lines = [(logging.INFO, f"({dropped} earlier log lines were dropped)"), *lines]
     return [{"kind": "log", "lines": lines}] if lines else []
 
 
@@ -152,7 +155,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._reporter.line(self.format(record))
+            self._reporter.line(self.format(record), record.levelno)
         except Exception:  # logging's contract: a bad format string must not end the program
             self.handleError(record)
 

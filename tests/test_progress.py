@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from sparkdl import progress
@@ -69,7 +71,7 @@ def beat(step: int, rows: int, phase: str = "train") -> dict[str, object]:
 
 
 def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN)
+    view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
     view.heartbeat(0, {"kind": "heartbeat", "phase": "setup"})
     for rank in (0, 1):
@@ -90,7 +92,7 @@ def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
 
 
 def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN)
+    view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
     view.heartbeat(0, beat(5, 50))
     view.heartbeat(1, beat(9, 90))
@@ -100,7 +102,7 @@ def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: 
 
 
 def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN)
+    view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
     view.heartbeat(0, beat(15, 150))
     view.attempt(1, 10)
@@ -117,9 +119,9 @@ def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> N
 
 
 def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN)
+    view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
-    view.log(1, "hello")
+    view.log(1, "hello", logging.INFO)
     view.epoch(
         {"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5, "val_f1": 0.75}
     )
@@ -130,7 +132,7 @@ def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -
 
 @pytest.mark.parametrize(("steps", "shown"), [(20, "trained"), (14, "stopped early")])
 def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: str) -> None:
-    view = ProgressView(PLAN)
+    view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
     view.heartbeat(0, beat(11, 110))
     view.done(steps)
@@ -144,7 +146,23 @@ def test_the_silent_view_shows_nothing(console: Console) -> None:
     view.attempt(0, 0)
     view.heartbeat(0, beat(1, 1))
     view.epoch({"epoch": 1})
-    view.log(0, "line")
+    view.log(0, "line", logging.INFO)
     view.done(1)
     view.close()
     assert console.text() == ""
+
+
+def test_without_logs_only_warnings_appear_above_the_bar(console: Console) -> None:
+    view = ProgressView(PLAN, shows_logs=False)
+    view.log(0, "hello", logging.INFO)
+    view.log(1, "beware", logging.WARNING)
+    view.close()
+    assert [line for line in console.lines() if "rank" in line] == ["[rank 1] beware"]
+
+
+def test_the_silent_view_passes_warnings_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        SilentView().log(0, "hello", logging.INFO)
+        SilentView().log(1, "beware", logging.WARNING)
+    assert caplog.messages == ["[rank 1] beware"]
+    assert caplog.records[0].levelno == logging.WARNING

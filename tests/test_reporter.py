@@ -37,7 +37,7 @@ class FakeClient:
         return [event for event in self.events if event["kind"] == kind]
 
     def lines(self) -> list[str]:
-        return [line for event in self.bodies("log") for line in event["lines"]]
+        return [line for event in self.bodies("log") for _, line in event["lines"]]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_the_driver_hears_a_whole_life(hub: Hub, server: ChannelServer) -> None:
     assert (last["phase"], last["epoch"], last["step"]) == ("train", 1, 2)
     assert (last["loss"], last["rows"]) == (0.25, 17)
     others = {event.body["kind"]: event.body for event in events}
-    assert others["log"]["lines"] == ["a line"]
+    assert others["log"]["lines"] == [[logging.INFO, "a line"]]
     assert others["epoch"]["record"] == {"epoch": 1, "loss": 0.25}
     assert abs(others["done"]["time"] - time.time()) < 60
     assert not [t for t in threading.enumerate() if t.name == "sparkdl-reporter"]
@@ -288,6 +288,8 @@ def test_rank_0_speaks_at_info_the_others_at_warning(
         logger.warning("%s", "warning")
         logging.getLogger("theirs").error("theirs")
     assert client.lines() == expected
+    levels = [level for event in client.bodies("log") for level, _ in event["lines"]]
+    assert levels == [getattr(logging, line.split()[0]) for line in expected]
 
 
 def test_a_wrong_log_call_does_not_end_the_program(

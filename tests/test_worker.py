@@ -301,7 +301,7 @@ def test_a_checkpoint_of_other_conditions_is_named(
     driver.events("log")
     later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path, threads=2)
     list(worker.run(environment(driver), later))
-    lines = [line for event in driver.events("log") for line in event["lines"]]
+    lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("threads: 1 -> 2" in line and "bits will differ" in line for line in lines)
 
 

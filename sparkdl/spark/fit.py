@@ -127,7 +127,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         plan = _make_plan(columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
-        view: View = ProgressView(plan) if request.verbose else SilentView()
+        view = _view(plan, request.verbose)
         stack.callback(view.close)
         run = Run(
             spark=spark,
@@ -156,6 +156,10 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         num_classes=num_classes,
         summary=trained.to_summary(plan, clock.laps, clock.total()),
     )
+
+
+def _view(plan: TrainPlan, verbose: int) -> View:
+    return ProgressView(plan, shows_logs=verbose > 1) if verbose else SilentView()
 
 
 def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:

@@ -321,8 +321,8 @@ def _take(event: Event, attempt: Attempt, view: View) -> None:
     if kind == "heartbeat":
         view.heartbeat(event.rank, event.body)
     elif kind == "log":
-        for line in event.body["lines"]:
-            view.log(event.rank, line)
+        for level, line in event.body["lines"]:
+            view.log(event.rank, line, level)
     elif kind == "epoch" and event.rank == 0:
         view.epoch(event.body["record"])
     elif kind == "error":

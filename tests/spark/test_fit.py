@@ -374,7 +374,7 @@ class Speak(Callback):
 def test_what_workers_say_reaches_the_driver(
     df: DataFrame, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(df, request(Speak(), verbose=1))
+    fit(df, request(Speak(), verbose=2))
     lines = [line.strip() for line in capsys.readouterr().err.replace("\r", "\n").splitlines()]
     for rank in (0, 1):
         for epoch in (1, 2):

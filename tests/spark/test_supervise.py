@@ -70,8 +70,8 @@ class FakeView:
     def epoch(self, record: Mapping[str, float]) -> None:
         self.shown.append(("epoch", record))
 
-    def log(self, rank: int, line: str) -> None:
-        self.shown.append(("log", rank, line))
+    def log(self, rank: int, line: str, level: int) -> None:
+        self.shown.append(("log", rank, line, level))
 
     def done(self, steps: int) -> None: ...
 
@@ -171,7 +171,7 @@ def test_a_good_run(stage: Stage) -> None:
     def job() -> Rows:
         for rank in (0, 1):
             stage.say(rank, "heartbeat")
-            stage.say(rank, "log", lines=[f"line of {rank}"])
+            stage.say(rank, "log", lines=[[20, f"line of {rank}"]])
             stage.say(rank, "epoch", record={"epoch": 1})
             stage.say(rank, "done")
         return result(0, 1)
@@ -182,10 +182,10 @@ def test_a_good_run(stage: Stage) -> None:
     assert stage.spark.sparkContext.cancelled == []
     assert stage.view.shown == [
         ("heartbeat", 0),
-        ("log", 0, "line of 0"),
+        ("log", 0, "line of 0", 20),
         ("epoch", {"epoch": 1}),  # of rank 0 only
         ("heartbeat", 1),
-        ("log", 1, "line of 1"),
+        ("log", 1, "line of 1", 20),
     ]
 
 
@@ -420,13 +420,13 @@ def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
 def test_late_news_of_an_earlier_attempt_is_ignored(stage: Stage) -> None:
     def again() -> Rows:
         stage.fail(USER_0, attempt=0)
-        stage.say(0, "log", lines=["late"], attempt=0)
-        stage.say(0, "log", lines=["news"], attempt=1)
+        stage.say(0, "log", lines=[[20, "late"]], attempt=0)
+        stage.say(0, "log", lines=[[20, "news"]], attempt=1)
         time.sleep(0.3)
         return result(0, 1)
 
     assert stage.run(lost, again, max_restarts=1).restarts == 1
-    assert stage.view.shown == [("log", 0, "news")]
+    assert stage.view.shown == [("log", 0, "news", 20)]
 
 
 def test_interrupting_cancels_the_job(stage: Stage) -> None:
