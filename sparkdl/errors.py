@@ -8,7 +8,8 @@ SparkDLError
 │   └── CheckpointError  a checkpoint is damaged or belongs to another run
 ├── WorkerError          the user's code failed on a worker; carries that worker's traceback
 ├── TrainingDiverged     the loss is no longer a finite number
-└── TrainingFailed       workers were lost more often than ``maxRestarts`` allows
+└── TrainingFailed       workers were lost more often than ``maxRestarts`` allows, or the Spark job
+                         was cancelled by hand
 
 Inside the gang, never shown to users unless they exhaust the restarts:
 
@@ -72,7 +73,7 @@ class TrainingDiverged(SparkDLError):
 
 
 class TrainingFailed(SparkDLError):
-    """Workers were lost more often than ``maxRestarts`` allows."""
+    """Workers were lost more often than ``maxRestarts`` allows, or the Spark job was cancelled."""
 
 
 class GangError(SparkDLError):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from py4j.java_gateway import is_instance_of
+from pyspark import SparkContext
 from pyspark.errors import (
     AnalysisException,
     ArithmeticException,
@@ -16,6 +20,8 @@ from pyspark.errors import (
     SparkUpgradeException,
     UnsupportedOperationException,
 )
+
+from sparkdl.errors import DataError, SparkDLError, TrainingFailed
 
 _WOULD_COME_AGAIN = (
     AnalysisException,
@@ -34,8 +40,27 @@ _WOULD_COME_AGAIN = (
 """Errors of Spark that are mistakes in the DataFrame's own query, not the loss of a worker."""
 
 
+_CANCELLED = ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED")
+_CANNOT_READ = "FAILED_READ_FILE"
+
+
 class TaskLost(Exception):
     """A task found nothing to work on, several times; running the job again may heal it."""
+
+
+def raise_unless_loss(error: Exception) -> None:
+    """Return if a job failed for what starting it again may heal; else raise what the user sees.
+
+    Raises:
+        TrainingFailed: somebody cancelled the job.
+        DataError: files of the DataFrame's source cannot be read.
+        Exception: ``error`` itself, if it would come again.
+    """
+    found = _meant_by(error)
+    if found is not None:
+        raise found from error
+    if not is_loss(error):
+        raise error
 
 
 def is_loss(error: Exception) -> bool:
@@ -49,6 +74,34 @@ def is_loss(error: Exception) -> bool:
     if isinstance(error, _WOULD_COME_AGAIN):
         return False
     return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
+
+
+def _meant_by(error: Exception) -> SparkDLError | None:
+    """Our error in place of Spark's, where its condition tells whose affair it is."""
+    condition = condition_of(error) or ""
+    if condition in _CANCELLED:
+        return TrainingFailed(
+            f"the Spark job was cancelled, so it was not started again ({told_by(error)})"
+        )
+    if condition.partition(".")[0] == _CANNOT_READ:
+        return DataError(
+            f"the source of the DataFrame cannot be read ({told_by(error)}); restore its files, or "
+            "read the source anew if they were replaced"
+        )
+    return None
+
+
+def condition_of(error: Exception) -> str | None:
+    """The name that Spark gives to an error in its list of error conditions, if it has one."""
+    java: Any = getattr(error, "java_exception", None)
+    if java is None:
+        tell = getattr(error, "getCondition", lambda: None)
+        return None if (condition := tell()) is None else str(condition)
+    context: Any = SparkContext
+    if not is_instance_of(context._gateway, java, "org.apache.spark.SparkThrowable"):
+        return None
+    condition = context._jvm.PythonErrorUtils.getCondition(java)
+    return None if condition is None else str(condition)
 
 
 def told_by(error: Exception) -> str:

@@ -13,12 +13,12 @@ import cloudpickle
 from sparkdl import worker
 from sparkdl.checkpoint.format import decode
 from sparkdl.environment import versions
-from sparkdl.errors import ClusterError
+from sparkdl.errors import ClusterError, ShardLost
 from sparkdl.spark.gang import launch
 from sparkdl.spark.preflight import wait_for_slots
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run, Trained
-from sparkdl.spark.supervise import GangResult, Limits, Rows, supervise
+from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,16 @@ def train_in_gang(run: Run) -> Trained:
         view=run.view,
         run_id=run.run_id,
         is_watched=run.link.channel is not None,
+        heal=partial(_heal, run),
     )
     _load_final(run, result)
     return _trained(result)
+
+
+def _heal(run: Run, failed: Attempt) -> None:
+    """Have shards written anew whose files are gone although Spark still holds their rows."""
+    if failed.has_reported(ShardLost):
+        run.table.rebuild()
 
 
 def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:

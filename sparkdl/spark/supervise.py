@@ -21,9 +21,15 @@ from pyspark.sql import SparkSession
 
 from sparkdl import errors
 from sparkdl.channel import Event, Hub
-from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed, WorkerError
+from sparkdl.errors import (
+    ClusterError,
+    CommunicationError,
+    SparkDLError,
+    TrainingFailed,
+    WorkerError,
+)
 from sparkdl.progress import View
-from sparkdl.spark.failures import is_loss, told_by
+from sparkdl.spark.failures import raise_unless_loss, told_by
 from sparkdl.spark.session import cancel_jobs, tag_jobs
 
 logger = logging.getLogger(__name__)
@@ -73,6 +79,10 @@ class Attempt:
             if rank not in self.done and now - heard > timeout_seconds
         )
 
+    def has_reported(self, kind: type[SparkDLError]) -> bool:
+        """Whether a rank has failed with an error of this very type."""
+        return any(failure["type"] == kind.__name__ for failure in self.failures)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GangResult:
@@ -93,6 +103,7 @@ def supervise(
     run_id: str,
     is_watched: bool = True,
     first_attempt: int = 0,
+    heal: Callable[[Attempt], None] | None = None,
 ) -> GangResult:
     """Run a gang to its end, however many submissions that takes.
 
@@ -107,10 +118,13 @@ def supervise(
         run_id: names the run's jobs, so that they can be cancelled.
         is_watched: whether workers reach the driver's hub; else only rows tell what happened.
         first_attempt: number of the first submission, where a run makes several gangs.
+        heal: given a failed attempt, mends what would make the next one fail too.
 
     Raises:
         WorkerError: the user's code failed.
-        TrainingFailed: workers were lost more than ``max_restarts`` times.
+        TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
+            cancelled by hand.
+        DataError: the source of the DataFrame can no longer be read.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
     reasons: list[str] = []
@@ -129,8 +143,7 @@ def supervise(
                 is_watched=is_watched,
             )
         except Exception as error:
-            if not is_loss(error):
-                raise
+            raise_unless_loss(error)
             attempt = Attempt(number=number, world_size=world_size, submitted=0, spark_error=error)
         reason = _verdict(attempt)
         if reason is None:
@@ -144,6 +157,8 @@ def supervise(
                 number + 1,
                 limits.max_restarts,
             )
+            if heal is not None:
+                heal(attempt)
     raise TrainingFailed(
         f"training failed {_times(len(reasons))} (maxRestarts={limits.max_restarts}); "
         f"last: {reasons[-1]}"
@@ -165,7 +180,9 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
         prepare: called before each new submission; waits for executors.
 
     Raises:
-        TrainingFailed: workers were lost more than ``max_restarts`` times.
+        TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
+            cancelled by hand.
+        DataError: the source of the DataFrame cannot be read.
     """
     for number in range(max_restarts + 1):
         if number > 0:
@@ -173,8 +190,7 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
         try:
             return action()
         except Exception as error:
-            if not is_loss(error):
-                raise
+            raise_unless_loss(error)
             reason = f"a worker or executor was lost ({told_by(error)})"
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
@@ -346,8 +362,7 @@ def _verdict(attempt: Attempt) -> str | None:
     if attempt.spark_error is not None and not attempt.cancelled:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
-        if not is_loss(attempt.spark_error):
-            raise attempt.spark_error
+        raise_unless_loss(attempt.spark_error)
         return f"a worker or executor was lost ({told_by(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
@@ -357,7 +372,9 @@ def _verdict(attempt: Attempt) -> str | None:
         if failure["kind"] == "sparkdl":
             raise _own_error(failure)
     if attempt.failures:
-        first = attempt.failures[0]
+        # Peers of a lost rank are often heard before the one that tells why.
+        causes = [f for f in attempt.failures if f["type"] != CommunicationError.__name__]
+        first = (causes or attempt.failures)[0]
         return f"rank {first['rank']} failed with {first['type']}: {first['message']}"
     return None
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 import pytest
-from py4j.protocol import Py4JError, Py4JNetworkError
+from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError
 from pyspark.errors import (
     AnalysisException,
     ArithmeticException,
@@ -13,8 +20,11 @@ from pyspark.errors import (
     UnknownException,
 )
 
-from sparkdl.errors import DataError
-from sparkdl.spark.failures import is_loss, told_by
+from sparkdl.errors import DataError, TrainingFailed
+from sparkdl.spark.failures import is_loss, raise_unless_loss, told_by
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,65 @@ def test_what_starting_again_may_heal(error: Exception) -> None:
 )
 def test_what_would_come_again(error: Exception) -> None:
     assert not is_loss(error)
+
+
+@pytest.mark.parametrize("condition", ["SPARK_JOB_CANCELLED", "OPERATION_CANCELED"])
+def test_a_job_that_somebody_cancelled_is_not_started_again(condition: str) -> None:
+    error = PySparkException("Job 0 cancelled by hand", errorClass=condition)
+    with pytest.raises(TrainingFailed, match="the Spark job was cancelled, so it was not"):
+        raise_unless_loss(error)
+
+
+@pytest.mark.parametrize("detail", ["FILE_NOT_EXIST", "CANNOT_READ_FILE_FOOTER"])
+def test_a_source_that_cannot_be_read_is_an_error_of_the_data(detail: str) -> None:
+    error = PySparkException("no such file", errorClass=f"FAILED_READ_FILE.{detail}")
+    with pytest.raises(DataError, match=r"cannot be read \(.* no such file\); restore its"):
+        raise_unless_loss(error)
+
+
+def test_a_loss_is_not_raised_and_the_rest_is_raised_as_it_is() -> None:
+    raise_unless_loss(PySparkException("executor lost", errorClass="SOMETHING_ELSE"))
+    error = ArithmeticException("division by zero")
+    with pytest.raises(ArithmeticException) as caught:
+        raise_unless_loss(error)
+    assert caught.value is error
+
+
+def slow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for _ in batches:
+        pass
+    time.sleep(60)
+    yield from ()
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(240)
+@pytest.mark.classic
+def test_spark_tells_of_a_cancelled_job_and_of_a_missing_file(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    def cancel() -> None:
+        while not spark.sparkContext.statusTracker().getActiveStageIds():
+            time.sleep(0.1)
+        spark.sparkContext.cancelAllJobs()
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    with pytest.raises(Py4JJavaError) as cancelled:
+        spark.range(0, 2, 1, 2).mapInArrow(slow, "a int", barrier=True).collect()
+    canceller.join()
+    with pytest.raises(TrainingFailed, match="SPARK_JOB_CANCELLED"):
+        raise_unless_loss(cancelled.value)
+
+    source = str(tmp_path / "source")
+    spark.range(10).coalesce(1).write.parquet(source)
+    df = spark.read.parquet(source)
+    for file in Path(source).glob("part-*"):
+        file.unlink()
+    with pytest.raises(Py4JJavaError) as missing:
+        df.collect()
+    with pytest.raises(DataError, match="FILE_NOT_EXIST"):
+        raise_unless_loss(missing.value)
 
 
 def test_the_telling_lines() -> None:

@@ -22,11 +22,12 @@ from sparkdl.errors import (
     ClusterError,
     ConfigError,
     DataError,
+    ShardLost,
     TrainingFailed,
     WorkerError,
 )
 from sparkdl.spark import supervise as module
-from sparkdl.spark.supervise import GangResult, Limits, Rows, persistently, supervise
+from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
 
 Job = Callable[[], Rows]
 
@@ -109,6 +110,7 @@ class Stage:
         start_timeout: float = 5.0,
         queue_timeout: float = 10.0,
         is_watched: bool = True,
+        heal: Callable[[Attempt], None] | None = None,
     ) -> GangResult:
         def submit(number: int) -> Job:
             self.submitted.append(number)
@@ -131,6 +133,7 @@ class Stage:
             view=self.view,
             run_id="r",
             is_watched=is_watched,
+            heal=heal,
         )
 
 
@@ -259,6 +262,39 @@ def test_a_broken_gang_starts_again(stage: Stage, caplog: pytest.LogCaptureFixtu
     assert stage.submitted == [0, 1]
     assert stage.spark.sparkContext.tags == ["sparkdl-r-0", "sparkdl-r-1"]
     assert "rank 0 failed with CommunicationError: connection closed; restart 1 of 2" in caplog.text
+
+
+def test_the_reason_is_the_cause_not_what_its_peers_report(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = failure(1, "gang", "ShardLost", "no file")
+    stage.run(lambda: error_rows(PEER_0, gone), lambda: result(0, 1), max_restarts=1)
+    assert "rank 1 failed with ShardLost: no file; restart 1 of 1" in caplog.text
+
+
+def test_what_broke_a_gang_is_mended_before_it_starts_again(stage: Stage) -> None:
+    healed: list[tuple[int, bool]] = []
+
+    def heal(failed: Attempt) -> None:
+        healed.append((failed.number, failed.has_reported(ShardLost)))
+
+    stage.run(
+        lambda: error_rows(PEER_0, failure(1, "gang", "ShardLost")),
+        lost,
+        lambda: result(0, 1),
+        max_restarts=2,
+        heal=heal,
+    )
+    assert healed == [(0, True), (1, False)]
+
+
+def test_a_job_cancelled_by_hand_is_not_started_again(stage: Stage) -> None:
+    def job() -> Rows:
+        raise PySparkException("cancelled", errorClass="SPARK_JOB_CANCELLED")
+
+    with pytest.raises(TrainingFailed, match="the Spark job was cancelled"):
+        stage.run(job, max_restarts=3)
+    assert stage.submitted == [0]
 
 
 def lost() -> Rows:
