@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PASSES = 4
+"""Tasks per shard that look for spools which a first round of tasks has not met."""
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 
@@ -215,15 +217,25 @@ class ShardTable:
 
         Raises nothing: it must not hide what went wrong before, nor spoil what went well.
         """
-        try:
-            with described(self._spark, f"sparkdl {self._run_id}: clean up"):
-                # As many tasks as shards usually meet the executors that spooled; else all slots.
-                self._clean(self.num_shards)
-                if self._seen and (slots := num_slots(self._spark)) > self.num_shards:
-                    self._clean(slots)
-            self.df.unpersist()
-        except Exception as error:
-            logger.warning("could not clean up after run %s: %s", self._run_id, error)
+        for action in (self._remove_spools, self.df.unpersist):
+            try:
+                action()
+            except Exception as error:
+                logger.warning("could not clean up after run %s: %s", self._run_id, error)
+        if self._seen:
+            logger.warning(
+                "spools remain where no executor could be asked to remove them, until Spark "
+                "removes its own directories: %s",
+                ", ".join(sorted(self._seen)),
+            )
+
+    def _remove_spools(self) -> None:
+        with described(self._spark, f"sparkdl {self._run_id}: clean up"):
+            # As many tasks as shards usually meet the executors that spooled; else all slots,
+            # or, where Spark does not tell how many there are, several times as many tasks.
+            self._clean(self.num_shards)
+            if self._seen:
+                self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
 
     def _clean(self, num_tasks: int) -> None:
         task = _CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -281,9 +282,13 @@ def test_closing_after_nothing_was_spooled(spark: SparkSession, good: DataFrame)
     assert persisted(spark) == before
 
 
-def test_closing_never_raises(
-    good: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_closing_never_raises_and_forgets_the_table_even_if_it_cannot_clean(
+    spark: SparkSession,
+    good: DataFrame,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    before = persisted(spark)
     table = ShardTable(
         good,
         [prepare(good.schema, "x", "feature", float_dtype="float32")],
@@ -291,14 +296,42 @@ def test_closing_never_raises(
         num_shards=1,
         run_id="gone",
     )
+    (spooled,) = table.collect()
 
     def broken(*_: Any) -> None:
         raise OSError("no executors")
 
-    monkeypatch.setattr(table, "_clean", broken)
-    table.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "_clean", broken)
+        table.close()
     assert "could not clean up after run gone: no executors" in caplog.text
-    table.df.unpersist()
+    assert "spools remain where no executor could be asked to remove them" in caplog.text
+    assert spooled.shard.path in caplog.text
+    assert persisted(spark) == before
+    table.close()
+    assert not Path(spooled.shard.path).exists()
+
+
+def test_spools_that_were_not_met_are_looked_for_again(
+    good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tables(good)
+    asked: list[int] = []
+    monkeypatch.setattr(module, "num_slots", lambda _: 0)
+    monkeypatch.setattr(table, "_clean", asked.append)
+    table._seen.add("/elsewhere")
+    table.close()
+    assert asked == [2, 8]
+
+
+def test_shards_whose_files_are_gone_can_be_written_anew(good: DataFrame, tables: Tables) -> None:
+    table = tables(good)
+    before = table.collect()
+    for part in before:
+        shutil.rmtree(part.shard.path)
+    assert table.collect() == before  # Spark has kept the rows
+    table.rebuild()
+    assert read(table, table.collect())
 
 
 def test_cleaning_keeps_the_directories_of_spark(
