@@ -92,6 +92,18 @@ def _argument(value: Any) -> Any:
 
 
 def _made(reference: ObjectRef) -> Any:
-    """The named object; a class, or whatever has arguments, is called."""
+    """The named object; a class, or whatever has arguments, is called.
+
+    Raises:
+        ConfigError: the call failed.
+    """
     named = _partial(reference) if reference.args else import_object(reference.factory)
-    return named() if isinstance(named, type | functools.partial) else named
+    if not isinstance(named, type | functools.partial):
+        return named
+    try:
+        return named()
+    except Exception as error:  # whatever the user's classes raise when they are made
+        raise ConfigError(
+            f"cannot make '{reference.factory}' with args {dict(reference.args)}: "
+            f"{type(error).__name__}: {error}; correct them in the job file"
+        ) from error

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from sparkdl.config import EarlyStopping
 from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchRegressor
-from sparkdl.jobfile import EstimatorSection, TrainJob
+from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
 from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
 from sparkdl.tomlvalues import build
+
+CONF = Path(__file__).parent.parent / "conf"
 
 
 def job(**sections: Any) -> TrainJob:
@@ -144,3 +148,21 @@ def test_a_wrong_key_of_an_object_among_arguments_is_named() -> None:
     scheduler = {"factory": "sparkdl:warmup", "args": {"then": {"factory": "a:b", "arg": {}}}}
     with pytest.raises(ConfigError, match=r"unknown key 'arg' in \[args\]"):
         make_estimator(job(estimator={"scheduler": scheduler}))
+
+
+def test_objects_that_cannot_be_made_are_named() -> None:
+    f1 = {"factory": "torchmetrics.classification:MulticlassF1Score", "args": {"dropout": 0.5}}
+    with pytest.raises(ConfigError, match=r"cannot make '.*:MulticlassF1Score'.*dropout.*TypeErr"):
+        make_estimator(job(estimator={"metrics": {"f1": f1}}))
+
+
+@pytest.mark.parametrize("file", sorted(CONF.glob("*.toml")), ids=lambda file: file.name)
+def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    section = text[text.find("[estimator]") : text.find("[output]")]
+    if "[estimator]" not in section:
+        return
+    full = text.replace(section, re.sub(r"^# (?=\w+ = )", "", section, flags=re.MULTILINE))
+    assert full != text
+    (tmp_path / "full.toml").write_text(full, encoding="utf-8")
+    make_estimator(load_job(TrainJob, tmp_path / "full.toml"))
