@@ -49,7 +49,8 @@ def _version(name: str) -> str:
 def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str) -> str | None:
     """One sentence that names what differs and the remedy; None if nothing that matters does.
 
-    Python's micro version may differ; everything else must be equal for equal bits.
+    Python's micro version may differ, and so may the build that a local label such as ``+cpu``
+    names: a driver without GPUs has another torch than its executors.
     """
     for name, expected in driver.items():
         actual = worker.get(name, "none")
@@ -57,7 +58,7 @@ def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str)
             if actual.split(".")[:2] == expected.split(".")[:2]:
                 continue
             remedy = "point PYSPARK_PYTHON and PYSPARK_DRIVER_PYTHON to the same Python"
-        elif actual == expected or (name == "pyspark" and actual == "none"):
+        elif _release(actual) == _release(expected) or (name == "pyspark" and actual == "none"):
             continue
         elif actual == "none":
             remedy = f"install {name} {expected} there, or ship the environment with --archives"
@@ -66,6 +67,10 @@ def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str)
         shown = f"no {name}" if actual == "none" else f"{name} {actual}"
         return f"{where} has {shown}, the driver has {name} {expected}; {remedy}"
     return None
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def numbered(hosts: Sequence[object]) -> tuple[int, ...]:

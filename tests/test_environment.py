@@ -41,7 +41,9 @@ def test_a_difference_is_one_sentence_with_a_remedy(worker: dict[str, str], mess
     assert "\n" not in found
 
 
-@pytest.mark.parametrize("worker", [{"python": "3.12.9"}, {"pyspark": "none"}])
+@pytest.mark.parametrize(
+    "worker", [{"python": "3.12.9"}, {"pyspark": "none"}, {"torch": "2.13.0+cu126"}]
+)
 def test_what_may_differ(worker: dict[str, str]) -> None:
     # Spark puts its own pyspark on the workers' path, where pip knows nothing of it.
     assert difference(DRIVER, {**DRIVER, **worker}, "there") is None

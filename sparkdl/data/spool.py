@@ -81,7 +81,7 @@ class SpoolSummary:
     num_rows: int
     num_validation_rows: int
     fingerprint: str
-    """Hash of the rows' hashes in their order."""
+    """Hash of the rows' hashes in their order, and of which are for validation."""
     content: int
     """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
     num_bytes: int
@@ -127,7 +127,8 @@ class SpoolWriter:
         self._kept: dict[Split, int] = {"train": 0, "validation": 0}
         self._bytes = 0
         self._content = 0
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._rows_digest = hashlib.blake2b(digest_size=16)
+        self._mask_digest = hashlib.blake2b(digest_size=16)
         self._sound = True
         self._indicator_nulls = ColumnStats()
 
@@ -152,9 +153,9 @@ class SpoolWriter:
             return
         hashes = np.asarray(batch.column(batch.num_columns - 1).to_numpy(zero_copy_only=False))
         mask = self._validation_mask(batch)
-        self._digest.update(hashes.tobytes())
+        self._rows_digest.update(hashes.tobytes())
         if mask is not None:
-            self._digest.update(mask.tobytes())
+            self._mask_digest.update(mask.tobytes())
         self._content = (self._content + int(hashes.view(np.uint64).sum(dtype=np.uint64))) % 2**64
         for index, column in enumerate(self._columns):
             values = self._values(index, column, batch.column(index))
@@ -170,11 +171,16 @@ class SpoolWriter:
         return SpoolSummary(
             num_rows=self._kept["train"],
             num_validation_rows=self._kept["validation"],
-            fingerprint=self._digest.hexdigest(),
+            fingerprint=self._fingerprint(),
             content=self._content,
             num_bytes=self._bytes,
             columns=(*self._stats, self._indicator_nulls) if self._has_validation else self._stats,
         )
+
+    def _fingerprint(self) -> str:
+        # Two digests, joined at the end: how Spark cuts rows into record batches must not tell.
+        joined = self._rows_digest.digest() + self._mask_digest.digest()
+        return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
     def _splits(self) -> tuple[Split, ...]:
         return ("train", "validation") if self._has_validation else ("train",)

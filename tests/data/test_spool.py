@@ -98,6 +98,15 @@ def test_fingerprint_tells_order_and_content_does_not(tmp_path: Path) -> None:
     assert other_split.fingerprint != one.fingerprint
 
 
+def test_the_cut_into_record_batches_does_not_tell(tmp_path: Path) -> None:
+    rows = batch([[1, 2], [3, 4], [5, 6]], [0, 1, 2], [True, False, False])
+    one = spool(tmp_path / "a", rows, validation=True)
+    cut = spool(tmp_path / "b", rows.slice(0, 1), rows.slice(1), validation=True)
+    other = batch([[1, 2], [3, 4], [5, 6]], [0, 1, 2], [False, True, False])
+    assert one.fingerprint == cut.fingerprint
+    assert one.fingerprint != spool(tmp_path / "c", other, validation=True).fingerprint
+
+
 def test_bad_labels_are_counted_and_shown(tmp_path: Path) -> None:
     summary = spool(
         tmp_path / "s", batch([[1, 2]] * 3, [0, float("nan"), 1.5]), batch([[1, 2]], [-1])
