@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from sparkdl.sync.gossip import Gossip
     from sparkdl.sync.hogwild import Hogwild
     from sparkdl.sync.local_sgd import LocalSGD
+    from sparkdl.sync.one_shot_averaging import OneShotAveraging
     from sparkdl.sync.parameter_averaging import ParameterAveraging
     from sparkdl.sync.population_based import PopulationBasedTraining
     from sparkdl.sync.slowmo import SlowMo
@@ -79,6 +80,7 @@ _MODULE_OF = {
     "LARS": "sparkdl.train.large_batch",
     "LocalSGD": "sparkdl.sync.local_sgd",
     "OneBitCompression": "sparkdl.compress.onebit",
+    "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
@@ -126,6 +128,7 @@ __all__ = [
     "Int8Compression",
     "LocalSGD",
     "OneBitCompression",
+    "OneShotAveraging",
     "ParameterAveraging",
     "PopulationBasedTraining",
     "PowerSGD",
