@@ -7,6 +7,7 @@ does. It knows nothing of Spark: the launcher gives it an environment and an ord
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -232,7 +233,10 @@ def _checkpoints(
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
-    return {**versions(), "cpu": cpu_model(), "threads": str(order.threads)}
+    # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
+    rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
+    own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
+    return {**versions(), **own}
 
 
 def _resume_point(
@@ -246,14 +250,15 @@ def _resume_point(
         return None
     assert storage is not None
     info = layout.read_manifest(storage, order.resume_path)
+    now = _bits_depend_on(order)
     if comm.rank == 0:
-        _say_what_differs(info.environment, _bits_depend_on(order))
+        _say_what_differs(info.environment, now)
     data = comm.broadcast_bytes(layout.read_file(info, layout.SHARED) if comm.rank == 0 else None)
-    same_world = info.world_size == comm.world_size
+    same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
     return ResumePoint(
         step=info.step,
         shared=layout.decode(data, f"{info.path}/{layout.SHARED}"),
-        rank_state=layout.load_rank(info, comm.rank) if same_world else None,
+        rank_state=layout.load_rank(info, comm.rank) if same_shards else None,
     )
 
 

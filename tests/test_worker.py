@@ -331,3 +331,22 @@ def test_the_process_is_left_as_it_was(
     config = CONFIG if error is None else breaking(error)
     list(worker.run(environment(driver), order(plan, packed, config, threads=2)))
     assert state() == before
+
+
+def test_shards_whose_rows_have_another_order_begin_the_epoch_anew(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "checkpoints")
+    config = breaking(OSError("gone"), step=11)
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(interval=3))
+    failure(list(worker.run(environment(driver), order(plan, packed, config, storage_url=url))))
+    found = latest(open_storage(url), "0123456789abcdef")
+    assert found is not None and found.step % plan.steps_per_epoch > 0
+    driver.events("log")
+    other = [dataclasses.replace(shard, fingerprint="other") for shard in plan.shards]
+    changed = dataclasses.replace(plan, shards=tuple(other))
+    later = order(changed, packed, storage_url=url, attempt=1, resume_path=found.path)
+    list(worker.run(environment(driver), later))
+    lines = [line for event in driver.events("log") for _, line in event["lines"]]
+    assert any("rows: " in line and "bits will differ" in line for line in lines)
+    assert any("shards have changed: epoch " in line and "begins anew" in line for line in lines)

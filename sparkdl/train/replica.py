@@ -39,7 +39,7 @@ class ResumePoint:
     shared: dict[str, Any]
     """Equal on all ranks; rank 0's is kept."""
     rank_state: dict[str, Any] | None
-    """This rank's own; None when the world size changed."""
+    """This rank's own; None when the shards are not those of the checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class Replica:
             return
         if self.state.step_in_epoch > 0:
             logger.warning(
-                "the number of workers changed: epoch %d begins anew after %d of its steps, with "
+                "the shards have changed: epoch %d begins anew after %d of its steps, with "
                 "the weights of step %d",
                 self.state.epoch + 1,
                 self.state.step_in_epoch,
