@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame
 
 from sparkdl.channel import Address, ChannelServer, Hub
 from sparkdl.environment import WorkerEnvironment
+from sparkdl.spark.session import unbracketed
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -84,17 +85,21 @@ def _environment(context: BarrierTaskContext, channel: Address) -> WorkerEnviron
     return WorkerEnvironment(
         rank=rank,
         world_size=len(infos),
-        address=infos[rank].address.rsplit(":", 1)[0],
+        address=_host(infos[rank].address),
         gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
         channel=channel,
     )
+
+
+def _host(address: str) -> str:
+    return unbracketed(address.rsplit(":", 1)[0])
 
 
 def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Address]:
     """Rank 0 opens a channel; one allGather (a second, in Spark) tells the others."""
     server, message = None, ""
     if context.partitionId() == 0:
-        address = context.getTaskInfos()[0].address.rsplit(":", 1)[0]
+        address = _host(context.getTaskInfos()[0].address)
         server = ChannelServer(Hub(keeps_events=False), bind=address, announce=address)
         message = json.dumps(asdict(server.address))
     announced = context.allGather(message)[0]

@@ -49,7 +49,12 @@ def driver_address(spark: SparkSession) -> tuple[str, str]:
     entries = context.getConf()  # copies all entries, one call to the JVM for each
     announce = entries.get("spark.driver.host", "127.0.0.1")
     bind = entries.get("spark.driver.bindAddress", announce)
-    return bind, announce
+    return unbracketed(bind), unbracketed(announce)
+
+
+def unbracketed(host: str) -> str:
+    """A host of Spark's: it writes IPv6 addresses in brackets, which sockets do not take."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _connect_endpoint(spark: SparkSession) -> tuple[str, int]:
