@@ -65,6 +65,36 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     return module, "float64" if is_double else "float32"
 
 
+def check_training(module: nn.Module, request: FitRequest) -> None:
+    """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
+
+    Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
+    nor while the module is lazy.
+
+    Raises:
+        ConfigError: loss, metrics, early stopping, optimizer or schedule cannot be used.
+        Exception: what the user's own callables raise.
+    """
+    import torch
+    from torch import nn
+
+    from sparkdl.train.callbacks import make_stopper
+    from sparkdl.train.loss import resolve_loss
+    from sparkdl.train.metrics import Metrics
+    from sparkdl.train.optim import make_scheduler, resolve_optimizer
+
+    config = request.config
+    with torch.random.fork_rng(devices=[]):
+        loss = resolve_loss(config.loss, config.task)
+        Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
+        make_stopper(config, has_validation=request.validation_col is not None)
+        make_optimizer = resolve_optimizer(config)
+        is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
+        if config.device != "cuda" and not is_lazy:
+            parameters = copy.deepcopy(module).parameters()
+            make_scheduler(config, make_optimizer(p for p in parameters if p.requires_grad))
+
+
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[Prepared], SparkColumn | None]:
@@ -114,12 +144,13 @@ def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
 
 
 def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -> int | None:
-    """Run the module on two rows of zeros: it must take the features.
+    """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules. Returns the number of classes of a classifier.
 
     Raises:
-        ConfigError: the module does not take the features, or its output is not a classifier's.
+        ConfigError: the module does not take the features, its output is not a classifier's, or
+            the loss cannot compare it with the label.
     """
     import torch
 
@@ -138,9 +169,43 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
         ) from error
     finally:
         module.train(was_training)
-    if request.config.task != "classification":
-        return None
-    return _num_classes(output)
+    num_classes = _num_classes(output) if request.config.task == "classification" else None
+    if request.config.task != "custom":
+        _try_loss(output, columns, request.config)
+    return num_classes
+
+
+def _try_loss(output: Any, columns: Sequence[Column], config: TrainConfig) -> None:
+    """Compare the output for two rows of zeros with two labels of zeros.
+
+    A function of the user's is not tried: it may refuse zeros that the data does not hold.
+    """
+    import torch
+
+    from sparkdl.train.loss import ClassLoss, ModuleLoss, resolve_loss
+
+    loss = resolve_loss(config.loss, config.task)
+    by_role = {column.role: column for column in columns}
+    if not isinstance(loss, ModuleLoss) or "label" not in by_role:
+        return
+    shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
+    if isinstance(loss, ClassLoss) and shape in ((), (1,)):
+        raise ConfigError(
+            f"the module has one output, {('batch', *shape)}, but the loss compares one for each "
+            "class; give the module two, or use loss='bce_with_logits'"
+        )
+    label = by_role["label"]
+    target = torch.zeros((2, *label.shape), dtype=getattr(torch, label.dtype))
+    try:
+        with torch.no_grad():
+            loss(output, target, None)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f'the loss cannot compare the module\'s output with "{label.name}" {label.dtype} '
+            f"{('batch', *label.shape)}: {type(error).__name__}: {error}; adapt module or loss"
+        ) from error
 
 
 def _num_classes(output: Any) -> int:

@@ -25,6 +25,7 @@ from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
     check_sync_batch_norm,
+    check_training,
     check_travels,
     dry_run,
     make_module,
@@ -86,6 +87,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
+    check_training(module, request)
     prepared, validation = prepare_columns(df, request, float_dtype)
     slots = _plan_rounds(spark, request) if in_rounds else _plan_gang(spark, request, settings)
     strategy.check(request.config, slots.num_workers)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torchmetrics.classification import BinaryAccuracy
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
@@ -17,6 +19,7 @@ from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
     check_sync_batch_norm,
+    check_training,
     dry_run,
     make_module,
     prepare_columns,
@@ -33,10 +36,20 @@ X = Column(name="x", role="feature", dtype="float32", shape=(4,))
 Y = Column(name="y", role="label", dtype="int64", shape=())
 
 
+CONFIG = {field.name for field in fields(TrainConfig)}
+
+
+def config(**options: Any) -> TrainConfig:
+    task = options.setdefault("task", "classification")
+    return TrainConfig(
+        **{"loss": "cross_entropy" if task == "classification" else "mse", "seed": 3, **options}
+    )
+
+
 def request(module: Any = None, **changes: Any) -> FitRequest:
     values: dict[str, Any] = {
         "module": module if module is not None else nn.Linear(4, 3),
-        "config": TrainConfig(task=changes.pop("task", "classification"), seed=3),
+        "config": config(**{name: changes.pop(name) for name in CONFIG & changes.keys()}),
         "feature_cols": ("x",), "input_shapes": (None,), "label_col": "y", "weight_col": None,
         "validation_col": None, "num_workers": None, "max_restarts": 0, "verbose": 0,
         "cpus_per_worker": None, "gpus_per_worker": None,
@@ -77,9 +90,92 @@ def test_a_double_module_takes_double_features() -> None:
 
 def test_dry_run_counts_the_classes() -> None:
     assert dry_run(nn.Linear(4, 3), [X, Y], request()) == 3
-    assert dry_run(nn.Linear(4, 1), [X, Y], request()) == 2
-    assert dry_run(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], request()) == 2
-    assert dry_run(nn.Linear(4, 3), [X, Y], request(task="regression")) is None
+    one = request(loss="bce_with_logits")
+    assert dry_run(nn.Linear(4, 1), [X, Y], one) == 2
+    assert dry_run(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], one) == 2
+    assert dry_run(nn.Linear(4, 1), [X, Y], request(task="regression")) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))])
+def test_one_output_is_no_output_for_each_class(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"one output, .* give the module two, or use loss='bce_"):
+        dry_run(module, [X, Y], request())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "bce_with_logits"}, r"output has shape \(2, 3\) but the target has shape \(2,\)"),
+        ({"task": "regression", "loss": "mse"}, "so that they are equal"),
+        (
+            {"task": "regression", "loss": nn.GaussianNLLLoss()},
+            r"cannot compare the module's output with \"y\" int64 \('batch',\): TypeError: ",
+        ),
+    ],
+)
+def test_the_loss_must_take_output_and_label(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run(nn.Linear(4, 3), [X, Y], request(**options))
+
+
+def refuses(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("zeros")
+
+
+def test_a_loss_of_the_users_is_not_tried() -> None:
+    assert dry_run(nn.Linear(4, 3), [X, Y], request(loss=refuses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "bce"}, "BCELoss compares numbers, but a classifier's outputs"),
+        ({"loss": "cros_entropy"}, "unknown loss"),
+        ({"optimizer": "adamm"}, "unknown optimizer"),
+        ({"optimizer": "sgd", "optimizer_params": {"momentumm": 1}}, "refused .*momentumm"),
+        ({"optimizer": lambda parameters: parameters}, "must make a torch.optim.Optimizer"),
+        ({"scheduler": lambda optimizer: optimizer}, "must return an LRScheduler"),
+        ({"early_stopping": EarlyStopping()}, "monitors 'val_loss', but the history has only"),
+        ({"metrics": {"x": dict}}, "'x' must be a torchmetrics.Metric"),
+    ],
+)
+def test_what_workers_could_not_build_is_refused_on_the_driver(
+    options: dict[str, Any], message: str
+) -> None:
+    validated = {"validation_col": "v"} if "metrics" in options else {}
+    with pytest.raises(ConfigError, match=message):
+        check_training(nn.Linear(4, 3), request(**options, **validated))
+
+
+def test_metrics_need_validation_rows() -> None:
+    asked = request(metrics={"accuracy": BinaryAccuracy()})
+    with pytest.raises(ConfigError, match="computed on validation rows, and there are none"):
+        check_training(nn.Linear(4, 3), asked)
+
+
+def test_building_for_the_check_changes_nothing() -> None:
+    def greedy(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        first.data.fill_(torch.rand(()))
+        return torch.optim.SGD([first, *others], lr=0.1)
+
+    module = nn.Linear(4, 3)
+    asked = request(module, optimizer=greedy)
+    weights, before = module.weight.clone(), torch.random.get_rng_state()
+    check_training(module, asked)
+    assert torch.equal(module.weight, weights)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def for_cuda(parameters: Any) -> torch.optim.Optimizer:
+    raise RuntimeError("no CUDA here")
+
+
+def test_what_the_driver_cannot_build_is_left_to_the_workers() -> None:
+    check_training(nn.Linear(4, 3), request(optimizer=for_cuda, device="cuda"))
+    check_training(nn.LazyLinear(3), request(optimizer=for_cuda))
+    with pytest.raises(RuntimeError, match="no CUDA here"):
+        check_training(nn.Linear(4, 3), request(optimizer=for_cuda))
 
 
 class Recorder(nn.Module):
@@ -124,8 +220,7 @@ def test_lazy_weights_follow_from_the_seed() -> None:
     modules = [nn.LazyLinear(3) for _ in range(3)]
     for number, module in enumerate(modules):
         torch.manual_seed(number)
-        config = TrainConfig(task="classification", seed=min(number, 1))
-        dry_run(module, [X], request(config=config))
+        dry_run(module, [X], request(seed=min(number, 1)))
     assert not torch.equal(modules[0].weight, modules[1].weight)
     assert torch.equal(modules[1].weight, modules[2].weight)
 
