@@ -21,6 +21,7 @@ from sparkdl import sync
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
+from sparkdl.spark.arrival import await_executors
 from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
@@ -37,6 +38,7 @@ from sparkdl.spark.gangfit import train_in_gang
 from sparkdl.spark.link import open_link
 from sparkdl.spark.mode import choose_mode
 from sparkdl.spark.preflight import (
+    ClusterInfo,
     check_memory,
     choose_num_workers,
     inspect_cluster,
@@ -89,7 +91,13 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     module, float_dtype = make_module(request)
     check_training(module, request)
     prepared, validation = prepare_columns(df, request, float_dtype)
-    slots = _plan_rounds(spark, request) if in_rounds else _plan_gang(spark, request, settings)
+    plan_slots = _plan_rounds if in_rounds else _plan_gang
+    slots = plan_slots(spark, request, settings)
+    if request.num_workers is None:
+        logger.info(
+            "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
+            slots.num_workers,
+        )
     strategy.check(request.config, slots.num_workers)
     check_sync_batch_norm(module, request.config, slots.num_workers)
     with contextlib.ExitStack() as stack:
@@ -174,7 +182,7 @@ def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:
 
 
 def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> Slots:
-    info = inspect_cluster(spark)
+    info = _inspect(spark, request, settings)
     require_gang_support(info, partial(conf, spark), settings)
     profile = make_profile(spark, info, request.cpus_per_worker, request.gpus_per_worker)
     num_workers = choose_num_workers(
@@ -188,9 +196,16 @@ def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> 
     return Slots(num_workers=num_workers, threads=threads, profile=profile)
 
 
-def _plan_rounds(spark: SparkSession, request: FitRequest) -> Slots:
-    """Shards need no slots of their own, so nothing is waited for."""
-    info = inspect_cluster(spark)
+def _inspect(spark: SparkSession, request: FitRequest, settings: Settings) -> ClusterInfo:
+    """The cluster as it is, or, if the number of workers follows from it, when it is all there."""
+    if request.num_workers is not None:
+        return inspect_cluster(spark)
+    return await_executors(spark, settings)
+
+
+def _plan_rounds(spark: SparkSession, request: FitRequest, settings: Settings) -> Slots:
+    """Shards need no slots of their own, so none are waited for."""
+    info = _inspect(spark, request, settings)
     num_shards = request.num_workers
     if num_shards is None:
         num_shards = choose_num_workers(

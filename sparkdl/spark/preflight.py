@@ -64,7 +64,7 @@ def inspect_cluster(spark: SparkSession) -> ClusterInfo:
         if "*" in info.master and not is_connect(spark):  # the JVM may count fewer cores than we
             return replace(info, cores_per_executor=num_slots(spark) * info.task_cpus)
         return info
-    executors = _registered_executors(spark)
+    executors = registered_executors(spark)
     expected = info.num_executors
     if expected is not None and executors < expected:
         return info
@@ -109,7 +109,8 @@ def _local_threads(text: str | None) -> int:
     return int(text or 1)
 
 
-def _registered_executors(spark: SparkSession) -> int:
+def registered_executors(spark: SparkSession) -> int:
+    """Executors of the application that are there now (classic Spark)."""
     context: Any = spark.sparkContext
     return len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # less the driver
 
@@ -345,11 +346,17 @@ def overhead_bytes(get: Get) -> int:
     overhead = get("spark.executor.memoryOverhead")
     if overhead is None:
         heap = parse_bytes(get("spark.executor.memory") or "1g", unit=2**20)
-        factor = float(get("spark.executor.memoryOverheadFactor") or 0.1)
+        factor = float(get("spark.executor.memoryOverheadFactor") or _factor_of_pods(get) or 0.1)
         granted = max(int(factor * heap), 384 * 2**20)
     else:
         granted = parse_bytes(overhead, unit=2**20)
     return granted + (parse_bytes(own, unit=2**20) if own else 0)
+
+
+def _factor_of_pods(get: Get) -> str | None:
+    """Kubernetes has an entry of its own, which counts if Spark's general one is not set."""
+    on_kubernetes = (get("spark.master") or "").startswith("k8s")
+    return get("spark.kubernetes.memoryOverheadFactor") if on_kubernetes else None
 
 
 def parse_bytes(text: str, *, unit: int) -> int:

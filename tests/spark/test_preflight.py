@@ -229,18 +229,27 @@ def test_memory_is_checked_where_containers_are_killed() -> None:
     memory(info(None, None, master="k8s://h"), 2, 100, memoryOverhead="500m")
 
 
+PODS = {"spark.master": "k8s://h", "spark.kubernetes.memoryOverheadFactor": "0.4"}
+
+
 @pytest.mark.parametrize(
     ("entries", "mib"),
     [
         ({}, 384),
         ({"memory": "10g"}, 1024),
         ({"memory": "10g", "memoryOverheadFactor": "0.5"}, 5120),
+        ({"memory": "10g", **PODS}, 4096),
+        ({"memory": "10g", **PODS, "spark.master": "yarn"}, 1024),
+        ({"memory": "10g", **PODS, "memoryOverheadFactor": "0.5"}, 5120),
         ({"memoryOverhead": "600"}, 600),
         ({"memoryOverhead": "1g", "pyspark.memory": "2g"}, 3072),
     ],
 )
 def test_memory_overhead(entries: dict[str, str], mib: int) -> None:
-    texts = {f"spark.executor.{name}": text for name, text in entries.items()}
+    texts = {
+        name if name.startswith("spark.") else f"spark.executor.{name}": text
+        for name, text in entries.items()
+    }
     assert overhead_bytes(texts.get) == mib * MIB
 
 
