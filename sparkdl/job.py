@@ -29,6 +29,8 @@ from sparkdl.jobfile import (
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scoring import Scores, score, vectors_to_arrays
+from sparkdl.spark.columns import find, hashable, quoted
+from sparkdl.spark.session import is_case_sensitive
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -150,7 +152,11 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
 
 
 def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation."""
+    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation.
+
+    Raises:
+        DataError: there are none, or a fraction of them cannot be chosen.
+    """
     rows = read_data(spark, job.data)
     section = job.validation
     if section is None:
@@ -162,8 +168,14 @@ def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
         )
     # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
     # on its side.
+    hashed = hashable(rows.schema)
+    if not hashed:
+        raise DataError(
+            "validation.fraction chooses rows by their hash, and there is no column that can be "
+            "hashed; set validation.path"
+        )
     resolution = 1_000_000
-    position = F.pmod(F.xxhash64(F.lit(section.seed), *rows.columns), F.lit(resolution))
+    position = F.pmod(F.xxhash64(F.lit(section.seed), *hashed), F.lit(resolution))
     limit = round(float(section.fraction or 0.0) * resolution)
     return rows.withColumn(VALIDATION_COLUMN, position < limit)
 
@@ -180,12 +192,13 @@ def load_model(spark: SparkSession, path: str) -> Any:
 
 
 def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:
-    unknown = [name for name in columns if name not in rows.columns]
+    case = is_case_sensitive(rows.sparkSession)
+    unknown = [name for name in columns if not find(rows.schema, name, is_case_sensitive=case)]
     if unknown:
         raise ConfigError(
             f"output.columns names {unknown}, which are not there; known: {', '.join(rows.columns)}"
         )
-    return rows.select(*columns) if columns else rows
+    return rows.select(*map(quoted, columns)) if columns else rows
 
 
 def _check_csv(rows: DataFrame) -> None:

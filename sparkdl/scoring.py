@@ -20,6 +20,8 @@ from sparkdl.scores import (
     classification_scores,
     regression_scores,
 )
+from sparkdl.spark.columns import quoted, require
+from sparkdl.spark.session import is_case_sensitive
 
 Scores = ClassificationScores | RegressionScores
 
@@ -36,12 +38,13 @@ def score(model: Any, rows: DataFrame, label_col: str, weight_col: str | None) -
     """
     from sparkdl.model import TorchClassifierModel, TorchRegressorModel
 
+    case = is_case_sensitive(rows.sparkSession)
     for column in (label_col, weight_col):
-        if column is not None and column not in rows.columns:
-            raise DataError(f"there is no column '{column}'; columns: {', '.join(rows.columns)}")
-    if rows.filter(F.col(label_col).isNull()).count():
+        if column is not None:
+            require(rows.schema, column, is_case_sensitive=case)
+    if rows.filter(F.col(quoted(label_col)).isNull()).count():
         raise DataError(f"column '{label_col}' has null labels; filter these rows out")
-    weight = F.lit(1.0) if weight_col is None else F.col(weight_col).cast("double")
+    weight = F.lit(1.0) if weight_col is None else F.col(quoted(weight_col)).cast("double")
     if isinstance(model, TorchClassifierModel):
         return _score_classifier(model, rows, label_col, weight)
     if isinstance(model, TorchRegressorModel):
@@ -55,18 +58,18 @@ def score(model: Any, rows: DataFrame, label_col: str, weight_col: str | None) -
 def _score_classifier(
     model: Any, rows: DataFrame, label_col: str, weight: Column
 ) -> ClassificationScores:
-    label = F.col(label_col).cast("double")
+    label = F.col(quoted(label_col)).cast("double")
     predictions = model.transform(rows)
     probability_col = model.getOrDefault("probabilityCol")
     log_loss = F.lit(None).cast("double")
     if probability_col:
         predictions = vectors_to_arrays(predictions)
-        chance = F.get(F.col(probability_col), F.col(label_col).try_cast("int"))
+        class_number = F.col(quoted(label_col)).try_cast("int")
+        chance = F.get(F.col(quoted(probability_col)), class_number)
         log_loss = -F.log(F.greatest(chance, F.lit(_SMALLEST_PROBABILITY)))
+    predicted = F.col(quoted(model.getPredictionCol()))
     groups = (
-        predictions.groupBy(
-            label.alias("label"), F.col(model.getPredictionCol()).alias("predicted")
-        )
+        predictions.groupBy(label.alias("label"), predicted.alias("predicted"))
         .agg(F.sum(weight).alias("rows"), F.sum(weight * log_loss).alias("log_loss"))
         .collect()
     )
@@ -83,10 +86,10 @@ def _score_classifier(
 def _score_regressor(
     model: Any, rows: DataFrame, label_col: str, weight: Column
 ) -> RegressionScores:
-    label = F.col(label_col).cast("double")
+    label = F.col(quoted(label_col)).cast("double")
     # Two passes over the labels: the sum of squares alone would lose digits.
     mean = rows.agg(F.sum(weight * label) / F.sum(weight)).first()[0]  # type: ignore[index]
-    error = F.col(model.getPredictionCol()) - label
+    error = F.col(quoted(model.getPredictionCol())) - label
     sums = (
         model.transform(rows)
         .agg(
@@ -103,4 +106,4 @@ def _score_regressor(
 def vectors_to_arrays(rows: DataFrame) -> DataFrame:
     """``rows`` with Spark ML vectors as arrays, which every reader understands."""
     vectors = [item.name for item in rows.schema.fields if isinstance(item.dataType, VectorUDT)]
-    return rows.withColumns({name: vector_to_array(F.col(name)) for name in vectors})
+    return rows.withColumns({name: vector_to_array(F.col(quoted(name))) for name in vectors})

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.job import (
     VALIDATION_COLUMN,
+    _choose_columns,
     load_model,
     read_data,
     read_training_data,
@@ -112,6 +114,20 @@ def test_validation_rows_are_the_same_however_the_rows_are_split(
     assert {row.id for row in other.filter(VALIDATION_COLUMN).collect()} != chosen[0]
 
 
+def test_columns_of_any_name_and_type_may_be_beside(spark: SparkSession, tmp_path: Path) -> None:
+    path = str(tmp_path / "rows")
+    odd = {"a.b": F.col("id"), "maps": F.array(F.create_map(F.lit("k"), F.col("id")))}
+    spark.range(100).withColumns(odd).write.parquet(path)
+    marked = read_training_data(spark, training(path, ValidationSection(fraction=0.25)))
+    assert 5 < marked.filter(VALIDATION_COLUMN).count() < 50
+    only = spark.range(3).select(F.create_map("id", "id").alias("map"))
+    only.write.parquet(str(tmp_path / "only"))
+    with pytest.raises(DataError, match=r"fraction .* no column that can be hashed"):
+        read_training_data(
+            spark, training(str(tmp_path / "only"), ValidationSection(fraction=0.25))
+        )
+
+
 def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> None:
     spark.range(4).write.parquet(str(tmp_path / "train"))
     spark.range(10, 12).write.parquet(str(tmp_path / "validation"))
@@ -175,6 +191,8 @@ def test_csv_takes_plain_columns_only(
         run_predict(job(), spark)
     with pytest.raises(ConfigError, match=r"names \['no_such'\], which are not there; known: x"):
         run_predict(job("no_such"), spark)
+    dotted = spark.read.parquet(files).withColumn("a.b", F.lit(1))
+    assert _choose_columns(dotted, ("a.b", "LABEL")).columns == ["a.b", "LABEL"]
     written = run_predict(job("label", "prediction"), spark)
     assert sorted((row.label, row.prediction) for row in written.collect()) == [
         (0, 0.0), (1, 0.0), (1, 1.0), (1, 1.0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pyspark.sql import DataFrame, SparkSession
@@ -101,8 +103,19 @@ def test_wrong_labels_are_named(rows: DataFrame, label: str, message: str) -> No
 
 
 def test_a_missing_label_column_is_named(rows: DataFrame) -> None:
-    with pytest.raises(DataError, match="no column 'digit'; columns: x, label, weight"):
+    with pytest.raises(DataError, match=r'"digit" is not in the DataFrame; .*: x, label, weight'):
         score(classifier(), rows, "digit", None)
+
+
+@pytest.mark.parametrize("make", [classifier, regressor])
+def test_names_may_have_dots(rows: DataFrame, make: Any) -> None:
+    plain = score(make(), rows, "label", "weight")
+    names = {"label": "the.label", "weight": "the.weight", "x": "the.x"}
+    model = make().setFeaturesCol("the.x").setPredictionCol("the.prediction")
+    if make is classifier:
+        model.setProbabilityCol("the.probability")
+    dotted = rows.withColumnsRenamed(names)
+    assert score(model, dotted, "the.label", "the.weight") == plain
 
 
 def test_a_model_without_a_common_measure_is_refused(rows: DataFrame) -> None:

@@ -178,6 +178,19 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
     )
 
 
+def hashable(schema: T.StructType) -> list[SparkColumn]:
+    """The columns of which Spark can make a hash: those without maps and variants inside."""
+    return [F.col(quoted(field.name)) for field in schema.fields if _has_hash(field.dataType)]
+
+
+def _has_hash(data_type: T.DataType) -> bool:
+    if isinstance(data_type, T.ArrayType):
+        return _has_hash(data_type.elementType)
+    if isinstance(data_type, T.StructType):
+        return all(_has_hash(field.dataType) for field in data_type.fields)
+    return not isinstance(data_type, (T.MapType, T.VariantType))
+
+
 def quoted(name: str) -> str:
     """A column name in backticks, so that dots in it are part of the name."""
     return "`" + name.replace("`", "``") + "`"
