@@ -25,7 +25,7 @@ import torch
 
 from sparkdl.channel import Address, SecretFactory, call_options, location
 from sparkdl.checkpoint.format import decode, encode
-from sparkdl.errors import CommunicationError
+from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.sync.gradients import Bucket
 from sparkdl.sync.parameter_server import Push, ServerSlice
 
@@ -91,11 +91,20 @@ class SliceServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has 
         served: the slice.
         host: address to listen on, which the peers can reach.
         on_leave: is told of each rank whose stream has ended.
+
+    Raises:
+        ClusterError: the address is not this host's.
     """
 
     def __init__(self, served: ServerSlice, *, host: str, on_leave: Callable[[int], None]) -> None:
         token = secrets.token_hex(32)
-        super().__init__(location(host, 0), middleware={"secret": SecretFactory(token)})
+        try:
+            super().__init__(location(host, 0), middleware={"secret": SecretFactory(token)})
+        except (pa.ArrowException, OSError) as error:
+            raise ClusterError(
+                f"cannot serve parameters at {host}, which Spark uses for this host ({error}); set "
+                "SPARK_LOCAL_IP there to an address of its own that the others can reach"
+            ) from error
         self._served = served
         self._on_leave = on_leave
         self._bytes_sent: dict[int, int] = {}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.errors import CommunicationError
+from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.sync import server_link
 from sparkdl.sync.parameter_server import Push, ServerRules, ServerSlice
 from sparkdl.sync.server_link import SliceLink, SliceServer, flats
@@ -110,6 +110,11 @@ def test_without_the_secret_nothing_is_served(served: Served) -> None:
         link.step(Push(1.0, OPTIONS), like(served, 1), [])
     assert served.left == []
     assert all(flat.eq(0).all() for flat in flats(served.slice.pull(0)))
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"cannot serve parameters at 192\.0\.2\.1"):
+        SliceServer(make_slice(), host="192.0.2.1", on_leave=lambda rank: None)
 
 
 def test_two_servers_have_different_secrets(served: Served) -> None:
