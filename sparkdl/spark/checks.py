@@ -47,7 +47,7 @@ def check_travels(config: TrainConfig) -> None:
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
-    """A module of our own, and the dtype of its floating features."""
+    """A module of our own, on the CPU, and the dtype of its floating features."""
     import torch
     from torch import nn
 
@@ -61,6 +61,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"module must be a torch.nn.Module or a callable that returns one; it returned "
                 f"{type(module).__name__}"
             )
+    module = module.cpu()
     is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
     return module, "float64" if is_double else "float32"
 
@@ -163,9 +164,10 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
             output = module.eval()(*inputs)
     except Exception as error:
         shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)
+        whole = ", ".join(f'"{c.name}"' for c in features if not c.dtype.startswith("float"))
         raise ConfigError(
             f"the module cannot take the features ({shown}): {type(error).__name__}: {error}; "
-            "adapt the module, or set inputShape"
+            f"adapt the module, {f'cast {whole} to float, ' * bool(whole)}or set inputShape"
         ) from error
     finally:
         module.train(was_training)

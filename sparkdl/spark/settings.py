@@ -41,7 +41,7 @@ class Settings:
             raise ConfigError(
                 f"spark.sparkdl.channel must be one of {CHANNEL_MODES}; received {self.channel!r}"
             )
-        for field in ("heartbeat", "start", "collective"):
+        for field in ("heartbeat", "start", "queue", "collective"):
             seconds = getattr(self, f"{field}_timeout_seconds")
             if not seconds > 0:
                 raise ConfigError(

@@ -65,6 +65,24 @@ def test_the_users_module_is_copied() -> None:
     assert float_dtype == "float32"
 
 
+class Elsewhere(nn.Linear):
+    """As if on a GPU: remembers where it is."""
+
+    place = "cuda"
+
+    def cpu(self) -> Elsewhere:
+        self.place = "cpu"
+        return self
+
+
+@pytest.mark.parametrize("given", [Elsewhere(4, 3), lambda: Elsewhere(4, 3)])
+def test_the_drivers_module_is_on_the_cpu(given: Any) -> None:
+    made, _ = make_module(request(given))
+    assert made.place == "cpu"
+    if isinstance(given, Elsewhere):
+        assert given.place == "cuda"
+
+
 def test_a_callable_makes_the_same_module_each_time_and_leaves_torchs_generator_alone() -> None:
     before = torch.random.get_rng_state()
     one, two = (make_module(request(lambda: nn.Linear(4, 3)))[0] for _ in range(2))
@@ -234,6 +252,14 @@ def test_a_module_that_does_not_take_the_features() -> None:
     assert message.endswith("adapt the module, or set inputShape")
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert module.training
+
+
+def test_whole_numbers_where_the_module_takes_floating_ones() -> None:
+    counts = Column(name="n", role="feature", dtype="int32", shape=(4,))
+    with pytest.raises(
+        ConfigError, match=r'adapt the module, cast "n" to float, or set inputShape'
+    ):
+        dry_run(nn.Linear(4, 3), [counts, Y], request())
 
 
 def test_a_classifier_returns_a_tensor() -> None:

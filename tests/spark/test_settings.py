@@ -47,6 +47,8 @@ def test_every_entry_has_an_effect() -> None:
     [
         ({"heartbeatTimeout": "10s"}, "spark.sparkdl.heartbeatTimeout has a wrong value: .*'10s'"),
         ({"heartbeatTimeout": "0"}, "spark.sparkdl.heartbeatTimeout must be .* received 0"),
+        ({"queueTimeout": "0"}, "spark.sparkdl.queueTimeout must be .* received 0"),
+        ({"queueTimeout": "nan"}, "spark.sparkdl.queueTimeout must be .* received nan"),
         ({"startTimeout": "-1"}, "spark.sparkdl.startTimeout must be .* received -1"),
         ({"collectiveTimeout": "nan"}, "spark.sparkdl.collectiveTimeout must be .* received nan"),
         ({"channel": "rank0"}, "spark.sparkdl.channel must be one of .* received 'rank0'"),
