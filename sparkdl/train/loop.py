@@ -350,16 +350,23 @@ class _Trainer:
     def _make_replica(self, module: nn.Module) -> Replica:
         """Build everything that training changes, on the device."""
         config = self._config
+        stopper = make_stopper(config, has_validation=self._plan.num_validation_rows > 0)
+        number_format = NumberFormat(config.precision, self._device)
         module.to(self._device)
         synchronizer = sync.resolve(config.sync_strategy).setup(
             module, resolve_optimizer(config), self._comm
         )
+        try:
+            scheduler = make_scheduler(config, synchronizer.optimizer)
+        except BaseException:
+            synchronizer.close()
+            raise
         return Replica(
             module=module,
             synchronizer=synchronizer,
-            number_format=NumberFormat(config.precision, self._device),
-            scheduler=make_scheduler(config, synchronizer.optimizer),
-            stopper=make_stopper(config, has_validation=self._plan.num_validation_rows > 0),
+            number_format=number_format,
+            scheduler=scheduler,
+            stopper=stopper,
             state=TrainState(),
             epoch_sums=torch.zeros(2, dtype=torch.float64, device=self._device),
         )
