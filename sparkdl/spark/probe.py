@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelClient
@@ -84,20 +85,33 @@ def probe(
         Whether every executor asked reaches the driver's channel.
 
     Raises:
-        ClusterError: an executor runs other versions than the driver.
+        ClusterError: an executor has no sparkdl, or runs other versions than the driver.
         StorageError: an executor does not see the storage of the driver.
     """
     task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
     with described(spark, f"sparkdl {run_id}: check the executors"):
-        rows = (
-            spark.range(0, num_tasks, 1, num_tasks)
-            .mapInArrow(task, "answer string", profile=profile)
-            .collect()
-        )
+        try:
+            rows = (
+                spark.range(0, num_tasks, 1, num_tasks)
+                .mapInArrow(task, "answer string", profile=profile)
+                .collect()
+            )
+        except PythonException as error:
+            # The task itself raises nothing, so its executor could not even begin it.
+            raise ClusterError(
+                f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
+                "there as on the driver, or send it along with --archives or --py-files"
+            ) from error
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:
         _check(answer, storage_url)
     return all(answer["reaches_driver"] for answer in answers)
+
+
+def _last_line(error: PythonException) -> str:
+    """Of the executor's traceback, which ends with what was raised."""
+    traceback, _, _ = str(error).partition("\n\nJVM stacktrace:")
+    return traceback.strip().rpartition("\n")[2].strip()
 
 
 def _check(answer: Mapping[str, object], storage_url: str | None) -> None:

@@ -1,0 +1,62 @@
+"""Executors that cannot run sparkdl are told with the remedy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
+
+import pytest
+from pyspark.errors import PythonException
+
+from sparkdl.errors import ClusterError
+from sparkdl.spark import probe as module
+from sparkdl.spark.probe import probe
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MESSAGE = """
+An exception was thrown from the Python worker:
+Traceback (most recent call last):
+  File "worker.py", line 1, in main
+ModuleNotFoundError: No module named 'sparkdl'
+
+JVM stacktrace:
+org.apache.spark.api.python.PythonException
+"""
+
+
+def ask(spark: Any) -> bool:
+    return probe(
+        spark, num_tasks=1, profile=None, channel=None, storage_url=None, marker=None, run_id="r"
+    )
+
+
+def test_executors_without_sparkdl() -> None:
+    spark = MagicMock()
+    tasks = spark.range.return_value.mapInArrow.return_value
+    tasks.collect.side_effect = PythonException(MESSAGE)
+    with pytest.raises(ClusterError) as caught:
+        ask(spark)
+    assert str(caught.value) == (
+        "sparkdl cannot run on an executor: ModuleNotFoundError: No module named 'sparkdl'; "
+        "install sparkdl-torch there as on the driver, or send it along with --archives or "
+        "--py-files"
+    )
+
+
+@pytest.mark.spark
+def test_a_task_that_executors_cannot_import(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from sparkdl.spark.probe import ProbeTask\nclass Task(ProbeTask): ...\n"
+    (tmp_path / "only_on_the_driver.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_on_the_driver  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(module, "ProbeTask", only_on_the_driver.Task)
+    with pytest.raises(ClusterError, match=r"No module named 'only_on_the_driver'; install spar"):
+        ask(spark)
+    del sys.modules["only_on_the_driver"]
