@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import MemoryStorage, open_storage
+from sparkdl.checkpoint.storage import MemoryStorage, Storage, open_storage
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.model import TorchModel, example_inputs
@@ -59,10 +59,22 @@ class ParamsWriter(MLWriter):
         _make_way(path, self.shouldOverwrite, self.sparkSession)
         extra = {"sparkdl": {"format": FORMAT, "version": __version__}}
         DefaultParamsWriter.saveMetadata(described, path, self.sparkSession, extraMetadata=extra)
-        storage = open_storage(_qualified(path, self.sparkSession))
+        storage = self._place(path)
         for folder in files.list(""):
             for name in files.list(folder):
                 storage.write(f"{folder}/{name}", files.read(f"{folder}/{name}"))
+
+    def _place(self, path: str) -> Storage:
+        """The folder in which Spark has written the metadata."""
+        place = _qualified(path, self.sparkSession)
+        storage = open_storage(place)
+        if is_connect(self.sparkSession) and not storage.exists("metadata"):
+            _make_way(path, True, self.sparkSession)
+            raise StorageError(
+                f"{place} lies on the host of the Spark Connect server, where this client cannot "
+                "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
+            )
+        return storage
 
     def _describe(self, files: MemoryStorage) -> Params:
         """A twin of the instance whose values are JSON; its files go to ``files``."""

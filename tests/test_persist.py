@@ -12,6 +12,7 @@ from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 from torch import nn
 
+from sparkdl import persist
 from sparkdl.config import EarlyStopping
 from sparkdl.describe import DescribeError
 from sparkdl.errors import StorageError
@@ -164,3 +165,16 @@ def test_missing_model_files_are_named(spark: SparkSession, tmp_path: Path) -> N
     (tmp_path / "m" / "model" / "weights.safetensors").unlink()
     with pytest.raises(StorageError, match=r"weights\.safetensors"):
         TorchModel.load(str(tmp_path / "m"))
+
+
+def test_a_client_that_does_not_see_the_servers_disk_is_refused(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[bool] = []
+    monkeypatch.setattr(persist, "is_connect", lambda _: True)
+    monkeypatch.setattr(persist, "_make_way", lambda path, overwrite, _: cleared.append(overwrite))
+    monkeypatch.setattr(persist, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
+        TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
+    assert cleared == [False, True]
+    assert not (tmp_path / "elsewhere").exists()

@@ -24,6 +24,7 @@ Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
 """What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
 
 _ASIDE = ".aside-"
+_URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
 
 
 class Storage(Protocol):
@@ -48,13 +49,30 @@ class Storage(Protocol):
 def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
     """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
 
+    As in Hadoop, ``scheme:/path`` is a URL too: ``hdfs:/models`` lies on the default name node.
+
     Raises:
         StorageError: the URL's scheme is unknown, or its package is not installed.
     """
     text = os.fspath(path_or_url)
-    if text.startswith("file:"):
-        return LocalStorage(re.sub("^file:(//(localhost)?(?=/))?", "", text))
-    return FsspecStorage(text) if "://" in text else LocalStorage(text)
+    url = _URL.fullmatch(text)
+    if url is None:
+        return LocalStorage(text)
+    scheme, rest = url["scheme"].lower(), url["rest"]
+    if scheme == "file":
+        return LocalStorage(re.sub("^//(localhost)?(?=/)", "", rest))
+    if scheme == "dbfs":
+        raise StorageError(
+            f"{text} is no place that Python can write to; use /dbfs/..., where Databricks mounts "
+            "it, or a volume, /Volumes/..."
+        )
+    return FsspecStorage(text if "://" in text else f"{scheme}://{rest}")
+
+
+def absolute(path_or_url: str | os.PathLike[str]) -> str:
+    """A local path as seen from the root, for other processes; a URL as it is."""
+    storage = open_storage(path_or_url)
+    return str(storage) if isinstance(storage, LocalStorage) else os.fspath(path_or_url)
 
 
 def check_writable(storage: Storage) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelServer, Hub
-from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
+from sparkdl.checkpoint.storage import Storage, absolute, check_writable, open_storage
 from sparkdl.errors import ClusterError
 from sparkdl.spark.preflight import is_encrypted
 from sparkdl.spark.probe import probe
@@ -37,7 +37,7 @@ class Link:
     """The driver's temporary folder, which the channel serves."""
     checkpoints: Storage | None
     url: str | None
-    """``checkpointDir``, or None."""
+    """``checkpointDir``, as all processes can open it, or None."""
 
 
 def open_link(
@@ -63,7 +63,7 @@ def open_link(
     if settings.channel != "workers" and not (in_rounds and is_clear):
         server = _serve(spark, hub, files, settings)
         stack.callback(server.shutdown)
-    url = checkpoint_dir
+    url = absolute(checkpoint_dir) if checkpoint_dir is not None else None
     checkpoints = open_storage(url) if url is not None else None
     if checkpoints is not None:
         check_writable(checkpoints)

@@ -13,6 +13,7 @@ from sparkdl.checkpoint.storage import (
     LocalStorage,
     MemoryStorage,
     Storage,
+    absolute,
     check_writable,
     open_storage,
 )
@@ -114,9 +115,27 @@ def test_open_storage_chooses_by_the_form_of_the_address(tmp_path: Path) -> None
     assert isinstance(open_storage("memory://here"), FsspecStorage)
 
 
-def test_an_unknown_scheme_is_a_storage_error() -> None:
+@pytest.mark.parametrize("url", ["nowhere://x", "nowhere:x"])
+def test_an_unknown_scheme_is_a_storage_error(url: str) -> None:
     with pytest.raises(StorageError, match=r"cannot open nowhere://x: Protocol not known"):
-        open_storage("nowhere://x")
+        open_storage(url)
+
+
+def test_one_slash_is_a_url_too() -> None:
+    assert str(open_storage("memory:/here")) == "memory:///here"
+    with pytest.raises(StorageError, match=r"dbfs:/models/x is no .*; use /dbfs/\.\.\., where"):
+        open_storage("dbfs:/models/x")
+    assert isinstance(open_storage("./run:1"), LocalStorage)
+
+
+def test_local_paths_are_the_same_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute("runs/x") == absolute("file:runs/x") == str(tmp_path / "runs" / "x")
+    assert absolute(Path("~/runs")) == "/home/me/runs"
+    assert absolute("memory://runs") == "memory://runs"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
