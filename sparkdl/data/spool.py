@@ -50,7 +50,7 @@ class ColumnStats:
     """Shape of a row; None when the shard has no row."""
     nulls_and_shapes: Findings = field(default_factory=Findings)
     bad_values: int = 0
-    """Labels that are NaN, fractional or negative where classes are wanted; bad weights."""
+    """Labels that are infinite, NaN, or no class numbers where these are wanted; bad weights."""
     first_bad: str | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -301,7 +301,7 @@ def _bad_values(column: SpoolColumn, values: np.ndarray) -> np.ndarray:
     """``(rows,)``: True where a label or weight cannot be used."""
     flat = values.reshape(len(values), -1)
     if values.dtype.kind == "f":
-        bad = np.isnan(flat)
+        bad = ~np.isfinite(flat)
         if column.as_classes:
             bad |= np.floor(flat) != flat
     else:

@@ -193,11 +193,16 @@ class ShardTable:
         """The spool's columns, after checking that all rows of all shards can be used.
 
         Raises:
-            DataError: with column, count, and an example row.
+            DataError: with column, count, and an example row, for all columns that have bad rows.
         """
+        found = [merge_stats(stats) for stats in self._stats_by_column(shards)]
+        pairs = list(zip(self._prepared, found, strict=True))
+        problems = [problem for pair in pairs if (problem := _problem(*pair)) is not None]
+        if problems:
+            raise DataError("; ".join(problems))
         return tuple(
-            Column(name=p.name, role=p.role, dtype=p.dtype, shape=_checked_shape(p, stats))
-            for p, stats in zip(self._prepared, self._stats_by_column(shards), strict=True)
+            Column(name=p.name, role=p.role, dtype=p.dtype, shape=stats.shape or ())
+            for p, stats in pairs
         )
 
     def check_indicator(self, name: str, shards: Sequence[SpooledShard]) -> None:
@@ -360,20 +365,18 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
     return merged
 
 
-def _checked_shape(prepared: Prepared, stats: Sequence[ColumnStats]) -> tuple[int, ...]:
-    merged = merge_stats(stats)
-    findings = merged.nulls_and_shapes
+def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:
+    """Why rows of a column cannot be used, or None."""
+    findings = stats.nulls_and_shapes
     if findings.nulls or len(findings.shapes) > 1:
-        raise DataError(findings.message(prepared.name))
-    if merged.bad_values:
-        raise DataError(_bad_values_message(prepared, merged))
-    return merged.shape or ()
+        return findings.message(prepared.name)
+    return _bad_values_message(prepared, stats) if stats.bad_values else None
 
 
 def _bad_values_message(prepared: Prepared, stats: ColumnStats) -> str:
     wanted = {
         True: "whole, non-negative class indices (index strings with StringIndexer)",
-        False: "numbers that are not NaN" + (" or negative" * (prepared.role == "weight")),
+        False: "finite numbers" + (" that are not negative" * (prepared.role == "weight")),
     }[prepared.as_classes]
     rows = "row" if stats.bad_values == 1 else "rows"
     return (

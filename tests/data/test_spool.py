@@ -116,6 +116,22 @@ def test_bad_labels_are_counted_and_shown(tmp_path: Path) -> None:
     assert label.first_bad == "nan in row 1 of partition 0"
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        SpoolColumn(name="w", role="weight", dtype="float32"),
+        SpoolColumn(name="y", role="label", dtype="float32"),
+        SpoolColumn(name="y", role="label", dtype="int64", as_classes=True),
+    ],
+)
+def test_infinite_labels_and_weights_are_counted(tmp_path: Path, column: SpoolColumn) -> None:
+    values = pa.record_batch({"v": [1.0, float("inf"), 2.0], "hash": [0, 1, 2]})
+    with SpoolWriter(tmp_path / "s", [column], has_validation=False) as out:
+        out.write(values)
+    (stats,) = out.summary().columns
+    assert (stats.bad_values, stats.first_bad) == (1, "inf in row 1")
+
+
 def test_nulls_and_ragged_rows_are_counted_over_batches(tmp_path: Path) -> None:
     summary = spool(
         tmp_path / "s", batch([[1, 2], [3, 4]], [0, 1]), batch([[5], [6, 7], None], [0, 1, 0])

@@ -178,6 +178,7 @@ def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
 
 
 NAN = math.nan
+INF = float("inf")
 WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
 
 
@@ -203,10 +204,15 @@ WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
         ([([1.0, 2.0], -1.0, 1.0, True)], r'"y" .* but 1 row do not \(first: -1.0 in row'),
         (
             [([1.0, 2.0], 1.0, -0.5, True)],
-            r'"w" must hold numbers that are not NaN or negative, but 1 row do not '
+            r'"w" must hold finite numbers that are not negative, but 1 row do not '
             r"\(first: -0.5 in row",
         ),
-        ([([1.0, 2.0], 1.0, NAN, True)], r'"w" must hold numbers .* \(first: nan in row'),
+        ([([1.0, 2.0], 1.0, NAN, True)], r'"w" must hold finite .* \(first: nan in row'),
+        (
+            [(None, INF, INF, True)],
+            r'"x" has 1 null row .*; column "y" must .* \(first: inf in .*; column "w" must .* do '
+            r"not \(first: inf in row",
+        ),
     ],
 )
 def test_bad_rows_are_counted_with_an_example(
@@ -218,13 +224,13 @@ def test_bad_rows_are_counted_with_an_example(
         table.columns(spooled)
 
 
-def test_a_label_that_is_no_class_may_be_any_number_but_nan(
+def test_a_label_that_is_no_class_may_be_any_finite_number(
     spark: SparkSession, tables: Tables
 ) -> None:
     fine = tables(frame(spark, [([1.0, 2.0], -1.5, 1.0, True)]), as_classes=False)
     assert fine.columns(fine.collect())[1].dtype == "float32"
     bad = tables(frame(spark, [([1.0, 2.0], NAN, 1.0, True)]), as_classes=False)
-    with pytest.raises(DataError, match='"y" must hold numbers that are not NaN, but 1 row'):
+    with pytest.raises(DataError, match='"y" must hold finite numbers, but 1 row'):
         bad.columns(bad.collect())
 
 
