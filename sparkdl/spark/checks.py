@@ -85,7 +85,7 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     from sparkdl.train.optim import make_scheduler, resolve_optimizer
 
     config = request.config
-    with torch.random.fork_rng(devices=[]):
+    with borrowed_generator(config.seed):
         loss = resolve_loss(config.loss, config.task)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
         make_stopper(config, has_validation=request.validation_col is not None)
