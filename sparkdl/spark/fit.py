@@ -44,6 +44,7 @@ from sparkdl.spark.preflight import (
     inspect_cluster,
     make_profile,
     require_gang_support,
+    require_plain_files,
     threads_per_worker,
     wait_for_slots,
 )
@@ -85,6 +86,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     spark = df.sparkSession
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
+    require_plain_files(partial(conf, spark), settings)
     check_travels(request.config)
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"

@@ -208,6 +208,21 @@ def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> Non
         )
 
 
+def require_plain_files(get: Get, settings: Settings) -> None:
+    """Refuse to spool in clear where Spark is told to encrypt what it writes to local disks.
+
+    Raises:
+        ClusterError: with the remedy.
+    """
+    key = "spark.io.encryption.enabled"
+    if (get(key) or "false").lower() == "true" and not settings.allow_unencrypted:
+        raise ClusterError(
+            f"{key} asks for encrypted files, but the spool lies in clear in Spark's local "
+            "directories while training runs; set spark.sparkdl.allowUnencrypted=true if those "
+            "disks are trusted, or encrypted themselves"
+        )
+
+
 def is_encrypted(get: Get) -> str | None:
     """The first entry by which Spark encrypts its own traffic, or None."""
     for key in ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled"):

@@ -33,8 +33,8 @@ class Settings:
     channel_port: int = 0
     """``spark.sparkdl.channel.port``: port of the driver's channel; 0 takes a free one."""
     allow_unencrypted: bool = False
-    """``spark.sparkdl.allowUnencrypted``: train although Spark encrypts its own traffic and the
-    gang's collectives are plain TCP."""
+    """``spark.sparkdl.allowUnencrypted``: train although Spark encrypts its own traffic and
+    files, while the gang's collectives are plain TCP and the spool is plain files."""
 
     def __post_init__(self) -> None:
         if self.channel not in CHANNEL_MODES:

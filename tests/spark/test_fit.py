@@ -251,6 +251,7 @@ def test_a_checkpoint_directory_that_executors_do_not_share(df: DataFrame) -> No
     [
         ("spark.dynamicAllocation.enabled", "set spark.dynamicAllocation.enabled=false"),
         ("spark.network.crypto.enabled", "set spark.sparkdl.allowUnencrypted=true"),
+        ("spark.io.encryption.enabled", "the spool lies in clear"),
     ],
 )
 def test_a_cluster_that_cannot_run_a_gang(

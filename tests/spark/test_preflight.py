@@ -18,6 +18,7 @@ from sparkdl.spark.preflight import (
     overhead_bytes,
     parse_bytes,
     require_gang_support,
+    require_plain_files,
     slots_per_executor,
     threads_per_worker,
     wait_for_slots,
@@ -183,6 +184,15 @@ def test_encryption_is_not_silently_dropped(key: str) -> None:
         require_gang_support(info(1, 1), get, Settings())
     require_gang_support(info(1, 1), get, Settings(allow_unencrypted=True))
     require_gang_support(info(1, 1), {key: "false"}.get, Settings())
+
+
+def test_encrypted_files_are_not_silently_dropped() -> None:
+    get = {"spark.io.encryption.enabled": "TRUE"}.get
+    with pytest.raises(ClusterError, match=r"encrypted files, but the spool .*allowUnencrypted="):
+        require_plain_files(get, Settings())
+    require_plain_files(get, Settings(allow_unencrypted=True))
+    require_plain_files({"spark.io.encryption.enabled": "false"}.get, Settings())
+    require_plain_files({}.get, Settings())
 
 
 @pytest.mark.parametrize(
