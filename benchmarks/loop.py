@@ -1,0 +1,120 @@
+"""How fast is the training loop? Against torchrun DDP, and against workers that do not communicate.
+
+The last are the limit: two processes, each of which trains a network of its own on half of the
+images with the same loop, at the same time. What a gang is slower than that is its communication,
+and the wait for whichever rank is slower in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import common
+import fit
+import torch
+import torch.multiprocessing as mp
+from common import Measurements, SmallCNN, images, read_images, spark_session
+
+from sparkdl.comm import LocalCommunicator
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import ShardData
+from sparkdl.plan import Column, Shard, make_plan
+from sparkdl.process import torch_threads, tuned_allocator
+from sparkdl.train.callbacks import NullObserver
+from sparkdl.train.loop import train
+
+WORLD_SIZE = 2
+
+
+def main() -> None:
+    """Measure, several times in turn."""
+    options = common.arguments(
+        7,
+        rows=(60_000, "images"),
+        batch=(64, "rows per worker and step"),
+        epochs=(2, "epochs"),
+    )
+    folder = images(options.rows)
+    found = Measurements()
+    spark = spark_session(daemon="sparkdl.spark.daemon")
+    fit.run_fit(spark, folder, options, Measurements(), "first")  # starts Spark's workers
+    for _ in range(options.runs):
+        common.wait_until_idle(options.patience)
+        fit.run_torchrun(folder, options, found)
+        fit.run_fit(spark, folder, options, found, "fit")
+        run_apart(folder, options, found)
+    found.ratio("fit / torchrun", "fit steps/s", "torchrun steps/s")
+    found.ratio("fit / apart", "fit steps/s", "apart steps/s")
+    found.ratio("apart / torchrun", "apart steps/s", "torchrun steps/s")
+    found.report("loop", options)
+    spark.stop()
+
+
+def run_apart(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+    """Two processes that begin together; the mean of their steps per second."""
+    with tempfile.TemporaryDirectory() as place:
+        begin = mp.get_context("spawn").Barrier(WORLD_SIZE)
+        mp.spawn(train_apart, (folder, options, begin, place), nprocs=WORLD_SIZE)
+        speeds = [json.loads(path.read_text()) for path in Path(place).iterdir()]
+    found.add("apart steps/s", sum(speeds) / WORLD_SIZE)
+
+
+def train_apart(rank: int, folder: Path, options: argparse.Namespace, begin, place: str) -> None:
+    """One of the processes."""
+    with tuned_allocator(), torch_threads(1):
+        pixels, labels = read_images(folder, rank, WORLD_SIZE)
+        shard = ShardData(str(rank), {"image": pixels, "label": labels})
+        config = TrainConfig(
+            task="classification",
+            loss="cross_entropy",
+            optimizer="sgd",
+            optimizer_params={"momentum": 0.9},
+            learning_rate=0.01,
+            batch_size=options.batch,
+            epochs=options.epochs,
+        )
+        plan = make_plan(
+            columns=[
+                Column(name="image", role="feature", dtype="uint8", shape=(784,)),
+                Column(name="label", role="label", dtype="int64", shape=()),
+            ],
+            shards=[table_row(shard)],
+            world_size=1,
+            batch_size=config.batch_size,
+            epochs=config.epochs,
+        )
+        begin.wait()
+        outcome = train(
+            module=SmallCNN(),
+            config=config,
+            plan=plan,
+            shards=[shard],
+            validation=[],
+            comm=LocalCommunicator(),
+            device=torch.device("cpu"),
+            checkpoints=None,
+            resume=None,
+            observer=NullObserver(),
+        )
+    seconds = sum(record["seconds"] for record in outcome.history)
+    Path(place, str(rank)).write_text(json.dumps(outcome.steps / seconds))
+
+
+def table_row(shard: ShardData) -> Shard:
+    """What the shard table says of ``shard``."""
+    return Shard(
+        shard_id=0,
+        host="",
+        path="",
+        num_rows=shard.num_rows,
+        num_validation_rows=0,
+        fingerprint=shard.fingerprint,
+        num_bytes=0,
+    )
+
+
+if __name__ == "__main__":
+    main()
