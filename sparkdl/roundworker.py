@@ -28,9 +28,8 @@ from sparkdl.reporter import Reporter, captured_output
 from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
-    import torch
-
     from sparkdl.checkpoint.tree import Snapshot
+    from sparkdl.data.assemble import Rows
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
 
@@ -217,10 +216,10 @@ class Warm:
             )
         return self._open[key]
 
-    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, torch.Tensor]:
+    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, Rows]:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
 
-        def columns(split: Split, num_rows: int) -> dict[str, torch.Tensor]:
+        def columns(split: Split, num_rows: int) -> dict[str, Rows]:
             path = Path(shard.path)
             return open_spool(path, self.plan.columns, num_rows=num_rows, split=split)
 

@@ -28,14 +28,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.spool import (
-    ColumnStats,
-    SpoolColumn,
-    SpoolSummary,
-    SpoolWriter,
-    remove_spool,
-    roomiest,
-)
+from sparkdl.data.spool import SpoolColumn, SpoolWriter, remove_spool, roomiest
+from sparkdl.data.stats import ColumnStats, SpoolSummary
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared

@@ -54,7 +54,7 @@ def measure(
         for batch in batches:
             moved = batch.map(lambda value: value.to(device))
             with number_format.autocast():
-                output = module(*moved.inputs)
+                output = moved.arguments.call(module)
             loss_sum, weight_sum = loss(output, moved.target, moved.weight)
             sums[0] += loss_sum
             sums[1] += weight_sum

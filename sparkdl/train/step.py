@@ -128,7 +128,7 @@ class TrainStep:
             is_last = part == num_parts - 1
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
                 with self._format.autocast():
-                    output = self._synchronizer.model(*micro_batch.inputs)
+                    output = micro_batch.arguments.call(self._synchronizer.model)
                 loss_sum, weight_sum = self._loss(output, micro_batch.target, micro_batch.weight)
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
                     sums += self._pair(loss_sum, weight_sum)

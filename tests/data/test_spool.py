@@ -173,7 +173,7 @@ def test_a_full_disk_is_a_clear_error() -> None:
         pytest.skip("this system has no /dev/full")
     writer = SpoolWriter(Path("/nowhere"), (FEATURE, LABEL), has_validation=False)
     files = [full.open("wb", buffering=0), full.open("wb", buffering=0)]
-    writer._files = {("train", 0): files[0], ("train", 1): files[1]}
+    writer._files = {("train", 0, ""): files[0], ("train", 1, ""): files[1]}
     try:
         with pytest.raises(StorageError, match=r"disk of /nowhere is full.*SPARK_LOCAL_DIRS"):
             writer.write(batch([[1, 2]], [0]))
