@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column, TrainPlan
 from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
+from sparkdl.spark.specified import prepare_named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,6 +109,13 @@ def prepare_columns(
     case = is_case_sensitive(df.sparkSession)
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
+    prepare_entry = partial(
+        prepare_named, df.schema, float_dtype=float_dtype, is_case_sensitive=case
+    )
+    prepared += [prepare_entry(entry, "feature") for entry in request.specified]
+    for entry in request.labels:
+        as_classes = entry.argument in class_labels(request.config)
+        prepared.append(prepare_entry(entry, "label", as_classes=as_classes))
     if request.label_col is not None:
         as_classes = request.config.task == "classification"
         label = prepare_column(request.label_col, "label", as_classes=as_classes)
@@ -123,7 +132,7 @@ def prepare_columns(
 
 
 def shaped(
-    table: ShardTable, spooled: Sequence[SpooledShard], request: FitRequest
+    table: ShardTable, spooled: Items[SpooledShard], request: FitRequest
 ) -> tuple[Column, ...]:
     """The spool's columns, features reshaped as asked for."""
     if request.validation_col is not None:
@@ -132,19 +141,25 @@ def shaped(
     for index, shape in enumerate(request.input_shapes):
         if shape is not None:
             columns[index] = _reshaped(columns[index], shape)
-    return tuple(columns)
+    return tuple(_as_specified(column) for column in columns)
+
+
+def _as_specified(column: Column) -> Column:
+    """A tensor in the shape that its specification asks for."""
+    shape = column.kind.shape if isinstance(column.kind, Tensor) else None
+    return column if shape is None else _reshaped(column, shape)
 
 
 def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
     if math.prod(column.shape) != math.prod(shape):
         raise DataError(
             f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
-            f"{column.shape}), which inputShape {shape} cannot hold"
+            f"{column.shape}), which shape {shape} cannot hold"
         )
     return replace(column, shape=shape)
 
 
-def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -> int | None:
+def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> int | None:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules. Returns the number of classes of a classifier.
@@ -155,15 +170,16 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     """
     import torch
 
+    from sparkdl.data.assemble import example_arguments
+
     features = [column for column in columns if column.role == "feature"]
-    inputs = [torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     was_training = module.training
     try:
         # Lazy modules get their weights now.
         with torch.no_grad(), borrowed_generator(request.config.seed):
-            output = module.eval()(*inputs)
+            output = example_arguments(features).call(module.eval())
     except Exception as error:
-        shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)
+        shown = ", ".join(_shown_input(column) for column in features)
         whole = ", ".join(f'"{c.name}"' for c in features if not c.dtype.startswith("float"))
         raise ConfigError(
             f"the module cannot take the features ({shown}): {type(error).__name__}: {error}; "
@@ -177,7 +193,14 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     return num_classes
 
 
-def _try_loss(output: Any, columns: Sequence[Column], config: TrainConfig) -> None:
+def _shown_input(column: Column) -> str:
+    is_sequence = isinstance(column.kind, Sequence)
+    shape = ("batch", *(("length",) * is_sequence), *column.shape)
+    name = "" if column.argument is None else f"{column.argument}="
+    return f'{name}"{column.name}" {column.dtype} {shape}'
+
+
+def _try_loss(output: Any, columns: Items[Column], config: TrainConfig) -> None:
     """Compare the output for two rows of zeros with two labels of zeros.
 
     A function of the user's is not tried: it may refuse zeros that the data does not hold.
@@ -242,6 +265,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     """
     import torch
 
+    from sparkdl.data.assemble import example_arguments
     from sparkdl.train.evaluate import evaluation_mode
 
     smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
@@ -249,10 +273,9 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     if not (config.sync_batch_norm and has_empty):
         return
     features = [column for column in plan.columns if column.role == "feature"]
-    inputs = [torch.zeros((0, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     try:
         with torch.no_grad(), borrowed_generator(), evaluation_mode(module):
-            module(*inputs)
+            example_arguments(features, 0).call(module)
     except Exception as error:
         raise ConfigError(
             "with syncBatchNorm workers whose rows have run out train on batches without rows, "
@@ -262,7 +285,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
 
 
 def check_labels(
-    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Sequence[SpooledShard]
+    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Items[SpooledShard]
 ) -> None:
     """Refuse labels outside the classes; asks Spark for count and example only if there are any.
 

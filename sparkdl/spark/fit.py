@@ -134,7 +134,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         columns = shaped(table, spooled, request)
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
-            index = len(request.feature_cols)
+            index = request.num_inputs
             check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)

@@ -7,13 +7,13 @@ micro-batches and ranks. So every loss is asked for the losses of the single sam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import Task, TrainConfig
 from sparkdl.errors import ConfigError
 
 Sums = tuple[torch.Tensor, torch.Tensor | float]
@@ -65,6 +65,20 @@ class LossFunction(Protocol):
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds (class weights, parameters, which are not trained)."""
+
+
+def loss_of(config: TrainConfig) -> LossFunction:
+    """The loss that a run minimizes: one, or the weighted sum of those of several labels.
+
+    Raises:
+        ConfigError: see `resolve_loss`.
+    """
+    if not isinstance(config.loss, Mapping):
+        return resolve_loss(config.loss, config.task)
+    from sparkdl.train.losses import LossSum
+
+    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
+    return LossSum(parts, config.loss_weights)
 
 
 def resolve_loss(loss: Any, task: Task) -> LossFunction:
@@ -164,12 +178,26 @@ class ClassLoss(ModuleLoss):
             losses = self._module(output, target.to(output.dtype))
             return _weighted(_per_sample(losses), weight)
         target = _class_numbers(output, target)
-        losses = _per_sample(self._module(output, target))
-        counts = _per_sample(self._counts(target, losses.dtype))
+        # Sums, as in torch's mean: what a mean over a sample would be by depends on its padding.
+        losses = _per_sample(self._module(output, target), sums_dimensions=True)
+        counts = _per_sample(self._counts(target, losses.dtype), sums_dimensions=True)
         if weight is None:
             return losses.sum(), counts.sum()
         weight = weight.to(losses.dtype)
         return (losses * weight).sum(), (counts * weight).sum()
+
+    def sample_losses(self, output: Any, target: Any) -> torch.Tensor:
+        """``(batch,)``: each sample's mean over its own targets, without those to be ignored.
+
+        Class weights weigh the losses but not the mean.
+        """
+        output = _full_precision(output)
+        if target.shape == output.shape and target.is_floating_point():
+            return _per_sample(self._module(output, target.to(output.dtype)))
+        target = _class_numbers(output, target)
+        losses = _per_sample(self._module(output, target), sums_dimensions=True)
+        counted = (target != self._module.ignore_index).to(losses.dtype)
+        return losses / _per_sample(counted, sums_dimensions=True).clamp(min=1)
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """By how much each target counts in torch's mean."""
@@ -200,7 +228,7 @@ class CallableLoss:
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         """See `LossFunction.__call__`."""
-        num_rows = len(target if isinstance(target, torch.Tensor) else target[0])
+        num_rows = rows_of(target)
         result = self._function(_full_precision(output), target)
         is_pair = isinstance(result, tuple) and len(result) == 2
         if is_pair or (isinstance(result, torch.Tensor) and result.dim() == 0):
@@ -217,6 +245,13 @@ class CallableLoss:
                 f"losses, sum of weights) or a tensor of shape ({num_rows}, ...); received {what}"
             )
         return _weighted(_per_sample(result), weight)
+
+
+def rows_of(target: Any) -> int:
+    """Samples of a target: a tensor, or several in a tuple or dict."""
+    if isinstance(target, Mapping):
+        target = next(iter(target.values()))
+    return len(target if isinstance(target, torch.Tensor) else target[0])
 
 
 def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,6 +297,8 @@ def _full_precision(output: Any) -> Any:
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
         return type(output)(_full_precision(value) for value in output)
+    if type(output) is dict:
+        return {name: _full_precision(value) for name, value in output.items()}
     return output
 
 
