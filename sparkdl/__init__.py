@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+    from sparkdl.outputs import Output
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.sync.async_sgd import AsyncSGD
@@ -81,6 +82,7 @@ _MODULE_OF = {
     "LocalSGD": "sparkdl.sync.local_sgd",
     "OneBitCompression": "sparkdl.compress.onebit",
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
+    "Output": "sparkdl.outputs",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
@@ -129,6 +131,7 @@ __all__ = [
     "LocalSGD",
     "OneBitCompression",
     "OneShotAveraging",
+    "Output",
     "ParameterAveraging",
     "PopulationBasedTraining",
     "PowerSGD",

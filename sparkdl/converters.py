@@ -16,6 +16,7 @@ import numpy as np
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.outputs import Output
 from sparkdl.sync.base import SyncStrategy
 
 
@@ -66,6 +67,19 @@ def to_early_stopping(value: Any) -> EarlyStopping:
     if not isinstance(value, EarlyStopping):
         raise TypeError(f"expected sparkdl.EarlyStopping(...), received {value!r}")
     return value
+
+
+def to_output(value: Any) -> Output:
+    """Accept an `Output`, or what its key may be: a name, an index, or a tuple of these."""
+    try:
+        return value if isinstance(value, Output) else Output(key=value)
+    except ConfigError as error:
+        raise TypeError(str(error)) from error
+
+
+def to_outputs(value: Any) -> dict[str, Output]:
+    """Accept a mapping from names of columns to what `to_output` accepts."""
+    return {name: to_output(output) for name, output in to_options(value).items()}
 
 
 def to_strategy(value: Any) -> SyncStrategy:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-import pyarrow as pa
 import torch
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
@@ -27,10 +25,12 @@ from torch import nn
 
 from sparkdl import packing, predict
 from sparkdl.errors import ConfigError, DataError, SparkDLError
+from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams, PredictParams
 from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared, find, prepare
+from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.session import is_case_sensitive, is_connect
 from sparkdl.summary import TrainingSummary
 
@@ -41,21 +41,6 @@ BROADCAST_BYTES = 1 << 20
 """Larger modules travel in a broadcast variable, smaller ones inside the UDF."""
 ARTIFACT_BYTES = 4 << 20
 """The same for Spark Connect, where messages are limited and a file costs a round trip."""
-
-_SPARK_TYPES: dict[torch.dtype, tuple[T.DataType, pa.DataType]] = {
-    torch.float16: (T.FloatType(), pa.float32()),
-    torch.bfloat16: (T.FloatType(), pa.float32()),
-    torch.float32: (T.FloatType(), pa.float32()),
-    torch.float64: (T.DoubleType(), pa.float64()),
-    torch.bool: (T.BooleanType(), pa.bool_()),
-    torch.int8: (T.ByteType(), pa.int8()),
-    torch.uint8: (T.ShortType(), pa.int16()),
-    torch.int16: (T.ShortType(), pa.int16()),
-    torch.int32: (T.IntegerType(), pa.int32()),
-    torch.int64: (T.LongType(), pa.int64()),
-}
-_DOUBLE = _SPARK_TYPES[torch.float64]
-_DOUBLES = (T.ArrayType(T.DoubleType(), containsNull=False), pa.list_(pa.float64()))
 
 
 @with_accessors
@@ -118,48 +103,51 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         schema = dataset.schema
-        outputs = self._outputs()
-        if not outputs:
+        wanted = self._wanted()
+        if not wanted:
             logger.warning("%s: all output columns are off; transform does nothing", self.uid)
             return dataset
         case = is_case_sensitive(dataset.sparkSession)
-        self._check_outputs(schema, list(outputs.values()), is_case_sensitive=case)
+        self._check_outputs(schema, [item.column for item in wanted], is_case_sensitive=case)
         inputs = self._inputs(schema, is_case_sensitive=case)
-        kind, types = self._types()
-        task = self._task(dataset.sparkSession, kind, [(name, types[name]) for name in outputs])
-        struct = T.StructType([T.StructField(name, types[name][0]) for name in outputs])
-        udf: Any = arrow_udf(predict.udf_function(task), struct)  # type: ignore[call-overload]
+        forward = self._forward(item.output.layer for item in wanted)
+        plan = plan_outputs(self._module, example_inputs(self._columns), forward, wanted)
+        common = self._module_task(dataset.sparkSession, forward)
+        task = predict.PredictTask(**common, leaves=plan.leaves)
+        udf: Any = arrow_udf(  # type: ignore[call-overload]
+            predict.udf_function(task), plan.spark_type
+        )
         packed = f"{self.uid}_output"
         marker = f"{self.uid}_partition"
-        rows, seal = _by_rows(dataset, schema, marker)
+        rows, seal = by_rows(dataset, schema, marker)
+
+        def flat(leaf: int) -> SparkColumn:
+            return F.col(packed)[plan.leaves[leaf].name]
+
         struct_column = udf(*(entry.expression for entry in inputs))
-        projected = {
-            column: seal(self._column(field, F.col(packed)[field]))
-            for field, column in outputs.items()
-        }
+        projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
         return rows.withColumn(packed, struct_column).withColumns(projected).drop(packed, marker)
 
-    def _outputs(self) -> dict[str, str]:
-        """Field of the UDF's struct -> output column, without the columns that are off."""
-        columns = {"prediction": self.value("predictionCol")}
-        return {field: column for field, column in columns.items() if column}
+    def _wanted(self) -> list[Wanted]:
+        """The output columns, without those that are off."""
+        others: dict[str, Output] = self.getOrDefault("outputs")
+        columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
+        return [item for item in columns if item.column]
 
-    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
-        """The output column made of a field of the UDF's struct."""
-        return value
+    def _predictions(self) -> list[Wanted]:
+        """The columns that are made of the module's prediction."""
+        return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        """What becomes of the module's output; here found by running it on zeros."""
-        with torch.inference_mode():
-            output = self._module.eval()(*example_inputs(self._columns))
-        predict.check_output(output, 2)
-        if output.dtype not in _SPARK_TYPES:
-            raise ConfigError(f"the module returns {output.dtype}, for which Spark has no type")
-        spark_type, arrow_type = _SPARK_TYPES[output.dtype]
-        if output.numel() == len(output):
-            return "value", {"prediction": (spark_type, arrow_type)}
-        lists = (T.ArrayType(spark_type, containsNull=False), pa.list_(arrow_type))
-        return "array", {"prediction": lists}
+    def _predicted(self) -> Output:
+        """Which of the module's outputs is the prediction."""
+        return self.getOrDefault("predictionOutput") or Output()
+
+    def _forward(self, layers: Iterable[str | None]) -> Forward:
+        return Forward(
+            preprocessing=self.getOrDefault("preprocessing"),
+            postprocessing=self.getOrDefault("postprocessing"),
+            layers=tuple(dict.fromkeys(name for name in layers if name is not None)),
+        )
 
     def _check_outputs(
         self, schema: T.StructType, names: list[str], *, is_case_sensitive: bool
@@ -186,12 +174,8 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             for name, column in zip(names, self._columns, strict=True)
         ]
 
-    def _task(
-        self,
-        spark: SparkSession,
-        kind: predict.Kind,
-        fields: list[tuple[str, tuple[T.DataType, pa.DataType]]],
-    ) -> predict.PredictTask:
+    def _module_task(self, spark: SparkSession, forward: Forward) -> dict[str, Any]:
+        """The fields of a `predict.ModuleTask`."""
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
@@ -200,15 +184,14 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             Column(name=name, role="feature", dtype=column.dtype, shape=column.shape)
             for name, column in zip(self.feature_columns(), self._columns, strict=True)
         )
-        return predict.PredictTask(
-            digest=packed.digest,
-            fetch=self._fetch(spark, packed),
-            columns=columns,
-            batch_size=batch_size,
-            device=predict.checked_device(self.getOrDefault("device")),
-            kind=kind,
-            fields=tuple((name, arrow_type) for name, (_, arrow_type) in fields),
-        )
+        return {
+            "digest": packed.digest,
+            "fetch": self._fetch(spark, packed),
+            "columns": columns,
+            "batch_size": batch_size,
+            "device": predict.checked_device(self.getOrDefault("device")),
+            "forward": forward,
+        }
 
     def _fetch(
         self, spark: SparkSession, packed: packing.PackedModule
@@ -243,8 +226,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        return "value", {"prediction": _DOUBLE}
+    def _predictions(self) -> list[Wanted]:
+        column = self.getOrDefault("predictionCol")
+        return [Wanted(column=column, output=self._predicted(), make="number")]
 
 
 @with_accessors
@@ -258,12 +242,6 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
     empty name turns a column off.
     """
 
-    _columns_of: ClassVar[dict[str, str]] = {
-        "prediction": "predictionCol",
-        "rawPrediction": "rawPredictionCol",
-        "probability": "probabilityCol",
-    }
-
     @property
     def numClasses(self) -> int:
         """Number of classes that the labels of the training rows have."""
@@ -271,21 +249,16 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
             raise SparkDLError(f"{self.uid} was made without a number of classes")
         return self._num_classes
 
-    def _outputs(self) -> dict[str, str]:
-        columns = {field: self.value(param) for field, param in self._columns_of.items()}
-        return {field: column for field, column in columns.items() if column}
-
-    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
-        # The UDF itself cannot return vectors: over columnar input (Parquet), Spark 4.3 fails
-        # with UNSUPPORTED_DATATYPE when a Python UDF returns a user-defined type.
-        return value if field == "prediction" else array_to_vector(value)
-
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        return "classes", {
-            "prediction": _DOUBLE,
-            "rawPrediction": _DOUBLES,
-            "probability": _DOUBLES,
+    def _predictions(self) -> list[Wanted]:
+        made: dict[str, predict.Make] = {
+            "predictionCol": "class",
+            "rawPredictionCol": "logits",
+            "probabilityCol": "probability",
         }
+        return [
+            Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
+            for param, make in made.items()
+        ]
 
 
 def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...]:
@@ -294,36 +267,6 @@ def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.
         torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
         for column in columns
     )
-
-
-def _by_rows(
-    dataset: DataFrame, schema: T.StructType, marker: str
-) -> tuple[DataFrame, Callable[[SparkColumn], SparkColumn]]:
-    """Keep Spark from running the UDF over columnar batches that it cannot handle.
-
-    Over columnar files, Spark 4.3 passes all columns through a converter that fails with
-    UNSUPPORTED_DATATYPE on user-defined types, such as the vectors of Spark ML. An expression
-    that the optimizer must not move makes the plan go row by row below the UDF; it stays in the
-    plan because the outputs depend on it.
-
-    Returns:
-        The DataFrame to apply the UDF to, and what to wrap each output column in.
-    """
-    if all(_is_convertible(field.dataType) for field in schema.fields):
-        return dataset, lambda column: column
-    rows = dataset.withColumn(marker, F.spark_partition_id())
-    return rows, lambda column: F.when(F.col(marker) >= 0, column)
-
-
-def _is_convertible(data_type: T.DataType) -> bool:
-    if isinstance(data_type, T.ArrayType):
-        return _is_convertible(data_type.elementType)
-    if isinstance(data_type, T.MapType):
-        return _is_convertible(data_type.keyType) and _is_convertible(data_type.valueType)
-    if isinstance(data_type, T.StructType):
-        return all(_is_convertible(field.dataType) for field in data_type.fields)
-    known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
-    return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
 
 
 def _trained_input(

@@ -238,7 +238,57 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         )
 
 
-class PredictParams(InputParams, HasPredictionCol):
+class OutputParams(CheckedParams):
+    """What becomes of what a model's module computes."""
+
+    outputs = declare(
+        "outputs",
+        "output columns besides the prediction: dict from column name to sparkdl.Output(...), or "
+        "to the key or index (or a tuple of them) of a part of what the module returns.",
+        converters.to_outputs,
+    )
+    predictionOutput = declare(
+        "predictionOutput",
+        "the part of what the module returns of which the prediction is made: sparkdl.Output(...), "
+        "a key, an index or a tuple of them; None: all of it.",
+        converters.to_output,
+    )
+    preprocessing = declare(
+        "preprocessing",
+        "function called with the input tensors of a batch, on the device; it gives the module's "
+        "argument, or a tuple of several.",
+        converters.to_callable,
+    )
+    postprocessing = declare(
+        "postprocessing",
+        "function called with what the module returned for a batch, on the device; transform takes "
+        "what it gives, with one row per sample, in its place.",
+        converters.to_callable,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(outputs={}, predictionOutput=None, preprocessing=None, postprocessing=None)
+
+
+class EvaluateParams(CheckedParams, HasWeightCol):
+    """What a model's predictions are compared with; a fitted model has its estimator's values."""
+
+    labelCol = declare(
+        "labelCol",
+        "label column name, for evaluate and scores. If this is not set or empty, the loss is "
+        "called with the inputs as target.",
+        TypeConverters.toString,
+    )
+    loss = declare(
+        "loss",
+        "loss function, for evaluate and scores: a name ('cross_entropy', 'mse', ...), a torch "
+        "loss module, or a callable (output, target) -> tensor.",
+        converters.to_name_or_callable,
+    )
+
+
+class PredictParams(InputParams, OutputParams, EvaluateParams, HasPredictionCol):
     """Params that all models share."""
 
     batchSize = declare(
@@ -332,7 +382,8 @@ FACE_ONLY: Mapping[str, str] = {
 
 OBJECT_PARAMS = frozenset(
     ("module", "loss", "optimizer", "optimizerParams", "scheduler", "syncStrategy",
-     "earlyStopping", "callbacks", "metrics")
+     "earlyStopping", "callbacks", "metrics", "outputs", "predictionOutput", "preprocessing",
+     "postprocessing")
 )  # fmt: skip
 """Params whose values may be objects: saved by `describe`, not as plain JSON."""
 
