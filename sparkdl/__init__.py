@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+    from sparkdl.inputs import Image, Sequence, Sparse, Tensor
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
     from sparkdl.outputs import Output
     from sparkdl.sync.adasum import Adasum
@@ -76,6 +77,7 @@ _MODULE_OF = {
     "FP16Compression": "sparkdl.compress.cast",
     "Gossip": "sparkdl.sync.gossip",
     "Hogwild": "sparkdl.sync.hogwild",
+    "Image": "sparkdl.inputs",
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
@@ -86,10 +88,13 @@ _MODULE_OF = {
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
+    "Sequence": "sparkdl.inputs",
     "SlowMo": "sparkdl.sync.slowmo",
     "SparkDLError": "sparkdl.errors",
+    "Sparse": "sparkdl.inputs",
     "StorageError": "sparkdl.errors",
     "SyncStrategy": "sparkdl.sync.base",
+    "Tensor": "sparkdl.inputs",
     "ThresholdCompression": "sparkdl.compress.threshold",
     "TopKCompression": "sparkdl.compress.topk",
     "TorchClassifier": "sparkdl.estimator",
@@ -127,6 +132,7 @@ __all__ = [
     "FP16Compression",
     "Gossip",
     "Hogwild",
+    "Image",
     "Int8Compression",
     "LocalSGD",
     "OneBitCompression",
@@ -135,10 +141,13 @@ __all__ = [
     "ParameterAveraging",
     "PopulationBasedTraining",
     "PowerSGD",
+    "Sequence",
     "SlowMo",
     "SparkDLError",
+    "Sparse",
     "StorageError",
     "SyncStrategy",
+    "Tensor",
     "ThresholdCompression",
     "TopKCompression",
     "TorchClassifier",

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from pyspark.ml.param import TypeConverters
 
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.inputs import Specification, Tensor
 from sparkdl.outputs import Output
 from sparkdl.sync.base import SyncStrategy
 
@@ -30,6 +32,46 @@ def to_callable(value: Any) -> Any:
 def to_name_or_callable(value: Any) -> Any:
     """Accept a name or anything that can be called."""
     return value if isinstance(value, str) else to_callable(value)
+
+
+def to_losses(value: Any) -> Any:
+    """Accept what `to_name_or_callable` does, or a mapping from labels to such losses."""
+    if isinstance(value, Mapping):
+        return {name: to_name_or_callable(loss) for name, loss in to_options(value).items()}
+    return to_name_or_callable(value)
+
+
+def to_inputs(value: Any) -> Any:
+    """Accept a mapping from arguments to specifications or column names, or a list of these."""
+    if isinstance(value, Mapping):
+        return {name: _specification(entry) for name, entry in to_options(value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_specification(entry) for entry in value]
+    raise TypeError(
+        "expected a dict from the names of forward's arguments to columns or specifications such "
+        f"as sparkdl.Image(...), or a list of these; received {value!r}"
+    )
+
+
+def to_labels(value: Any) -> dict[str, Specification]:
+    """Accept a mapping from names to specifications or column names."""
+    return {name: _specification(entry) for name, entry in to_options(value).items()}
+
+
+def to_weights(value: Any) -> dict[str, float]:
+    """Accept a mapping from names to numbers."""
+    return {name: TypeConverters.toFloat(weight) for name, weight in to_options(value).items()}
+
+
+def _specification(value: Any) -> Specification:
+    if isinstance(value, str):
+        return Tensor(value)
+    if not isinstance(value, Specification) or type(value) is Specification:
+        raise TypeError(
+            "expected a column's name or sparkdl.Tensor, Sequence, Image or Sparse; received "
+            f"{value!r}"
+        )
+    return value
 
 
 def to_options(value: Any) -> dict[str, Any]:
@@ -50,7 +92,9 @@ def to_metrics(value: Any) -> dict[str, Any]:
     else:
         raise TypeError(f"expected a dict or a list of torchmetrics, received {value!r}")
     for name, metric in metrics.items():
-        if not callable(metric):
+        if isinstance(metric, (Mapping, list, tuple)):
+            metrics[name] = to_metrics(metric)  # of one label
+        elif not callable(metric):
             raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
     return metrics
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +25,16 @@ from pyspark.sql.pandas.functions import arrow_udf
 from torch import nn
 
 from sparkdl import packing, predict
+from sparkdl.data.assemble import example_arguments
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams, PredictParams
 from sparkdl.plan import Column
-from sparkdl.spark.columns import Prepared, find, prepare
+from sparkdl.spark.columns import Prepared, check_fits, find, prepare
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.session import is_case_sensitive, is_connect
+from sparkdl.spark.specified import trained_entry
 from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
@@ -70,7 +73,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         self._summary = summary
         self._sent: dict[str, tuple[Any, Callable[[], packing.PackedModule]]] = {}
         names = [column.name for column in self._columns]
-        if len(names) == 1:
+        if any(column.specification for column in self._columns):
+            self._set(inputs=_specified(self._columns))
+        elif len(names) == 1:
             self._set(featuresCol=names[0])
         else:
             self._set(inputCols=names)
@@ -111,7 +116,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         self._check_outputs(schema, [item.column for item in wanted], is_case_sensitive=case)
         inputs = self._inputs(schema, is_case_sensitive=case)
         forward = self._forward(item.output.layer for item in wanted)
-        plan = plan_outputs(self._module, example_inputs(self._columns), forward, wanted)
+        plan = plan_outputs(self._module, example_arguments(self._columns), forward, wanted)
         common = self._module_task(dataset.sparkSession, forward)
         task = predict.PredictTask(**common, leaves=plan.leaves)
         udf: Any = arrow_udf(  # type: ignore[call-overload]
@@ -164,6 +169,12 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[Prepared]:
         """The input columns, cast by Spark to what the module was trained on."""
+        specified = self.specified()
+        if specified:
+            return [
+                trained_entry(schema, entry, column, is_case_sensitive=is_case_sensitive)
+                for entry, column in zip(specified, self._inputs_now(), strict=True)
+            ]
         names = self.feature_columns()
         if len(names) != len(self._columns):
             raise ConfigError(
@@ -174,20 +185,39 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             for name, column in zip(names, self._columns, strict=True)
         ]
 
+    def _inputs_now(self) -> tuple[Column, ...]:
+        """The trained inputs with the columns that the Params name now.
+
+        Raises:
+            ConfigError: the Params name others, or another number of inputs.
+        """
+        specified = self.specified()
+        trained = tuple(column.argument for column in self._columns)
+        if specified and tuple(entry.argument for entry in specified) != trained:
+            raise ConfigError(
+                f"the module was trained on the inputs {list(trained)}; received "
+                f"{[entry.argument for entry in specified]}"
+            )
+        if specified:
+            return tuple(
+                replace(column, name=entry.specification.name, specification=entry.specification)
+                for entry, column in zip(specified, self._columns, strict=True)
+            )
+        return tuple(
+            replace(column, name=name)
+            for name, column in zip(self.feature_columns(), self._columns, strict=True)
+        )
+
     def _module_task(self, spark: SparkSession, forward: Forward) -> dict[str, Any]:
         """The fields of a `predict.ModuleTask`."""
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
         packed = packing.pack(self._module)
-        columns = tuple(
-            Column(name=name, role="feature", dtype=column.dtype, shape=column.shape)
-            for name, column in zip(self.feature_columns(), self._columns, strict=True)
-        )
         return {
             "digest": packed.digest,
             "fetch": self._fetch(spark, packed),
-            "columns": columns,
+            "columns": self._inputs_now(),
             "batch_size": batch_size,
             "device": predict.checked_device(self.getOrDefault("device")),
             "forward": forward,
@@ -261,12 +291,17 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
         ]
 
 
-def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...]:
-    """Inputs of zeros, shaped like the module's; to see what it returns, or to export it."""
-    return tuple(
-        torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
-        for column in columns
-    )
+def _specified(columns: Sequence[Column]) -> Any:
+    """The Param ``inputs`` that stands for these columns."""
+    if any(column.argument is None for column in columns):
+        return [column.kind for column in columns]
+    return {column.argument: column.kind for column in columns}
+
+
+def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...] | None:
+    """Inputs of zeros, shaped like the module's, to export it; None if some go by name."""
+    example = example_arguments(columns, num_rows)
+    return None if any(example.names) else example.values
 
 
 def _trained_input(
@@ -277,20 +312,11 @@ def _trained_input(
     Raises:
         DataError: it is missing, or its numbers do not fit into the trained dtype.
     """
-    trained = torch.zeros((), dtype=getattr(torch, column.dtype))
-    float_dtype = column.dtype if trained.is_floating_point() else "float32"
+    float_dtype = column.dtype if column.dtype.startswith("float") else "float32"
     prepared = prepare(
         schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
     )
-    at_hand = getattr(torch, prepared.dtype)
-    fits = (
-        trained.is_floating_point() or torch.promote_types(at_hand, trained.dtype) is trained.dtype
-    )
-    if not fits:
-        raise DataError(
-            f'column "{name}" becomes {prepared.dtype}, but the module was trained on '
-            f"{column.dtype}; cast the column in Spark first"
-        )
+    check_fits(name, prepared.dtype, column.dtype)
     return prepared
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError
 
 Key = str | int
@@ -157,13 +158,15 @@ class Forward:
     """One way to run a module: prepared inputs in, named tensors out. Picklable."""
 
     preprocessing: Callable[..., Any] | None = None
-    """Called with the input tensors; gives the module's argument, or a tuple of several."""
+    """Called as the module would be; gives its argument, or a tuple or dict of several."""
     postprocessing: Callable[[Any], Any] | None = None
     """Called with what the module returned; gives what stands in its place."""
     layers: tuple[str, ...] = ()
     """Submodules whose outputs are wanted as well."""
 
-    def outputs(self, module: nn.Module, inputs: Sequence[Any]) -> dict[str | None, Any]:
+    def outputs(
+        self, module: nn.Module, inputs: Sequence[Any] | Arguments
+    ) -> dict[str | None, Any]:
         """Run the module.
 
         Returns:
@@ -184,12 +187,16 @@ class Forward:
             output = self.postprocessing(output)
         return {None: output, **seen}
 
-    def module_output(self, module: nn.Module, inputs: Sequence[Any]) -> Any:
+    def module_output(self, module: nn.Module, inputs: Sequence[Any] | Arguments) -> Any:
         """What the module itself returns, as the loss sees it: without ``postprocessing``."""
-        if self.preprocessing is not None:
-            prepared = self.preprocessing(*inputs)
-            inputs = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
-        return module(*inputs)
+        if not isinstance(inputs, Arguments):
+            inputs = Arguments(tuple(inputs))
+        if self.preprocessing is None:
+            return inputs.call(module)
+        prepared = inputs.call(self.preprocessing)
+        if isinstance(prepared, Mapping):
+            return module(**prepared)
+        return module(*prepared) if isinstance(prepared, (tuple, list)) else module(prepared)
 
 
 @contextlib.contextmanager

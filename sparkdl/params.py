@@ -25,21 +25,54 @@ from pyspark.ml.param.shared import (
 from sparkdl import converters
 from sparkdl.config import CheckpointConfig, Task, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.inputs import Named, check_names, named
 from sparkdl.parambase import CheckedParams, declare
 
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
 
 
+_NO_DEFAULT = ("loss", "lossWeights", "syncStrategy")
+"""Params whose defaults are not those of `TrainConfig`."""
+
+
 class InputParams(CheckedParams, HasFeaturesCol, HasInputCols):
     """The columns that go into the module."""
 
+    inputs = declare(
+        "inputs",
+        "what goes into the module, in place of featuresCol and inputCols: a dict from the names "
+        "of forward's arguments to columns or specifications (sparkdl.Tensor, Sequence, Image, "
+        "Sparse), or a list of these by position.",
+        converters.to_inputs,
+    )
+
+    def specified(self) -> tuple[Named, ...]:
+        """What ``inputs`` names; empty if it is not set.
+
+        Raises:
+            ConfigError: other Params name inputs too, or an argument is named twice.
+        """
+        value = self.value("inputs")
+        if value is None:
+            return ()
+        for name in ("featuresCol", "inputCols"):
+            if self.isSet(name):
+                raise ConfigError(f"set either inputs or {name}, not both")
+        entries = named(value)
+        if not entries:
+            raise ConfigError("inputs is empty; name at least one column")
+        check_names(entries)
+        return entries
+
     def feature_columns(self) -> tuple[str, ...]:
-        """The input columns, in the order of the module's arguments.
+        """The input columns, in the order of the module's arguments; none where ``inputs`` is set.
 
         Raises:
             ConfigError: both ``featuresCol`` and ``inputCols`` are set.
         """
+        if self.specified():
+            return ()
         several = self.value("inputCols")
         if several is None:
             return (self.value("featuresCol"),)
@@ -65,8 +98,9 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     loss = declare(
         "loss",
         "loss function: a name ('cross_entropy', 'mse', ...), a torch loss module, or a callable "
-        "(output, target) -> tensor.",
-        converters.to_name_or_callable,
+        "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
+        "or a callable that gets a dict of all labels.",
+        converters.to_losses,
     )
     optimizer = declare(
         "optimizer",
@@ -100,6 +134,18 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         "boolean column that marks the rows used for validation instead of training; unset or "
         "empty: no validation.",
         TypeConverters.toString,
+    )
+    augmentation = declare(
+        "augmentation",
+        "function that changes the inputs of each training batch, on the device: it gets the "
+        "input tensor, a tuple of several, or a dict by name, and returns the same.",
+        converters.to_callable,
+    )
+    groupByLength = declare(
+        "groupByLength",
+        "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
+        "less; None: rows are in random order.",
+        TypeConverters.toInt,
     )
     epochs = declare("epochs", "passes over the training rows (>= 1).", TypeConverters.toInt)
     maxSteps = declare(
@@ -196,7 +242,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     metrics = declare(
         "metrics",
         "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
-        "that makes one), or a list of metrics, named by class.",
+        "that makes one), or a list of metrics, named by class; with several labels a dict of "
+        "these by label.",
         converters.to_metrics,
     )
     verbose = declare(
@@ -222,7 +269,7 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         config = TrainConfig()
         owners = {"config": config, "checkpoint": config.checkpoint}
         for name, field in FIELDS.items():
-            if field.owner in owners and name not in ("loss", "syncStrategy"):
+            if field.owner in owners and self.hasParam(name) and name not in _NO_DEFAULT:
                 value = getattr(owners[field.owner], field.name)
                 self._setDefault(**{name: dict(value) if isinstance(value, Mapping) else value})
         self._setDefault(
@@ -305,7 +352,19 @@ class PredictParams(InputParams, OutputParams, EvaluateParams, HasPredictionCol)
 
 
 class OptionalLabelParams(Params):
-    """The label column of an estimator that can train without."""
+    """The label column of an estimator that can train without, or with several."""
+
+    labels = declare(
+        "labels",
+        "several labels in place of labelCol: a dict from names to columns or specifications. The "
+        "module returns a dict by these names, a tuple in their order, or one tensor for all.",
+        converters.to_labels,
+    )
+    lossWeights = declare(
+        "lossWeights",
+        "by how much each label's loss counts in the sum: a dict by label; 1 where there is none.",
+        converters.to_weights,
+    )
 
     labelCol = declare(
         "labelCol",
@@ -326,8 +385,44 @@ class Field:
     """How the field's value is derived, where it is not simply the Param's."""
 
 
+def _labels(params: TrainParams) -> tuple[Named, ...]:
+    value = params.value("labels") if params.hasParam("labels") else None
+    if value is None:
+        return ()
+    if params.value("labelCol") is not None:
+        raise ConfigError("set either labels or labelCol, not both")
+    if not value:
+        raise ConfigError("labels is empty; name at least one column")
+    if any(getattr(entry, "mask", None) for entry in value.values()):
+        raise ConfigError("a label has no mask; let padding_value be what the loss ignores (-100)")
+    return named(value)
+
+
+def _loss(params: TrainParams) -> Any:
+    from sparkdl.train.losses import for_each
+
+    loss, labels = params.value("loss"), _labels(params)
+    if labels:
+        return for_each(loss, tuple(str(entry.argument) for entry in labels))
+    if isinstance(loss, Mapping):
+        raise ConfigError("loss is a dict by label, but labels is not set")
+    return loss
+
+
+def _loss_weights(params: TrainParams) -> dict[str, float]:
+    weights = (params.value("lossWeights") if params.hasParam("lossWeights") else None) or {}
+    unknown = set(weights) - {entry.argument for entry in _labels(params)}
+    if unknown:
+        raise ConfigError(f"lossWeights names {sorted(unknown)}, which are not in labels")
+    if weights and not isinstance(_loss(params), Mapping):
+        raise ConfigError("lossWeights needs a loss for each label; weigh inside your own loss")
+    return dict(weights)
+
+
 def _input_shapes(params: TrainParams) -> tuple[Any, ...]:
     shapes = params.getOrDefault("inputShape")
+    if shapes is not None and params.specified():
+        raise ConfigError("inputShape goes with featuresCol and inputCols; use Tensor(shape=...)")
     try:
         return converters.shapes_by_input(shapes, len(params.feature_columns()))
     except TypeError as error:
@@ -339,6 +434,8 @@ FIELDS: Mapping[str, Field] = {
     "featuresCol": Field("request", "feature_cols", InputParams.feature_columns),
     "inputCols": Field("request", "feature_cols", InputParams.feature_columns),
     "inputShape": Field("request", "input_shapes", _input_shapes),
+    "inputs": Field("request", "specified", InputParams.specified),
+    "labels": Field("request", "labels", _labels),
     "labelCol": Field("request", "label_col"),
     "weightCol": Field("request", "weight_col"),
     "validationIndicatorCol": Field("request", "validation_col"),
@@ -348,7 +445,10 @@ FIELDS: Mapping[str, Field] = {
     "verbose": Field("request", "verbose"),
     "cpusPerWorker": Field("request", "cpus_per_worker"),
     "gpusPerWorker": Field("request", "gpus_per_worker"),
-    "loss": Field("config", "loss"),
+    "loss": Field("config", "loss", _loss),
+    "lossWeights": Field("config", "loss_weights", _loss_weights),
+    "augmentation": Field("config", "augmentation"),
+    "groupByLength": Field("config", "group_by_length"),
     "optimizer": Field("config", "optimizer"),
     "optimizerParams": Field("config", "optimizer_params"),
     "learningRate": Field("config", "learning_rate"),
@@ -383,7 +483,7 @@ FACE_ONLY: Mapping[str, str] = {
 OBJECT_PARAMS = frozenset(
     ("module", "loss", "optimizer", "optimizerParams", "scheduler", "syncStrategy",
      "earlyStopping", "callbacks", "metrics", "outputs", "predictionOutput", "preprocessing",
-     "postprocessing")
+     "postprocessing", "inputs", "labels", "augmentation")
 )  # fmt: skip
 """Params whose values may be objects: saved by `describe`, not as plain JSON."""
 

@@ -22,8 +22,12 @@ from torch import nn
 
 from sparkdl.config import DEVICES
 from sparkdl.data.arrow import to_numpy
+from sparkdl.data.assemble import Arguments, arguments
+from sparkdl.data.ragged import Ragged
+from sparkdl.data.readers import read_trained
 from sparkdl.device import choose_device
 from sparkdl.errors import ConfigError
+from sparkdl.inputs import Image
 from sparkdl.outputs import Forward, Source, check_rows, pick
 from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
@@ -102,7 +106,7 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
     """
     with ready(task) as (module, device):
         for arrays in batches:
-            yield from _predict_rows(module, device, input_tensors(arrays, task.columns), task)
+            yield from _predict_rows(module, device, input_rows(arrays, task.columns), task)
 
 
 @contextlib.contextmanager
@@ -113,32 +117,68 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
         yield load(task, device), device
 
 
-def input_tensors(arrays: Sequence[pa.Array], columns: Sequence[Column]) -> list[torch.Tensor]:
-    """The inputs of a record batch, ``(rows, *shape)`` each, on the CPU.
+def input_rows(arrays: Sequence[pa.Array], columns: Sequence[Column]) -> InputRows:
+    """The inputs of a record batch.
 
     Raises:
         DataError: a null, or a row of another shape than the module was trained on.
     """
-    return [
-        _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
-        for array, column in zip(arrays, columns, strict=True)
-    ]
+    return InputRows(
+        columns, [_rows(array, column) for array, column in zip(arrays, columns, strict=True)]
+    )
 
 
-def runs(tensors: Sequence[torch.Tensor], batch_size: int) -> Iterator[list[torch.Tensor]]:
-    """Rows in runs of at most ``batch_size``, as views."""
-    for start in range(0, len(tensors[0]), batch_size):
-        yield [tensor[start : start + batch_size] for tensor in tensors]
+@dataclass(frozen=True)
+class InputRows:
+    """The inputs of a record batch, to be cut."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    """A tensor ``(rows, *shape)`` for each column, or what gives one for a slice."""
+
+    def runs(self, batch_size: int, device: torch.device) -> Iterator[Arguments]:
+        """Rows in runs of at most ``batch_size``, as ``forward`` takes them."""
+        for start in range(0, len(self.rows[0]), batch_size):
+            rows = [rows[start : start + batch_size] for rows in self.rows]
+            yield arguments(self.columns, rows).to(device)
+
+
+def _rows(array: pa.Array, column: Column) -> Any:
+    if column.specification is None:
+        return _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
+    if isinstance(column.kind, Image):
+        return _Images(array, column)
+    return _trained_rows(array, column)
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images that are decoded when they are asked for: they need many times their bytes then."""
+
+    array: pa.Array
+    column: Column
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor | Ragged:
+        start, stop, _ = rows.indices(len(self))
+        return _trained_rows(self.array.slice(start, stop - start), self.column, start)
+
+
+def _trained_rows(array: pa.Array, column: Column, first_row: int = 0) -> torch.Tensor | Ragged:
+    rows = read_trained(array, column, first_row=first_row)
+    return rows if isinstance(rows, Ragged) else _tensor(rows)
 
 
 def _predict_rows(
-    module: nn.Module, device: torch.device, inputs: Sequence[torch.Tensor], task: PredictTask
+    module: nn.Module, device: torch.device, inputs: InputRows, task: PredictTask
 ) -> Iterator[pa.Array]:
     """The rows of one record batch; Spark only asks that all arrays together are as long."""
     pieces: list[pa.Array] = []
-    for batch in runs(inputs, task.batch_size):
-        found = task.forward.outputs(module, [tensor.to(device) for tensor in batch])
-        pieces.append(to_struct(found, len(batch[0]), task.leaves))
+    for batch in inputs.runs(task.batch_size, device):
+        found = task.forward.outputs(module, batch)
+        pieces.append(to_struct(found, batch.num_rows, task.leaves))
         if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
             yield _joined(pieces)
             pieces = []

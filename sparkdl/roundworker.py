@@ -144,6 +144,7 @@ def _train(
         "weight": outcome.weight,
         "rows": outcome.rows,
         "seconds": outcome.seconds,
+        "label_sums": outcome.label_sums,
     }
     results = [("result", json.dumps(report).encode())]
     if outcome.weight > 0:
@@ -161,10 +162,10 @@ def _evaluate(
     reporter: Reporter,
 ) -> list[tuple[str, bytes]]:
     reporter.phase("evaluate")
-    (loss_sum, weight), metrics = warm.replica.evaluate(
+    (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
         tree, [warm.open(place.shard, "validation")]
     )
-    report = {"loss_sum": loss_sum, "weight": weight}
+    report = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
     return [("result", json.dumps(report).encode()), ("metrics", metrics)]
 
 

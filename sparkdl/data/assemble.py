@@ -42,6 +42,15 @@ class Arguments:
         by_position = [value for name, value in pairs if name is None]
         return module(*by_position, **{name: value for name, value in pairs if name is not None})
 
+    @property
+    def num_rows(self) -> int:
+        """Samples."""
+        return len(self.values[0])
+
+    def to(self, device: torch.device) -> Arguments:
+        """The same on ``device``."""
+        return Arguments(tuple(value.to(device) for value in self.values), self.names)
+
     def packed(self) -> Any:
         """As users see it: one tensor, a tuple, or a dict if all have names."""
         if not any(self.names):

@@ -18,7 +18,8 @@ import torch
 from sparkdl.data import assemble
 from sparkdl.data.assemble import Arguments, Rows
 from sparkdl.data.ragged import Ragged, gather
-from sparkdl.data.shuffle import Order, epoch_order
+from sparkdl.data.shuffle import Order, epoch_order, group_by_length
+from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.plan import Column, TrainPlan, batch_bounds
 
 Inputs = tuple[torch.Tensor, ...]
@@ -110,6 +111,7 @@ class Batches:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
         start_step: first step, counted from the beginning of the epoch.
+        num_together: steps whose rows are grouped by length, see `group_by_length`; None: none.
         prefetch: whether a thread gathers the next batches while the current ones are used.
         pin_memory: give page-locked memory, which a CUDA device can read by itself.
     """
@@ -123,6 +125,7 @@ class Batches:
         seed: int,
         epoch: int,
         start_step: int = 0,
+        num_together: int | None = None,
         prefetch: bool = True,
         pin_memory: bool = False,
     ) -> None:
@@ -132,6 +135,7 @@ class Batches:
         self._seed = seed
         self._epoch = epoch
         self._start_step = start_step
+        self._num_together = num_together
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
@@ -141,9 +145,7 @@ class Batches:
         return _chain(_in_background(runs) if self._prefetch else runs)
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        rows = [shard.num_rows for shard in self._shards]
-        fingerprints = [shard.fingerprint for shard in self._shards]
-        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
+        order = self._order()
         assert len(order) == self._plan.rows_of(self._rank), "shards do not fit the plan"
         num_steps = self._plan.steps_per_epoch
         num_together = self._steps_together()
@@ -162,6 +164,23 @@ class Batches:
                 for column in self._plan.columns
             }
             yield cut(self._plan, columns, [high - low for low, high in together])
+
+    def _order(self) -> Order:
+        """The positions of the epoch's rows, step by step."""
+        rows = [shard.num_rows for shard in self._shards]
+        fingerprints = [shard.fingerprint for shard in self._shards]
+        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
+        if self._num_together is None or not self._shards:
+            return order
+        lengths = np.concatenate([_lengths(shard, self._plan) for shard in self._shards])
+        return group_by_length(
+            order,
+            lengths,
+            self._plan.steps_per_epoch,
+            self._num_together,
+            seed=self._seed,
+            epoch=self._epoch,
+        )
 
     def _steps_together(self) -> int:
         if not self._shards:
@@ -187,6 +206,16 @@ class Batches:
         rows = buffer[column.key][: len(positions)]
         gather_rows(tensors, positions, rows)
         return rows
+
+
+def _lengths(shard: ShardData, plan: TrainPlan) -> Order:
+    """Length of each row: the sum over its sequences."""
+    total = np.zeros(shard.num_rows, dtype=np.int64)
+    for column in plan.columns:
+        rows = shard.columns[column.key]
+        if isinstance(column.kind, SequenceInput) and isinstance(rows, Ragged):
+            total += rows.lengths
+    return total
 
 
 def _row_bytes(rows: Rows) -> int:

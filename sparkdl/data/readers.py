@@ -16,9 +16,12 @@ from sparkdl.data.arrow import Findings, NotUniform, examine, offsets, uniform
 from sparkdl.data.images import encoded, read_images
 from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Sequence, Sparse, Specification
+from sparkdl.inputs import Image, Sequence, Sparse, Specification, Tensor
+from sparkdl.plan import Column
 
 Rows = Array | Ragged
+
+_WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 
 
 class BadRows(ValueError):
@@ -75,6 +78,45 @@ def read(
             f'the transform of "{specification.name}" returned {error}, of which '
             f"{type(specification).__name__} cannot be made"
         ) from None
+
+
+def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows:
+    """Convert a column for a module that was trained on ``column``.
+
+    Raises:
+        DataError: rows cannot be used, or have another shape than in training.
+    """
+    try:
+        rows = read(array, column.kind, first_row=first_row)
+    except BadRows as error:
+        raise DataError(error.findings.message(column.name)) from None
+    if isinstance(rows, Ragged):
+        shape, size = rows.shape, len(rows.parts[0])
+    else:
+        shape, size = rows.shape[1:], len(rows)
+    if isinstance(column.kind, Tensor) and size and np.prod(shape) == np.prod(column.shape):
+        rows, shape = np.reshape(rows, (size, *column.shape)), column.shape
+    if size and shape is not None and tuple(shape) != tuple(column.shape):
+        raise DataError(
+            f'column "{column.name}" has rows of shape {shape}; the module was trained on '
+            f"{tuple(column.shape)}"
+        )
+    return _typed(rows, column)
+
+
+def _typed(rows: Rows, column: Column) -> Rows:
+    """The rows with values of the trained dtype."""
+    values = rows.parts[-1] if isinstance(rows, Ragged) else rows
+    if column.dtype in _WHOLE and values.dtype.kind == "f" and values.size:
+        raise DataError(
+            f'the transform of "{column.name}" returned {values.dtype}; the module was trained on '
+            f"{column.dtype}"
+        )
+    if isinstance(rows, Ragged):
+        is_bytes = isinstance(column.kind, Image)
+        last = values if is_bytes else values.astype(column.dtype, copy=False)
+        return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
+    return values.reshape(len(values), *column.shape).astype(column.dtype, copy=False)
 
 
 class WrongType(TypeError):

@@ -29,7 +29,10 @@ from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
 from sparkdl.spark.specified import prepare_named
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+    from sparkdl.train.loss import ModuleLoss
 
 
 def check_travels(config: TrainConfig) -> None:
@@ -82,13 +85,13 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     from torch import nn
 
     from sparkdl.train.callbacks import make_stopper
-    from sparkdl.train.loss import resolve_loss
+    from sparkdl.train.losses import loss_of
     from sparkdl.train.metrics import Metrics
     from sparkdl.train.optim import make_scheduler, resolve_optimizer
 
     config = request.config
     with borrowed_generator(config.seed):
-        loss = resolve_loss(config.loss, config.task)
+        loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
         make_stopper(config, has_validation=request.validation_col is not None)
         make_optimizer = resolve_optimizer(config)
@@ -106,6 +109,8 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
+    from sparkdl.train.losses import class_labels
+
     case = is_case_sensitive(df.sparkSession)
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
@@ -114,7 +119,7 @@ def prepare_columns(
     )
     prepared += [prepare_entry(entry, "feature") for entry in request.specified]
     for entry in request.labels:
-        as_classes = entry.argument in class_labels(request.config)
+        as_classes = entry.argument in class_labels(request.config.loss)
         prepared.append(prepare_entry(entry, "label", as_classes=as_classes))
     if request.label_col is not None:
         as_classes = request.config.task == "classification"
@@ -125,10 +130,17 @@ def prepare_columns(
         prepared.append(label)
     if request.weight_col is not None:
         prepared.append(prepare_column(request.weight_col, "weight"))
+    _check_lengths(prepared, request.config)
     validation = None
     if request.validation_col is not None:
         validation = validation_indicator(df.schema, request.validation_col, is_case_sensitive=case)
     return prepared, validation
+
+
+def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:
+    """Refuse ``groupByLength`` where rows have no lengths."""
+    if config.group_by_length and not any(isinstance(p.specification, Sequence) for p in prepared):
+        raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
 
 
 def shaped(
@@ -188,7 +200,7 @@ def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> i
     finally:
         module.train(was_training)
     num_classes = _num_classes(output) if request.config.task == "classification" else None
-    if request.config.task != "custom":
+    if request.config.task != "custom" or request.labels:
         _try_loss(output, columns, request.config)
     return num_classes
 
@@ -205,22 +217,36 @@ def _try_loss(output: Any, columns: Items[Column], config: TrainConfig) -> None:
 
     A function of the user's is not tried: it may refuse zeros that the data does not hold.
     """
+    from sparkdl.data.assemble import example_arguments
+    from sparkdl.train.loss import ModuleLoss
+    from sparkdl.train.losses import LossSum, loss_of
+
+    loss = loss_of(config)
+    labels = [column for column in columns if column.role == "label"]
+    if not labels:
+        return
+    targets = example_arguments([replace(label, argument=None) for label in labels]).values
+    if isinstance(loss, ModuleLoss):
+        _try_one(loss, output, targets[0], labels[0])
+    elif isinstance(loss, LossSum):
+        for label, target in zip(labels, targets, strict=True):
+            name = str(label.argument)
+            part = loss.part(name)
+            if isinstance(part, ModuleLoss):
+                _try_one(part, loss.output_for(name, output), target, label)
+
+
+def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
     import torch
 
-    from sparkdl.train.loss import ClassLoss, ModuleLoss, resolve_loss
+    from sparkdl.train.loss import ClassLoss
 
-    loss = resolve_loss(config.loss, config.task)
-    by_role = {column.role: column for column in columns}
-    if not isinstance(loss, ModuleLoss) or "label" not in by_role:
-        return
     shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
     if isinstance(loss, ClassLoss) and shape in ((), (1,)):
         raise ConfigError(
             f"the module has one output, {('batch', *shape)}, but the loss compares one for each "
             "class; give the module two, or use loss='bce_with_logits'"
         )
-    label = by_role["label"]
-    target = torch.zeros((2, *label.shape), dtype=getattr(torch, label.dtype))
     try:
         with torch.no_grad():
             loss(output, target, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
@@ -239,6 +240,20 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
     return DataError(
         f'column "{field.name}" has type {field.dataType.simpleString()}, '
         f"of which no tensor can be made; {advice}"
+    )
+
+
+def check_fits(name: str, dtype: str, trained: str) -> None:
+    """Refuse a column whose numbers do not all fit into what the module was trained on.
+
+    Raises:
+        DataError: they do not.
+    """
+    if trained.startswith("float") or np.promote_types(dtype, trained) == np.dtype(trained):
+        return
+    raise DataError(
+        f'column "{name}" becomes {dtype}, but the module was trained on {trained}; cast the '
+        "column in Spark first"
     )
 
 

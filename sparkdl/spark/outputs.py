@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
+from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.outputs import Forward, Key, Output, Source, check_rows, children, pick
 from sparkdl.predict import Leaf, Make
@@ -91,7 +92,7 @@ class OutputPlan:
 
 
 def plan_outputs(
-    module: nn.Module, inputs: Sequence[Any], forward: Forward, wanted: Sequence[Wanted]
+    module: nn.Module, inputs: Arguments, forward: Forward, wanted: Sequence[Wanted]
 ) -> OutputPlan:
     """See what the module gives for ``inputs``, two rows of zeros, and choose the columns' types.
 
@@ -109,7 +110,7 @@ def plan_outputs(
             f"the module fails on two rows of zeros, by which its outputs are found: "
             f"{type(error).__name__}: {error}"
         ) from error
-    planner = _Planner(num_rows=len(inputs[0]))
+    planner = _Planner(num_rows=inputs.num_rows)
     columns = {}
     for item in wanted:
         path = item.output.path

@@ -16,9 +16,9 @@ from pyspark.sql import types as T
 
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification
-from sparkdl.plan import Role
-from sparkdl.spark.columns import Prepared, has_hash, is_number, prepare_field, resolve
+from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification, Tensor
+from sparkdl.plan import Column, Role
+from sparkdl.spark.columns import Prepared, check_fits, has_hash, is_number, prepare_field, resolve
 
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _SPARSE_FIELDS = ("size", "indices", "values")
@@ -64,6 +64,24 @@ def prepare_named(
             field, column, role, float_dtype=float_dtype, as_classes=as_classes
         )
     return replace(prepared, argument=entry.argument, specification=kind)
+
+
+def trained_entry(
+    schema: T.StructType, entry: Named, column: Column, *, is_case_sensitive: bool
+) -> Prepared:
+    """Prepare an input for a module that was trained on ``column``.
+
+    Raises:
+        DataError: it is missing, or its numbers do not fit into the trained dtype.
+    """
+    float_dtype = column.dtype if column.dtype.startswith("float") else "float32"
+    prepared = prepare_named(
+        schema, entry, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
+    )
+    is_checked = isinstance(entry.specification, (Tensor, Sequence))
+    if is_checked and entry.specification.transform is None:
+        check_fits(prepared.name, prepared.dtype, column.dtype)
+    return prepared
 
 
 def _for_transform(

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from sparkdl.config import Task, TrainConfig
+from sparkdl.config import Task
 from sparkdl.errors import ConfigError
 
 Sums = tuple[torch.Tensor, torch.Tensor | float]
@@ -65,20 +65,6 @@ class LossFunction(Protocol):
 
     def to(self, device: torch.device) -> None:
         """Move what the loss holds (class weights, parameters, which are not trained)."""
-
-
-def loss_of(config: TrainConfig) -> LossFunction:
-    """The loss that a run minimizes: one, or the weighted sum of those of several labels.
-
-    Raises:
-        ConfigError: see `resolve_loss`.
-    """
-    if not isinstance(config.loss, Mapping):
-        return resolve_loss(config.loss, config.task)
-    from sparkdl.train.losses import LossSum
-
-    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
-    return LossSum(parts, config.loss_weights)
 
 
 def resolve_loss(loss: Any, task: Task) -> LossFunction:

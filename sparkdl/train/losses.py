@@ -12,8 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.loss import ClassLoss, LossFunction, Sums, resolve_loss, rows_of
+
+
+def loss_of(config: TrainConfig) -> LossFunction:
+    """The loss that a run minimizes: one, or the weighted sum of those of several labels.
+
+    Raises:
+        ConfigError: see `resolve_loss`.
+    """
+    if not isinstance(config.loss, Mapping):
+        return resolve_loss(config.loss, config.task)
+    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
+    return LossSum(parts, config.loss_weights)
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
@@ -70,6 +83,14 @@ class LossSum:
         """The labels."""
         return tuple(self._parts)
 
+    def part(self, name: str) -> LossFunction:
+        """The loss of a label."""
+        return self._parts[name]
+
+    def output_for(self, name: str, output: Any) -> Any:
+        """The part of the module's output that a label is compared with."""
+        return self._outputs(output)[self.names.index(name)]
+
     def to(self, device: torch.device) -> None:
         """See `LossFunction.to`."""
         for part in self._parts.values():
@@ -79,9 +100,7 @@ class LossSum:
         """What each label's metrics see."""
         return {
             name: part.predictions(value) if isinstance(part, ClassLoss) else value
-            for (name, part), value in zip(
-                self._parts.items(), self._outputs(output), strict=True
-            )
+            for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True)
         }
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:

@@ -42,7 +42,8 @@ class Metrics:
         """Make this rank's own copies.
 
         Args:
-            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one.
+            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one;
+                or label -> such a mapping, whose metrics see that label and its output.
             task: what is learnt.
             predictions: turns a classifier's output into probabilities.
             device: where the metrics live.
@@ -50,9 +51,8 @@ class Metrics:
         Raises:
             ConfigError: something is not a single metric, or its name is taken.
         """
-        self._metrics = {
-            name: _make_metric(name, value).to(device) for name, value in metrics.items()
-        }
+        self._labels, flat = _flat(metrics)
+        self._metrics = {name: _make_metric(name, m).to(device) for name, m in flat.items()}
         self._task = task
         self._predictions = predictions
 
@@ -65,9 +65,16 @@ class Metrics:
         """Take note of a batch."""
         if not self._metrics:
             return
-        output, target = self._for_task(output, target)
-        for metric in self._metrics.values():
-            metric.update(output, target)
+        if self._labels:
+            by_label = self._predictions(_full_precision(output))
+        else:
+            output, target = self._for_task(output, target)
+        for name, metric in self._metrics.items():
+            if name in self._labels:
+                label = self._labels[name]
+                metric.update(*_matched(by_label[label], target[label]))
+            else:
+                metric.update(output, target)
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
@@ -93,8 +100,8 @@ class Metrics:
         }
 
     def _for_task(self, output: Any, target: Any) -> tuple[Any, Any]:
-        if isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
-            output = output.float()
+        if isinstance(output, torch.Tensor):
+            output = _full_precision(output)
         is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         if self._task == "custom" or not is_plain:
             return output, target
@@ -102,9 +109,7 @@ class Metrics:
             output = self._predictions(output)
             if target.is_floating_point() and bool((target == target.long()).all()):
                 target = target.long()
-        if output.shape != target.shape:
-            output, target = _without_last(output), _without_last(target)
-        return output, target
+        return _matched(output, target)
 
 
 def merged(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> Metric:
@@ -119,6 +124,37 @@ def merged(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> Me
         values = [states[name] for states in seen]
         setattr(result, name, _reduced(values, reduce, metric.device))
     return result
+
+
+def _flat(metrics: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Name of each label's metric -> label; and all metrics by name."""
+    labels: dict[str, str] = {}
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            for inner, metric in value.items():
+                flat[f"{name}_{inner}"] = metric
+                labels[f"{name}_{inner}"] = name
+        else:
+            flat[name] = value
+    return labels, flat
+
+
+def _matched(output: Any, target: Any) -> tuple[Any, Any]:
+    is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    if is_plain and output.shape != target.shape:
+        return _without_last(output), _without_last(target)
+    return output, target
+
+
+def _full_precision(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, Mapping):
+        return {name: _full_precision(value) for name, value in output.items()}
+    if type(output) in (tuple, list):
+        return type(output)(_full_precision(value) for value in output)
+    return output
 
 
 def _keys(metric: Metric) -> list[str]:
