@@ -8,7 +8,6 @@ that an estimator holds (with its weights) in ``<path>/module``.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -111,7 +110,7 @@ class ModelWriter(ParamsWriter):
     def _describe(self, files: MemoryStorage) -> Params:
         model = self.instance
         extra = {
-            "columns": [dataclasses.asdict(column) for column in model.columns],
+            "columns": [column.to_dict() for column in model.columns],
             "num_classes": model._num_classes,
             "factory": _describable(model.module_factory),
         }
@@ -191,7 +190,7 @@ class ModelReader(ParamsReader[M]):
         summary = None
         if storage.exists(_SUMMARY):
             summary = TrainingSummary.from_dict(json.loads(storage.read(_SUMMARY)))
-        columns = [Column(**column) for column in extra["columns"]]
+        columns = [Column.from_dict(column) for column in extra["columns"]]
         model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
         return model

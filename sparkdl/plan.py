@@ -6,10 +6,11 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor
 
@@ -40,6 +41,26 @@ class Column:
     def key(self) -> str:
         """Tells the column apart from the plan's others."""
         return self.name if self.argument is None else f"{self.role} {self.argument}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As values of JSON.
+
+        Raises:
+            DescribeError: the specification's transform cannot be imported by name.
+        """
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**values, "specification": describe(self.specification)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Column:
+        """Inverse of `to_dict`; also of what was written before there were specifications.
+
+        Raises:
+            ConfigError: the specification's transform cannot be imported here.
+        """
+        specification = restore(values.get("specification"))
+        shape = tuple(values["shape"])
+        return cls(**{**values, "shape": shape, "specification": specification})
 
     @property
     def kind(self) -> Specification:

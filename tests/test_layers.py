@@ -28,7 +28,7 @@ SPARK_SIDE = {
 ASKS_SPARK_LAZILY = {"packing", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
-    "cli", "config", "errors", "installation", "jobfile", "log", "plan", "scores", "summary",
+    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores", "summary",
     "tomlvalues",
 }  # fmt: skip
 FACES = {

@@ -60,11 +60,15 @@ def read(
                 values, specification, where=where, first_row=first_row
             )
         if isinstance(specification, Sequence):
-            return _sequence(values, specification)
+            rows = _sequence(values, specification)
+            _require_numbers(rows.parts[0])
+            return rows
         if isinstance(specification, Sparse):
             _require(values, pa.types.is_struct)
             return _sparse(values, where=where, first_row=first_row)
-        return values if isinstance(values, np.ndarray) else uniform(values)
+        dense = values if isinstance(values, np.ndarray) else uniform(values)
+        _require_numbers(dense)
+        return dense
     except NotUniform as error:
         findings = error.findings or examine(
             values,
@@ -127,6 +131,11 @@ def _require(values: Any, *is_type: Any) -> None:
     """Only a transform can give another type: columns were checked by the driver."""
     if not isinstance(values, pa.Array) or not any(check(values.type) for check in is_type):
         raise WrongType(str(getattr(values, "type", type(values).__name__)))
+
+
+def _require_numbers(values: Array) -> None:
+    if values.dtype.kind not in "biuf" and len(values):
+        raise WrongType("values that are no numbers")
 
 
 def _transformed(array: pa.StructArray, specification: Specification) -> Any:
