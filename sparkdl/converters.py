@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pyspark.ml.param import TypeConverters
 
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
@@ -60,7 +59,10 @@ def to_labels(value: Any) -> dict[str, Specification]:
 
 def to_weights(value: Any) -> dict[str, float]:
     """Accept a mapping from names to numbers."""
-    return {name: TypeConverters.toFloat(weight) for name, weight in to_options(value).items()}
+    for name, weight in to_options(value).items():
+        if not isinstance(weight, (int, float)) or isinstance(weight, bool):
+            raise TypeError(f"expected a number for {name!r}, received {weight!r}")
+    return {name: float(weight) for name, weight in value.items()}
 
 
 def _specification(value: Any) -> Specification:

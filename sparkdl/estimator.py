@@ -18,12 +18,12 @@ from torch import nn
 
 from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.config import Task
+from sparkdl.dataparams import OptionalLabelParams
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.parambase import with_accessors
 from sparkdl.params import (
     INFERENCE_BATCH_SIZE,
     ClassOutputParams,
-    OptionalLabelParams,
     TrainParams,
     training_values,
 )

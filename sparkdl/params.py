@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.ml.param import Params, TypeConverters
+from pyspark.ml.param import TypeConverters
 from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
     HasPredictionCol,
     HasProbabilityCol,
     HasRawPredictionCol,
@@ -24,8 +22,15 @@ from pyspark.ml.param.shared import (
 
 from sparkdl import converters
 from sparkdl.config import CheckpointConfig, Task, TrainConfig
+from sparkdl.dataparams import (
+    DataParams,
+    InputParams,
+    input_shapes,
+    labels_of,
+    loss_of_labels,
+    loss_weights,
+)
 from sparkdl.errors import ConfigError
-from sparkdl.inputs import Named, check_names, named
 from sparkdl.parambase import CheckedParams, declare
 
 INFERENCE_BATCH_SIZE = 512
@@ -36,58 +41,11 @@ _NO_DEFAULT = ("loss", "lossWeights", "syncStrategy")
 """Params whose defaults are not those of `TrainConfig`."""
 
 
-class InputParams(CheckedParams, HasFeaturesCol, HasInputCols):
-    """The columns that go into the module."""
-
-    inputs = declare(
-        "inputs",
-        "what goes into the module, in place of featuresCol and inputCols: a dict from the names "
-        "of forward's arguments to columns or specifications (sparkdl.Tensor, Sequence, Image, "
-        "Sparse), or a list of these by position.",
-        converters.to_inputs,
-    )
-
-    def specified(self) -> tuple[Named, ...]:
-        """What ``inputs`` names; empty if it is not set.
-
-        Raises:
-            ConfigError: other Params name inputs too, or an argument is named twice.
-        """
-        value = self.value("inputs")
-        if value is None:
-            return ()
-        for name in ("featuresCol", "inputCols"):
-            if self.isSet(name):
-                raise ConfigError(f"set either inputs or {name}, not both")
-        entries = named(value)
-        if not entries:
-            raise ConfigError("inputs is empty; name at least one column")
-        check_names(entries)
-        return entries
-
-    def feature_columns(self) -> tuple[str, ...]:
-        """The input columns, in the order of the module's arguments; none where ``inputs`` is set.
-
-        Raises:
-            ConfigError: both ``featuresCol`` and ``inputCols`` are set.
-        """
-        if self.specified():
-            return ()
-        several = self.value("inputCols")
-        if several is None:
-            return (self.value("featuresCol"),)
-        if self.isSet("featuresCol"):
-            raise ConfigError("set either featuresCol or inputCols, not both")
-        if not several:
-            raise ConfigError("inputCols is empty; name at least one column")
-        return tuple(several)
-
-
 class ClassOutputParams(HasProbabilityCol, HasRawPredictionCol):
     """The output columns that only a classifier has."""
 
 
-class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
+class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
     """Params that all estimators share, but the label column."""
 
     module = declare(
@@ -123,29 +81,11 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         "sparkdl.warmup(...), stepped after every training step.",
         converters.to_callable,
     )
-    inputShape = declare(
-        "inputShape",
-        "shape of one sample as the module expects it, such as (1, 28, 28); with several "
-        "inputCols a list with a shape or None per column. None keeps the column's own shape.",
-        converters.to_shapes,
-    )
     validationIndicatorCol = declare(
         "validationIndicatorCol",
         "boolean column that marks the rows used for validation instead of training; unset or "
         "empty: no validation.",
         TypeConverters.toString,
-    )
-    augmentation = declare(
-        "augmentation",
-        "function that changes the inputs of each training batch, on the device: it gets the "
-        "input tensor, a tuple of several, or a dict by name, and returns the same.",
-        converters.to_callable,
-    )
-    groupByLength = declare(
-        "groupByLength",
-        "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
-        "less; None: rows are in random order.",
-        TypeConverters.toInt,
     )
     epochs = declare("epochs", "passes over the training rows (>= 1).", TypeConverters.toInt)
     maxSteps = declare(
@@ -351,29 +291,6 @@ class PredictParams(InputParams, OutputParams, EvaluateParams, HasPredictionCol)
         self._setDefault(batchSize=INFERENCE_BATCH_SIZE, device="auto")
 
 
-class OptionalLabelParams(Params):
-    """The label column of an estimator that can train without, or with several."""
-
-    labels = declare(
-        "labels",
-        "several labels in place of labelCol: a dict from names to columns or specifications. The "
-        "module returns a dict by these names, a tuple in their order, or one tensor for all.",
-        converters.to_labels,
-    )
-    lossWeights = declare(
-        "lossWeights",
-        "by how much each label's loss counts in the sum: a dict by label; 1 where there is none.",
-        converters.to_weights,
-    )
-
-    labelCol = declare(
-        "labelCol",
-        "label column name. If this is not set or empty, the loss is called with the inputs as "
-        "target.",
-        TypeConverters.toString,
-    )
-
-
 @dataclass(frozen=True)
 class Field:
     """What a Param becomes: a field of one of the three values that `training_values` makes."""
@@ -385,57 +302,13 @@ class Field:
     """How the field's value is derived, where it is not simply the Param's."""
 
 
-def _labels(params: TrainParams) -> tuple[Named, ...]:
-    value = params.value("labels") if params.hasParam("labels") else None
-    if value is None:
-        return ()
-    if params.value("labelCol") is not None:
-        raise ConfigError("set either labels or labelCol, not both")
-    if not value:
-        raise ConfigError("labels is empty; name at least one column")
-    if any(getattr(entry, "mask", None) for entry in value.values()):
-        raise ConfigError("a label has no mask; let padding_value be what the loss ignores (-100)")
-    return named(value)
-
-
-def _loss(params: TrainParams) -> Any:
-    from sparkdl.train.losses import for_each
-
-    loss, labels = params.value("loss"), _labels(params)
-    if labels:
-        return for_each(loss, tuple(str(entry.argument) for entry in labels))
-    if isinstance(loss, Mapping):
-        raise ConfigError("loss is a dict by label, but labels is not set")
-    return loss
-
-
-def _loss_weights(params: TrainParams) -> dict[str, float]:
-    weights = (params.value("lossWeights") if params.hasParam("lossWeights") else None) or {}
-    unknown = set(weights) - {entry.argument for entry in _labels(params)}
-    if unknown:
-        raise ConfigError(f"lossWeights names {sorted(unknown)}, which are not in labels")
-    if weights and not isinstance(_loss(params), Mapping):
-        raise ConfigError("lossWeights needs a loss for each label; weigh inside your own loss")
-    return dict(weights)
-
-
-def _input_shapes(params: TrainParams) -> tuple[Any, ...]:
-    shapes = params.getOrDefault("inputShape")
-    if shapes is not None and params.specified():
-        raise ConfigError("inputShape goes with featuresCol and inputCols; use Tensor(shape=...)")
-    try:
-        return converters.shapes_by_input(shapes, len(params.feature_columns()))
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-
-
 FIELDS: Mapping[str, Field] = {
     "module": Field("request", "module"),
     "featuresCol": Field("request", "feature_cols", InputParams.feature_columns),
     "inputCols": Field("request", "feature_cols", InputParams.feature_columns),
-    "inputShape": Field("request", "input_shapes", _input_shapes),
+    "inputShape": Field("request", "input_shapes", input_shapes),
     "inputs": Field("request", "specified", InputParams.specified),
-    "labels": Field("request", "labels", _labels),
+    "labels": Field("request", "labels", labels_of),
     "labelCol": Field("request", "label_col"),
     "weightCol": Field("request", "weight_col"),
     "validationIndicatorCol": Field("request", "validation_col"),
@@ -445,8 +318,8 @@ FIELDS: Mapping[str, Field] = {
     "verbose": Field("request", "verbose"),
     "cpusPerWorker": Field("request", "cpus_per_worker"),
     "gpusPerWorker": Field("request", "gpus_per_worker"),
-    "loss": Field("config", "loss", _loss),
-    "lossWeights": Field("config", "loss_weights", _loss_weights),
+    "loss": Field("config", "loss", loss_of_labels),
+    "lossWeights": Field("config", "loss_weights", loss_weights),
     "augmentation": Field("config", "augmentation"),
     "groupByLength": Field("config", "group_by_length"),
     "optimizer": Field("config", "optimizer"),

@@ -11,7 +11,7 @@ from torch import nn
 from sparkdl.comm import Communicator
 from sparkdl.data.batches import Batch
 from sparkdl.train.loss import LossFunction
-from sparkdl.train.losses import loss_record, part_names, sums_of
+from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.precision import NumberFormat
 
@@ -50,7 +50,7 @@ def measure(
         several, float64.
     """
     metrics.reset()
-    sums = torch.zeros(2 + len(part_names(loss)), dtype=torch.float64, device=device)
+    sums = no_sums(loss, device)
     with torch.no_grad(), evaluation_mode(module):
         for batch in batches:
             moved = batch.map(lambda value: value.to(device))

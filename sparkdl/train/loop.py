@@ -22,7 +22,7 @@ from sparkdl.topology import arrange
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
-from sparkdl.train.losses import loss_of, loss_record, part_names
+from sparkdl.train.losses import loss_of, loss_record, no_sums, part_names
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
 from sparkdl.train.precision import NumberFormat
@@ -369,9 +369,7 @@ class _Trainer:
             scheduler=scheduler,
             stopper=stopper,
             state=TrainState(),
-            epoch_sums=torch.zeros(
-                2 + len(part_names(self._loss)), dtype=torch.float64, device=self._device
-            ),
+            epoch_sums=no_sums(self._loss, self._device),
         )
 
     def _is_complete(self) -> bool:

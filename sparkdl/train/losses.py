@@ -157,6 +157,11 @@ def part_names(loss: LossFunction) -> tuple[str, ...]:
     return loss.names if isinstance(loss, LossSum) else ()
 
 
+def no_sums(loss: LossFunction, device: torch.device) -> torch.Tensor:
+    """Zeros for losses, weights and the losses of each label, float64."""
+    return torch.zeros(2 + len(part_names(loss)), dtype=torch.float64, device=device)
+
+
 def loss_record(sums: list[float], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
     """The history's entries: ``loss``, and ``loss_<label>`` where there are several.
 
