@@ -7,6 +7,7 @@ which says which and why.
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,11 @@ def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows
     Raises:
         DataError: rows cannot be used, or have another shape than in training.
     """
+    kind = column.kind
+    if isinstance(kind, Image):  # decoded here and now, each once
+        kind = replace(kind, decode="spool")
     try:
-        rows = read(array, column.kind, first_row=first_row)
+        rows = read(array, kind, first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
     if isinstance(rows, Ragged):
@@ -117,8 +121,7 @@ def _typed(rows: Rows, column: Column) -> Rows:
             f"{column.dtype}"
         )
     if isinstance(rows, Ragged):
-        is_bytes = isinstance(column.kind, Image)
-        last = values if is_bytes else values.astype(column.dtype, copy=False)
+        last = values.astype(column.dtype, copy=False)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
     return values.reshape(len(values), *column.shape).astype(column.dtype, copy=False)
 
@@ -213,6 +216,14 @@ def _sparse(array: pa.StructArray, *, where: str, first_row: int) -> Ragged:
     flat = np.asarray(values.flatten())
     index = np.arange(len(flat)) - np.repeat(offsets_of(lengths)[:-1], lengths)
     given = fields["indices"].fill_null([]) if is_dense.any() else fields["indices"]
+    is_odd = _lengths(given) != np.where(is_dense, 0, lengths)
+    if is_odd.any():
+        findings = Findings()
+        for row in np.flatnonzero(is_odd).tolist():
+            findings.note_cause(
+                "has not as many indices as values", f"row {first_row + row}{where}"
+            )
+        raise NotUniform(findings)
     index[np.repeat(~is_dense, lengths)] = np.asarray(given.flatten())
     _check_sparse(sizes, lengths, index, where=where, first_row=first_row)
     shape = (int(sizes[0]),) if len(sizes) else None

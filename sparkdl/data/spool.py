@@ -204,7 +204,7 @@ class SpoolWriter:
         dtype = np.dtype(column.dtype)
         if isinstance(column.kind, Image):
             dtype = values.dtype
-        elif column.kind.transform is not None and not column.as_classes:
+        elif column.kind.transform is not None:
             dtype = made_dtype(values.dtype, column.role, column.dtype)
         stats.dtype = stats.dtype or dtype.name
         if stats.dtype != dtype.name:

@@ -35,18 +35,19 @@ if TYPE_CHECKING:
     from sparkdl.train.loss import ModuleLoss
 
 
-def check_travels(config: TrainConfig) -> None:
+def check_travels(config: TrainConfig, **columns: Any) -> None:
     """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
 
     Raises:
         ConfigError: names the parameter.
     """
-    for field in fields(config):
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    for name, value in {**values, **columns}.items():
         try:
-            cloudpickle.dumps(getattr(config, field.name))
+            cloudpickle.dumps(value)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
-                f"{field.name} cannot be sent to the workers: {error}; make such things in the "
+                f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
 
@@ -131,10 +132,23 @@ def prepare_columns(
     if request.weight_col is not None:
         prepared.append(prepare_column(request.weight_col, "weight"))
     _check_lengths(prepared, request.config)
+    _check_apart(prepared)
     validation = None
     if request.validation_col is not None:
         validation = validation_indicator(df.schema, request.validation_col, is_case_sensitive=case)
     return prepared, validation
+
+
+def _check_apart(prepared: Items[Prepared]) -> None:
+    """Refuse a column that is specified as an input without a name and used again."""
+    by_name = [p for p in prepared if p.argument is None]
+    for entry in by_name:
+        others = [p for p in by_name if p.name == entry.name and p is not entry]
+        if others and entry.specification is not None:
+            raise ConfigError(
+                f'column "{entry.name}" is used twice; pass inputs as a dict by argument, so that '
+                "they can be told apart"
+            )
 
 
 def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:

@@ -27,7 +27,8 @@ _INTEGERS: dict[type[T.DataType], str] = {
     T.IntegerType: "int32",
     T.LongType: "int64",
 }
-_FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
+FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
+"""Types whose values take the module's dtype."""
 _SQL_TYPES = {"float32": "float", "float64": "double", "int64": "bigint"}
 
 
@@ -101,7 +102,7 @@ def prepare_field(
     if as_classes:
         if depth or not is_number(element):
             raise _wrong_type(field, "class")
-        sql = "double" if isinstance(element, _FLOATS) else "bigint"
+        sql = "double" if isinstance(element, FLOATS) else "bigint"
         return Prepared(
             name=name, role=role, expression=column.cast(sql), dtype="int64", as_classes=True
         )
@@ -209,14 +210,14 @@ def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
 
 def is_number(element: T.DataType) -> bool:
     """Whether tensors can hold such values."""
-    return isinstance(element, (T.BooleanType, *_INTEGERS, *_FLOATS))
+    return isinstance(element, (T.BooleanType, *_INTEGERS, *FLOATS))
 
 
 def _dtype(element: T.DataType, role: Role, float_dtype: str) -> str | None:
     """Dtype of a column's elements; None if they are no numbers."""
     if not is_number(element):
         return None
-    if role == "weight" or isinstance(element, _FLOATS):
+    if role == "weight" or isinstance(element, FLOATS):
         return float_dtype
     if role == "label":
         return "int64"  # what torch's losses accept

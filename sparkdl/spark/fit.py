@@ -87,7 +87,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
     require_plain_files(partial(conf, spark), settings)
-    check_travels(request.config)
+    check_travels(request.config, inputs=request.specified, labels=request.labels)
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)

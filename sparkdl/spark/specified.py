@@ -18,7 +18,15 @@ from sparkdl.data.images import require_pillow
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification, Tensor
 from sparkdl.plan import Column, Role
-from sparkdl.spark.columns import Prepared, check_fits, has_hash, is_number, prepare_field, resolve
+from sparkdl.spark.columns import (
+    FLOATS,
+    Prepared,
+    check_fits,
+    has_hash,
+    is_number,
+    prepare_field,
+    resolve,
+)
 
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _SPARSE_FIELDS = ("size", "indices", "values")
@@ -40,7 +48,7 @@ def prepare_named(
         entry: the specification and its name.
         role: ``feature`` or ``label``.
         float_dtype: dtype of floating values: ``float32`` or ``float64``.
-        as_classes: the values are class indices, whatever their numeric type.
+        as_classes: floating numbers are class indices.
         is_case_sensitive: see `columns.find`.
 
     Raises:
@@ -51,7 +59,7 @@ def prepare_named(
     found = [resolve(schema, c, is_case_sensitive=is_case_sensitive) for c in kind.columns]
     field, column = found[0]
     if kind.transform is not None:
-        prepared = _for_transform(found, kind, role, float_dtype, as_classes)
+        prepared = _for_transform(found, kind, role, float_dtype)
     elif isinstance(kind, Image):
         prepared = _image(field, column, kind, role)
     elif isinstance(kind, Sparse):
@@ -60,9 +68,9 @@ def prepare_named(
         if isinstance(kind, Sequence) and not isinstance(field.dataType, T.ArrayType):
             advice = "it must be an array of numbers (make one of text by a transform)"
             raise _wrong(field, kind, advice)
-        prepared = prepare_field(
-            field, column, role, float_dtype=float_dtype, as_classes=as_classes
-        )
+        # Whole numbers are class numbers already, and negative ones may be there to be ignored.
+        is_cast = as_classes and isinstance(field.dataType, FLOATS)
+        prepared = prepare_field(field, column, role, float_dtype=float_dtype, as_classes=is_cast)
     return replace(prepared, argument=entry.argument, specification=kind)
 
 
@@ -89,7 +97,6 @@ def _for_transform(
     kind: Specification,
     role: Role,
     float_dtype: str,
-    as_classes: bool,
 ) -> Prepared:
     """The columns together, as one struct."""
     parts = []
@@ -105,8 +112,7 @@ def _for_transform(
         name=kind.name,
         role=role,
         expression=F.struct(*parts),
-        dtype="uint8" if isinstance(kind, Image) else "int64" if as_classes else float_dtype,
-        as_classes=as_classes,
+        dtype="uint8" if isinstance(kind, Image) else float_dtype,
     )
 
 

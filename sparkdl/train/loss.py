@@ -164,9 +164,8 @@ class ClassLoss(ModuleLoss):
             losses = self._module(output, target.to(output.dtype))
             return _weighted(_per_sample(losses), weight)
         target = _class_numbers(output, target)
-        # Sums, as in torch's mean: what a mean over a sample would be by depends on its padding.
-        losses = _per_sample(self._module(output, target), sums_dimensions=True)
-        counts = _per_sample(self._counts(target, losses.dtype), sums_dimensions=True)
+        losses = _per_sample(self._module(output, target))
+        counts = _per_sample(self._counts(target, losses.dtype))
         if weight is None:
             return losses.sum(), counts.sum()
         weight = weight.to(losses.dtype)
