@@ -170,7 +170,7 @@ def test_bad_images_are_counted_before_training(spark: SparkSession) -> None:
     rows += [Row(png=bytearray(b"nothing"), label=0), Row(png=None, label=1)]
     df = spark.createDataFrame(rows)
     classifier = TorchClassifier(module=Digits, inputs=[Image("png", channels=1)], **QUIETLY)
-    with pytest.raises(DataError, match=r'"png" has 1 row of which each cannot be decoded') as info:
+    with pytest.raises(DataError, match=r'"png" has 1 bad row: cannot be decoded') as info:
         classifier.fit(df)
     assert "1 null (first: row" in str(info.value)
     good = df.where("png IS NOT NULL AND length(png) > 10")

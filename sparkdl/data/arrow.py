@@ -162,8 +162,7 @@ class Findings:
         """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
         if self.causes:
             found = "; ".join(
-                f"{count} row{'s' * (count > 1)} of which each {cause} "
-                f"(first: {self.first_of_cause[cause]})"
+                f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
                 for cause, count in self.causes.most_common(3)
             )
             nulls = f"; {self.nulls} null (first: {self.first_null})" * bool(self.nulls)

@@ -115,9 +115,9 @@ def _from_struct(
 ) -> Array:
     flat = np.frombuffer(data, dtype=np.uint8)
     if not flat.size or height is None or height < 1:
-        raise BadImage("is no image that Spark could read")
+        raise BadImage("no image that Spark could read")
     if nChannels not in _MODES or flat.size != height * width * nChannels:
-        raise BadImage("has other bytes than its height, width and channels say")
+        raise BadImage("not as many bytes as height, width and channels say")
     pixels = flat.reshape(height, width, nChannels)
     if nChannels > 1:  # OpenCV's order: blue, green, red
         pixels = pixels[:, :, [2, 1, 0, 3][:nChannels]]

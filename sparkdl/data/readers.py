@@ -220,9 +220,7 @@ def _sparse(array: pa.StructArray, *, where: str, first_row: int) -> Ragged:
     if is_odd.any():
         findings = Findings()
         for row in np.flatnonzero(is_odd).tolist():
-            findings.note_cause(
-                "has not as many indices as values", f"row {first_row + row}{where}"
-            )
+            findings.note_cause("not as many indices as values", f"row {first_row + row}{where}")
         raise NotUniform(findings)
     index[np.repeat(~is_dense, lengths)] = np.asarray(given.flatten())
     _check_sparse(sizes, lengths, index, where=where, first_row=first_row)
@@ -242,7 +240,7 @@ def _check_sparse(
     is_wrong = (index < 0) | (index >= sizes[owner])
     is_wrong[1:] |= (np.diff(index) <= 0) & (np.diff(owner) == 0)
     for row in np.unique(owner[is_wrong]).tolist():
-        cause = "has indices out of order or outside of its size"
+        cause = "indices out of order or outside of the size"
         findings.note_cause(cause, f"row {first_row + row}{where}")
     if findings:
         raise NotUniform(findings)

@@ -209,7 +209,7 @@ class SpoolWriter:
         stats.dtype = stats.dtype or dtype.name
         if stats.dtype != dtype.name:
             self._sound = False
-            cause = f"has {dtype.name} where others have {stats.dtype}: let the transform cast them"
+            cause = f"{dtype.name} where others have {stats.dtype}: let the transform cast them"
             stats.nulls_and_shapes.note_cause(cause, f"row {self._rows}{self._where}")
         values = values.astype(dtype, copy=False)
         if isinstance(rows, Ragged):

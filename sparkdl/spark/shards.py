@@ -364,7 +364,7 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
         merged.shape = merged.shape if merged.shape is not None else part.shape
         merged.longest = max(merged.longest, part.longest)
         if merged.dtype is not None and part.dtype not in (None, merged.dtype):
-            cause = f"has {part.dtype} where others have {merged.dtype}: let the transform cast it"
+            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
             merged.nulls_and_shapes.note_cause(cause, "in another partition")
         merged.dtype = merged.dtype or part.dtype
         merged.nulls_and_shapes.merge(part.nulls_and_shapes)

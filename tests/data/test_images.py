@@ -66,7 +66,7 @@ def test_kept_images_are_decoded_later() -> None:
 def test_bad_images_are_counted_by_cause() -> None:
     whole = png(RGB)
     said = refused(pa.array([whole, b"no image", None, whole[:50], b"nor this"]), Image("x"))
-    assert 'column "photo" has 2 rows of which each cannot be decoded (Unidentified' in said
+    assert 'column "photo" has 2 bad rows: cannot be decoded (Unidentified' in said
     assert "(first: row 6 of partition 1)" in said
     assert "1 null (first: row 7 of partition 1)" in said
     said = refused(pa.array([png(RGB), png(RGB[:1])]), Image("x"))
@@ -76,6 +76,8 @@ def test_bad_images_are_counted_by_cause() -> None:
 def test_images_that_spark_could_not_read_tell_their_files() -> None:
     bad = spark_image(RGB, height=-1, width=-1, nChannels=-1, data=b"")
     said = refused(pa.array([spark_image(RGB), bad]), Image("x"))
-    assert "is no image that Spark could read (first: row 6 of partition 1, file:/a.png)" in said
+    assert (
+        "bad row: no image that Spark could read (first: row 6 of partition 1, file:/a.png)" in said
+    )
     said = refused(pa.array([spark_image(RGB, data=b"123")]), Image("x"))
-    assert "has other bytes than its height, width and channels say" in said
+    assert "not as many bytes as height, width and channels say" in said

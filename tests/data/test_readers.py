@@ -76,8 +76,8 @@ def test_sparse_and_dense_vectors_become_sparse_rows() -> None:
     ("size", "indices", "said"),
     [
         ([3, 4], [[0], [0]], "most rows have shape (3,), but 1 do not (first: row 11"),
-        ([3, 3], [[0], [3]], "1 row of which each has indices out of order or outside"),
-        ([3, 3], [[0], [-1]], "outside of its size (first: row 11 of partition 3)"),
+        ([3, 3], [[0], [3]], "1 bad row: indices out of order or outside"),
+        ([3, 3], [[0], [-1]], "outside of the size (first: row 11 of partition 3)"),
     ],
 )
 def test_bad_sparse_rows_are_named(size: list[int], indices: Any, said: str) -> None:

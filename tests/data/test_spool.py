@@ -259,4 +259,4 @@ def test_mixed_dtypes_of_a_transform_are_reported(tmp_path: Path) -> None:
             hashes = pa.array(values, pa.int64())
             out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
     found = out.summary().columns[0].nulls_and_shapes
-    assert "has float32 where others have int64: let the transform cast them" in found.message("t")
+    assert "float32 where others have int64: let the transform cast them" in found.message("t")
