@@ -155,7 +155,8 @@ class TrainStep:
         """The sums of a micro-batch, as in `StepSums.local`."""
         values = (loss_sum, weight_sum, *parts)
         if self._device.type == "cpu":  # numbers take a tenth of the time of small tensors
-            return torch.tensor([float(value) for value in values], dtype=torch.float64)
+            numbers = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
+            return torch.tensor(numbers, dtype=torch.float64)
         sums = torch.zeros(len(values), dtype=torch.float64, device=self._device)
         for place, value in enumerate(values):
             sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
