@@ -27,6 +27,7 @@ from torch import nn
 from sparkdl import packing, predict
 from sparkdl.data.assemble import example_arguments
 from sparkdl.errors import ConfigError, DataError, SparkDLError
+from sparkdl.inputs import Named
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams, PredictParams
@@ -169,7 +170,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[Prepared]:
         """The input columns, cast by Spark to what the module was trained on."""
-        specified = self.specified()
+        specified = self._specified_inputs()
         if specified:
             return [
                 trained_entry(schema, entry, column, is_case_sensitive=is_case_sensitive)
@@ -185,19 +186,27 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             for name, column in zip(names, self._columns, strict=True)
         ]
 
-    def _inputs_now(self) -> tuple[Column, ...]:
-        """The trained inputs with the columns that the Params name now.
+    def _specified_inputs(self) -> tuple[Named, ...]:
+        """What the Param ``inputs`` names, in the order of training; empty if it is not set.
 
         Raises:
-            ConfigError: the Params name others, or another number of inputs.
+            ConfigError: it names other inputs than those of training.
         """
         specified = self.specified()
-        trained = tuple(column.argument for column in self._columns)
-        if specified and tuple(entry.argument for entry in specified) != trained:
+        trained = [column.argument for column in self._columns]
+        by_argument = {entry.argument: entry for entry in specified}
+        if specified and set(by_argument) == set(trained) and None not in by_argument:
+            return tuple(by_argument[argument] for argument in trained)
+        if specified and [entry.argument for entry in specified] != trained:
             raise ConfigError(
-                f"the module was trained on the inputs {list(trained)}; received "
+                f"the module was trained on the inputs {trained}; received "
                 f"{[entry.argument for entry in specified]}"
             )
+        return specified
+
+    def _inputs_now(self) -> tuple[Column, ...]:
+        """The trained inputs with the columns that the Params name now."""
+        specified = self._specified_inputs()
         if specified:
             return tuple(
                 replace(column, name=entry.specification.name, specification=entry.specification)

@@ -231,7 +231,7 @@ class SpoolWriter:
         stats.maximum = high if stats.maximum is None else max(high, stats.maximum)
 
     def _append(self, index: int, rows: Rows, mask: Array | None) -> None:
-        if _is_made(self._columns[index]):
+        if self._columns[index].kind.transform is not None:
             self._note_made(index, rows)
         with _disk_errors(self._directory):
             if mask is None or not mask.any():
@@ -241,7 +241,7 @@ class SpoolWriter:
                 self._put_rows("validation", index, _where(rows, mask))
 
     def _note_made(self, index: int, rows: Rows) -> None:
-        """What was made of the rows counts too: code, or a decoder, may change."""
+        """What a transform made of the rows counts too: its code may change."""
         arrays = (*rows.own(), rows.lengths) if isinstance(rows, Ragged) else (rows,)
         for part, values in zip(_parts(self._columns[index].kind), arrays, strict=True):
             digest = self._made_digests.setdefault((index, part), hashlib.blake2b(digest_size=16))
@@ -351,7 +351,7 @@ def _parts(kind: Specification) -> list[str]:
 
 
 def _is_made(column: SpoolColumn) -> bool:
-    """Whether more than the rows' hashes tells what is spooled: a decoder, or the user's code."""
+    """Whether a decoder or the user's code makes the rows."""
     return column.kind.transform is not None or isinstance(column.kind, Image)
 
 
