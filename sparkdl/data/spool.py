@@ -297,8 +297,10 @@ def open_spool(
 
 def _map_ragged(directory: Path, split: Split, index: int, column: Column, num_rows: int) -> Ragged:
     *names, offsets_name = _parts(column.kind)
-    path = column_path(directory, split, index, offsets_name)
-    offsets = _map(path, "int64", (num_rows + 1,)).numpy()
+    offsets = np.zeros(1, dtype=np.int64)
+    if num_rows:  # otherwise the split need not be there
+        path = column_path(directory, split, index, offsets_name)
+        offsets = _map(path, "int64", (num_rows + 1,)).numpy()
     total = int(offsets[-1])
     return Ragged(
         tuple(

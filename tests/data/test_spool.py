@@ -216,6 +216,8 @@ def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
         assert isinstance(opened, Ragged)
         found[split] = [opened[i : i + 1].own()[0].tolist() for i in range(len(opened))]
     assert found == {"train": [[1, 2], [], [4]], "validation": [[3], [5, 6, 7]]}
+    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train")["t"]
+    assert isinstance(none, Ragged) and len(none) == 0
     column_path(tmp_path / "s", "train", 0, "-offsets").unlink()
     with pytest.raises(ShardLost, match=r"train-000-offsets\.bin is not on this host"):
         open_spool(tmp_path / "s", [column], num_rows=3, split="train")
