@@ -270,8 +270,8 @@ class EvaluateParams(CheckedParams, HasWeightCol):
     loss = declare(
         "loss",
         "loss function, for evaluate and scores: a name ('cross_entropy', 'mse', ...), a torch "
-        "loss module, or a callable (output, target) -> tensor.",
-        converters.to_name_or_callable,
+        "loss module, or a callable (output, target) -> tensor; or a dict of these by label.",
+        converters.to_losses,
     )
 
 

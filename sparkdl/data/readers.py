@@ -6,6 +6,7 @@ which says which and why.
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import replace
 from typing import Any
@@ -98,13 +99,11 @@ def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows
         rows = read(array, kind, first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
-    if isinstance(rows, Ragged):
-        shape, size = rows.shape, len(rows.parts[0])
-    else:
-        shape, size = rows.shape[1:], len(rows)
-    if isinstance(column.kind, Tensor) and size and np.prod(shape) == np.prod(column.shape):
-        rows, shape = np.reshape(rows, (size, *column.shape)), column.shape
-    if size and shape is not None and tuple(shape) != tuple(column.shape):
+    shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
+    if shape is None or not len(rows) or shape == tuple(column.shape):
+        return _typed(rows, column)
+    is_tensor = isinstance(column.kind, Tensor)  # reshaped where that can be done
+    if not is_tensor or math.prod(shape) != math.prod(column.shape):
         raise DataError(
             f'column "{column.name}" has rows of shape {shape}; the module was trained on '
             f"{tuple(column.shape)}"

@@ -66,7 +66,10 @@ class RoundsDriver(ABC):
         self._num_jobs = 0
         num_shards = run.plan.world_size
         self._totals = Totals(
-            rows=[0] * num_shards, seconds=[0.0] * num_shards, bytes_sent=[0] * num_shards
+            rows=[0] * num_shards,
+            seconds=[0.0] * num_shards,
+            bytes_sent=[0] * num_shards,
+            epoch_sums=self._no_sums(),
         )
         blank = _blank(run.module)
         self._payload = roundworker.pack_payload(config, blank.skeleton, blank.tensors)
