@@ -30,6 +30,9 @@ from sparkdl.parambase import CheckedParams, declare
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
 
+UNKNOWN_LOSS = ""
+"""Loss of a model whose own could not be saved with it."""
+
 
 class InputParams(CheckedParams, HasFeaturesCol, HasInputCols):
     """The columns that go into the module."""
