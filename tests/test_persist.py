@@ -111,7 +111,7 @@ def test_a_loss_that_cannot_be_saved_stays_behind(
         model.save(str(tmp_path / "m"))
     assert "need loss=" in caplog.text
     loaded = TorchModel.load(str(tmp_path / "m"))
-    df = spark.createDataFrame([([1.0, 2.0, 3.0],)], "features array<float>")
+    df = spark.createDataFrame([([1.0, 2.0, 3.0],)], "x array<float>")
     assert loaded.transform(df).count() == 1
     with pytest.raises(ConfigError, match="could not be saved with it; pass loss="):
         loaded.evaluate(df)
