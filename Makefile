@@ -69,13 +69,15 @@ unit: setup ## the tests alone; TESTS=tests/sync chooses some
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
 ifndef TESTS
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
-		tests/test_estimator.py tests/test_model.py
+		tests/test_estimator.py tests/test_model.py tests/test_scoring.py tests/spark/test_outputs.py \
+		tests/spark/test_rounds.py
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif
 
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
-	@for name in checkpoint data transform fit; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in checkpoint data transform fit loop allreduce compression parameter_server rounds \
+		strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

@@ -8,11 +8,9 @@ there.
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pyspark.ml import Model
@@ -24,27 +22,27 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import nn
 
-from sparkdl import packing, predict
+from sparkdl import packing, predict, scoring
+from sparkdl.config import Task
+from sparkdl.converters import to_metrics
 from sparkdl.data.assemble import example_arguments
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inputs import Named
+from sparkdl.measure import Beside, Measures, chosen_curves
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
-from sparkdl.params import ClassOutputParams, PredictParams
+from sparkdl.params import UNKNOWN_LOSS, ClassOutputParams, PredictParams
 from sparkdl.plan import Column
-from sparkdl.spark.columns import Prepared, check_fits, find, prepare
+from sparkdl.scores import Evaluation
+from sparkdl.spark.columns import Prepared, find, require
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
-from sparkdl.spark.session import is_case_sensitive, is_connect
-from sparkdl.spark.specified import trained_entry
+from sparkdl.spark.sending import Sender
+from sparkdl.spark.session import is_case_sensitive
+from sparkdl.spark.specified import specification_of, trained_column, trained_entry
 from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
-
-BROADCAST_BYTES = 1 << 20
-"""Larger modules travel in a broadcast variable, smaller ones inside the UDF."""
-ARTIFACT_BYTES = 4 << 20
-"""The same for Spark Connect, where messages are limited and a file costs a round trip."""
 
 
 @with_accessors
@@ -55,6 +53,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
     ``(rows, 1)``, else an array, flattened in row-major order if it has more dimensions. Float
     and integer outputs keep their dtype.
     """
+
+    _task: ClassVar[Task] = "custom"
+    _loss: ClassVar[str] = "mse"
 
     module_factory: Any = None
     """The callable that made the module, if there is one; see `sparkdl.modulefile`."""
@@ -72,10 +73,13 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         self._columns = tuple(columns)
         self._num_classes = num_classes
         self._summary = summary
-        self._sent: dict[str, tuple[Any, Callable[[], packing.PackedModule]]] = {}
+        self._sender = Sender()
+        self._setDefault(loss=self._loss)
+        if self._task != "custom":
+            self._setDefault(labelCol="label")
         names = [column.name for column in self._columns]
         if any(column.specification for column in self._columns):
-            self._set(inputs=_specified(self._columns))
+            self._set(inputs=specification_of(self._columns))
         elif len(names) == 1:
             self._set(featuresCol=names[0])
         else:
@@ -182,7 +186,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
                 f"the module was trained on {len(self._columns)} column(s); received {list(names)}"
             )
         return [
-            _trained_input(schema, name, column, is_case_sensitive=is_case_sensitive)
+            trained_column(schema, name, column, is_case_sensitive=is_case_sensitive)
             for name, column in zip(names, self._columns, strict=True)
         ]
 
@@ -225,27 +229,118 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         packed = packing.pack(self._module)
         return {
             "digest": packed.digest,
-            "fetch": self._fetch(spark, packed),
+            "fetch": self._sender.fetch(spark, packed),
             "columns": self._inputs_now(),
             "batch_size": batch_size,
             "device": predict.checked_device(self.getOrDefault("device")),
             "forward": forward,
         }
 
-    def _fetch(
-        self, spark: SparkSession, packed: packing.PackedModule
-    ) -> Callable[[], packing.PackedModule]:
-        """How workers get the packed module. A large one is sent once per session and content."""
-        connect = is_connect(spark)
-        if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
-            return packing.SentByValue(packed)
-        owner = spark if connect else spark.sparkContext
-        sent = self._sent.get(packed.digest)
-        if sent is None or sent[0] is not owner:
-            fetch = _as_artifact(spark, packed) if connect else _as_broadcast(spark, packed)
-            self._sent.clear()
-            self._sent[packed.digest] = sent = (owner, fetch)
-        return sent[1]
+    def evaluate(
+        self,
+        dataset: DataFrame,
+        *,
+        metrics: Mapping[str, Any] | Sequence[Any] | None = None,
+        curves: bool | Sequence[int] | None = None,
+        **params: Any,
+    ) -> Evaluation:
+        """How good the model is on the rows of a DataFrame, in one pass over them.
+
+        The driver gets sums, never rows, and the result does not depend on partitions and
+        batches, but for the rounding of single rows: sums are compensated, torchmetrics are
+        computed in float64 and united by the rules of their states.
+
+        The loss, with the weights of ``weightCol``, is that of training unless ``loss`` is set;
+        like torchmetrics it sees what the module returns. What classifiers and regressors are
+        measured by (accuracy, confusion matrix, curves; rmse, r2 ...) sees predictions as
+        ``transform`` gives them.
+
+        Args:
+            dataset: rows with the inputs, the label and, if it is set, the weight.
+            metrics: torchmetrics by name, or a list of them, named by class; or callables that
+                make them. They know no weights. Those that keep something of every row, such as
+                curves without ``thresholds``, are gathered on the driver, up to 64 MiB.
+            curves: classes whose ROC and precision-recall curves are made; True: all, False: none,
+                None: class 1 where there are two. They are exact up to 100,000 different scores of
+                all curves together, and say how far off they may be beyond.
+            params: Params of this call, such as ``labelCol``, ``weightCol``, ``loss`` or
+                ``batchSize``.
+
+        Raises:
+            DataError: a column is missing, or its values cannot be used.
+            ConfigError: loss, metrics or curves do not fit the model.
+        """
+        model = self.copy()._set(**params)
+        task, columns = model._evaluate_task(dataset, to_metrics(metrics or {}), curves)
+        return scoring.evaluate(task, dataset, columns)
+
+    def scores(
+        self, dataset: DataFrame, *keys: str, scoreCol: str = "loss", **params: Any
+    ) -> DataFrame:
+        """The loss of each row, next to the columns that tell which row it is.
+
+        It is the loss of a batch of that row alone, without ``weightCol``; null where the row
+        counts for nothing, as with a class that the loss ignores. The worst rows come first by
+        ``.orderBy(F.desc(scoreCol))``.
+
+        Args:
+            dataset: rows with the inputs and the label.
+            keys: columns to keep; none keeps all.
+            scoreCol: the column for the loss.
+            params: Params of this call, such as ``labelCol`` or ``loss``.
+
+        Raises:
+            DataError: a column is missing.
+            ConfigError: the loss does not fit the model.
+        """
+        model = self.copy()._set(**params)
+        model.clear(model.getParam("weightCol"))
+        case = is_case_sensitive(dataset.sparkSession)
+        for key in keys:
+            require(dataset.schema, key, is_case_sensitive=case)
+        kept = keys or tuple(dataset.columns)
+        if any(key == scoreCol or (not case and key.lower() == scoreCol.lower()) for key in kept):
+            raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
+        task, columns = model._evaluate_task(dataset, {}, False)
+        return scoring.row_scores(task, dataset, columns, kept, scoreCol)
+
+    def _evaluate_task(
+        self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
+    ) -> tuple[scoring.EvaluateTask, list[SparkColumn]]:
+        """What the tasks of an evaluation do, and the columns that they get."""
+        if self.getOrDefault("loss") == UNKNOWN_LOSS:
+            raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
+        case = is_case_sensitive(dataset.sparkSession)
+        inputs = self._inputs(dataset.schema, is_case_sensitive=case)
+        is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
+        label, weight = scoring.beside(
+            dataset.schema,
+            self.value("labelCol"),
+            self.value("weightCol"),
+            self._task,
+            float_dtype="float64" if is_double else "float32",
+            is_case_sensitive=case,
+        )
+        forward = self._forward(())
+        predicted = self._predictions()[0]
+        num_classes = scoring.num_classes(
+            self._module, example_arguments(self._columns), forward, predicted, self._task
+        )
+        task = scoring.EvaluateTask(
+            **self._module_task(dataset.sparkSession, forward),
+            measures=Measures(
+                task=self._task,
+                loss=self.getOrDefault("loss"),
+                metrics=metrics,
+                num_classes=num_classes,
+                curves=chosen_curves(curves, num_classes),
+            ),
+            predicted=predicted.output,
+            label=None if label is None else Beside(label.name, label.dtype, label.as_classes),
+            weight=None if weight is None else Beside(weight.name, weight.dtype),
+        )
+        entries = [*inputs, *(entry for entry in (label, weight) if entry is not None)]
+        return task, [entry.expression for entry in entries]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
@@ -265,6 +360,8 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
+    _task = "regression"
+
     def _predictions(self) -> list[Wanted]:
         column = self.getOrDefault("predictionCol")
         return [Wanted(column=column, output=self._predicted(), make="number")]
@@ -280,6 +377,9 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
     class 1: the raw prediction is ``[-z, z]`` and the probabilities come from the sigmoid. An
     empty name turns a column off.
     """
+
+    _task = "classification"
+    _loss = "cross_entropy"
 
     @property
     def numClasses(self) -> int:
@@ -300,43 +400,7 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
         ]
 
 
-def _specified(columns: Sequence[Column]) -> Any:
-    """The Param ``inputs`` that stands for these columns."""
-    if any(column.argument is None for column in columns):
-        return [column.kind for column in columns]
-    return {column.argument: column.kind for column in columns}
-
-
 def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...] | None:
     """Inputs of zeros, shaped like the module's, to export it; None if some go by name."""
     example = example_arguments(columns, num_rows)
     return None if any(example.names) else example.values
-
-
-def _trained_input(
-    schema: T.StructType, name: str, column: Column, *, is_case_sensitive: bool
-) -> Prepared:
-    """Prepare a column for a module that was trained on ``column``.
-
-    Raises:
-        DataError: it is missing, or its numbers do not fit into the trained dtype.
-    """
-    float_dtype = column.dtype if column.dtype.startswith("float") else "float32"
-    prepared = prepare(
-        schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
-    )
-    check_fits(name, prepared.dtype, column.dtype)
-    return prepared
-
-
-def _as_broadcast(spark: SparkSession, packed: packing.PackedModule) -> packing.SentByBroadcast:
-    return packing.SentByBroadcast(spark.sparkContext.broadcast(packed))
-
-
-def _as_artifact(spark: SparkSession, packed: packing.PackedModule) -> packing.SentAsArtifact:
-    name = f"sparkdl-{packed.digest[:32]}.module"
-    with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-        path = Path(folder) / name
-        packing.write_packed(packed, path)
-        spark.addArtifacts(str(path), file=True)
-    return packing.SentAsArtifact(name)

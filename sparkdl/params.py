@@ -36,6 +36,9 @@ from sparkdl.parambase import CheckedParams, declare
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
 
+UNKNOWN_LOSS = ""
+"""Loss of a model whose own could not be saved with it."""
+
 
 _NO_DEFAULT = ("loss", "lossWeights", "syncStrategy")
 """Params whose defaults are not those of `TrainConfig`."""
@@ -126,6 +129,12 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
     precision = declare(
         "precision",
         "arithmetic of the forward pass: 'fp32', 'bf16', or 'fp16' with loss scaling.",
+        TypeConverters.toString,
+    )
+    memoryFormat = declare(
+        "memoryFormat",
+        "order of the values that convolutions work on: 'contiguous', or 'channels_last', which is "
+        "often much faster and gives the same results but for rounding.",
         TypeConverters.toString,
     )
     gradientAccumulationSteps = declare(
@@ -331,6 +340,7 @@ FIELDS: Mapping[str, Field] = {
     "batchSize": Field("config", "batch_size"),
     "seed": Field("config", "seed"),
     "precision": Field("config", "precision"),
+    "memoryFormat": Field("config", "memory_format"),
     "gradientAccumulationSteps": Field("config", "gradient_accumulation_steps"),
     "gradientClipNorm": Field("config", "gradient_clip_norm"),
     "divergenceFactor": Field("config", "divergence_factor"),

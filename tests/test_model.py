@@ -15,9 +15,10 @@ from torch import nn
 
 from sparkdl import predict
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.model import ARTIFACT_BYTES, TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Forward
 from sparkdl.plan import Column
+from sparkdl.spark.sending import ARTIFACT_BYTES
 from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
@@ -289,9 +290,9 @@ def test_a_large_module_is_broadcast_once(arrays: DataFrame) -> None:
     model = TorchModel(module, [feature("features", "float32", 3)])
     values = np.array(column(model.transform(arrays), "prediction"), np.float32)
     np.testing.assert_allclose(values, direct(module, ROWS).numpy(), rtol=1e-4, atol=1e-5)
-    (sent,) = model._sent.values()
+    (sent,) = model._sender.sent.values()
     model.transform(arrays)
-    assert list(model._sent.values()) == [sent]
+    assert list(model._sender.sent.values()) == [sent]
     with torch.no_grad():
         module[1].bias += 1.0
     changed = np.array(column(model.transform(arrays), "prediction"), np.float32)

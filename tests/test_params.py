@@ -54,6 +54,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "syncBatchNorm": (True, True),
     "executionMode": ("rounds", "rounds"),
     "precision": ("bf16", "bf16"),
+    "memoryFormat": ("channels_last", "channels_last"),
     "gradientAccumulationSteps": (4, 4),
     "gradientClipNorm": (1.5, 1.5),
     "divergenceFactor": (9.0, 9.0),
@@ -97,7 +98,7 @@ def test_the_table_has_nothing_but_params_and_fields() -> None:
         TorchEstimator
     )
     assert set(FIELDS) == set(SAMPLES)
-    assert set(FIELDS) >= OBJECT_PARAMS
+    assert param_names(TorchClassifier) | param_names(TorchModel) >= OBJECT_PARAMS
     known = {
         "config": {field.name for field in dataclasses.fields(TrainConfig)},
         "checkpoint": {field.name for field in dataclasses.fields(CheckpointConfig)},
@@ -200,6 +201,7 @@ def test_wrong_types_are_refused_when_set(name: str, value: Any) -> None:
         ({"batchSize": 0}, "batchSize"),
         ({"learningRate": -1.0}, "learningRate must be positive"),
         ({"precision": "fp8"}, "precision must be one of"),
+        ({"memoryFormat": "channels_first"}, "memoryFormat must be one of"),
         ({"device": "tpu"}, "device must be one of"),
         ({"checkpointInterval": 0}, "checkpointInterval"),
         ({"gradientClipNorm": 0.0}, "gradientClipNorm"),

@@ -151,7 +151,7 @@ class _Planner:
         if form == "auto":
             form = "value" if tensor.numel() == len(tensor) else "array"
         make: Make = item.make or ("array" if form == "vector" else form)
-        if make == "value" and tensor.numel() != len(tensor):
+        if make in ("value", "number") and tensor.numel() != len(tensor):
             raise ConfigError(
                 f"{item.column!r} is one number per row, but {source} has shape "
                 f"{tuple(tensor.shape)}; it must be (rows,) or (rows, 1)"

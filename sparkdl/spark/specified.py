@@ -6,7 +6,9 @@ are cast, so that what reaches Python is already of the wanted dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
@@ -90,6 +92,29 @@ def trained_entry(
     if is_checked and entry.specification.transform is None:
         check_fits(prepared.name, prepared.dtype, column.dtype)
     return prepared
+
+
+def trained_column(
+    schema: T.StructType, name: str, column: Column, *, is_case_sensitive: bool
+) -> Prepared:
+    """Prepare a column for a module that was trained on ``column``.
+
+    Raises:
+        DataError: it is missing, or its numbers do not fit into the trained dtype.
+    """
+    float_dtype = column.dtype if column.dtype.startswith("float") else "float32"
+    prepared = prepare(
+        schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
+    )
+    check_fits(name, prepared.dtype, column.dtype)
+    return prepared
+
+
+def specification_of(columns: Iterable[Column]) -> Any:
+    """The Param ``inputs`` that stands for these columns."""
+    if any(column.argument is None for column in columns):
+        return [column.kind for column in columns]
+    return {column.argument: column.kind for column in columns}
 
 
 def _for_transform(

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.loss import ClassLoss, LossFunction, Sums, resolve_loss, rows_of
+from sparkdl.train.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
 
 
 def loss_of(config: TrainConfig) -> LossFunction:
@@ -107,6 +107,22 @@ class LossSum:
         """See `LossFunction.__call__`."""
         loss_sum, weight_sum, _ = self.apart(output, target, weight)
         return loss_sum, weight_sum
+
+    def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
+        """See `LossFunction.rows`."""
+        total: torch.Tensor | None = None
+        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+            if isinstance(part, ClassLoss):
+                losses = part.sample_losses(value, target[name])
+            else:
+                found = part.rows(value, target[name])
+                if found is None:
+                    return None
+                losses = found[0]
+            losses = self._weights[name] * losses
+            total = losses if total is None else total + losses
+        assert total is not None, "there is no label"
+        return total, None
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None
