@@ -98,7 +98,7 @@ def test_the_table_has_nothing_but_params_and_fields() -> None:
         TorchEstimator
     )
     assert set(FIELDS) == set(SAMPLES)
-    assert param_names(TorchClassifier) | param_names(TorchModel) >= OBJECT_PARAMS
+    assert param_names(TorchEstimator) | param_names(TorchModel) >= OBJECT_PARAMS
     known = {
         "config": {field.name for field in dataclasses.fields(TrainConfig)},
         "checkpoint": {field.name for field in dataclasses.fields(CheckpointConfig)},

@@ -26,6 +26,7 @@ from sparkdl.spark.columns import (
     check_fits,
     has_hash,
     is_number,
+    prepare,
     prepare_field,
     resolve,
 )
