@@ -37,6 +37,7 @@ EXTRAS = {
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
     "torch": ["torch>=2.9"],  # program.py: archives of torch.export, read without their guards
     "metrics": ["torchmetrics>=1.4"],
+    "images": ["pillow>=10.3"],
     "plot": ["matplotlib>=3.8"],
     "demo": ["scikit-learn>=1.5"],
 }

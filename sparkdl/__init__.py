@@ -34,7 +34,9 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+    from sparkdl.inputs import Image, Sequence, Sparse, Tensor
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+    from sparkdl.outputs import Output
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.sync.async_sgd import AsyncSGD
@@ -75,19 +77,24 @@ _MODULE_OF = {
     "FP16Compression": "sparkdl.compress.cast",
     "Gossip": "sparkdl.sync.gossip",
     "Hogwild": "sparkdl.sync.hogwild",
+    "Image": "sparkdl.inputs",
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
     "LocalSGD": "sparkdl.sync.local_sgd",
     "OneBitCompression": "sparkdl.compress.onebit",
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
+    "Output": "sparkdl.outputs",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
+    "Sequence": "sparkdl.inputs",
     "SlowMo": "sparkdl.sync.slowmo",
     "SparkDLError": "sparkdl.errors",
+    "Sparse": "sparkdl.inputs",
     "StorageError": "sparkdl.errors",
     "SyncStrategy": "sparkdl.sync.base",
+    "Tensor": "sparkdl.inputs",
     "ThresholdCompression": "sparkdl.compress.threshold",
     "TopKCompression": "sparkdl.compress.topk",
     "TorchClassifier": "sparkdl.estimator",
@@ -125,17 +132,22 @@ __all__ = [
     "FP16Compression",
     "Gossip",
     "Hogwild",
+    "Image",
     "Int8Compression",
     "LocalSGD",
     "OneBitCompression",
     "OneShotAveraging",
+    "Output",
     "ParameterAveraging",
     "PopulationBasedTraining",
     "PowerSGD",
+    "Sequence",
     "SlowMo",
     "SparkDLError",
+    "Sparse",
     "StorageError",
     "SyncStrategy",
+    "Tensor",
     "ThresholdCompression",
     "TopKCompression",
     "TorchClassifier",

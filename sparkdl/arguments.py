@@ -5,15 +5,16 @@ They are the Params of `sparkdl.params`, name by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from sparkdl.config import EarlyStopping
+from sparkdl.inputs import Specification
 from sparkdl.sync.base import SyncStrategy
 
 
 class EstimatorArguments(TypedDict, total=False):
-    """Keyword arguments of `TorchEstimator` and of `TorchRegressor`; each sets one Param."""
+    """Keyword arguments of `TorchRegressor`; each sets one Param."""
 
     module: Any
     loss: Any
@@ -24,6 +25,9 @@ class EstimatorArguments(TypedDict, total=False):
     featuresCol: str
     inputCols: list[str]
     inputShape: Any
+    inputs: Mapping[str, Specification | str] | Sequence[Specification | str] | None
+    augmentation: Any
+    groupByLength: int | None
     labelCol: str
     weightCol: str
     validationIndicatorCol: str
@@ -52,6 +56,13 @@ class EstimatorArguments(TypedDict, total=False):
     verbose: int
     cpusPerWorker: int | None
     gpusPerWorker: float | None
+
+
+class LabelsArguments(EstimatorArguments, total=False):
+    """Keyword arguments of `TorchEstimator`; each sets one Param."""
+
+    labels: Mapping[str, Specification | str] | None
+    lossWeights: Mapping[str, float]
 
 
 class ClassifierArguments(EstimatorArguments, total=False):

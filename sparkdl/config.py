@@ -76,6 +76,13 @@ class TrainConfig:
     task: Task = "custom"
     loss: Any = "mse"
     """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see `train.loss`."""
+    """With several labels a mapping by their names, or a callable that gets a dict of all."""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """By how much each label's loss counts; 1 where nothing is said."""
+    augmentation: Any = None
+    """Function from a batch's inputs to others, called on the device, in training only."""
+    group_by_length: int | None = None
+    """Batches whose rows are sorted by length together, so that less is padded; None: none."""
     optimizer: Any = "sgd"
     """Name in `train.optim.OPTIMIZERS` (any case), such a class, or ``params -> Optimizer``."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
@@ -135,6 +142,10 @@ class TrainConfig:
             raise ConfigError(
                 f"divergenceFactor must be more than 1; received {self.divergence_factor}"
             )
+        if self.group_by_length is not None and self.group_by_length < 2:
+            raise ConfigError(f"groupByLength must be at least 2; received {self.group_by_length}")
+        if not all(weight >= 0 for weight in self.loss_weights.values()):
+            raise ConfigError(f"lossWeights must not be negative; received {self.loss_weights}")
         if self.gradient_accumulation_steps > self.batch_size:
             raise ConfigError(
                 f"gradientAccumulationSteps ({self.gradient_accumulation_steps}) cannot exceed "

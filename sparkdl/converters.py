@@ -16,6 +16,8 @@ import numpy as np
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.inputs import Specification, Tensor
+from sparkdl.outputs import Output
 from sparkdl.sync.base import SyncStrategy
 
 
@@ -29,6 +31,49 @@ def to_callable(value: Any) -> Any:
 def to_name_or_callable(value: Any) -> Any:
     """Accept a name or anything that can be called."""
     return value if isinstance(value, str) else to_callable(value)
+
+
+def to_losses(value: Any) -> Any:
+    """Accept what `to_name_or_callable` does, or a mapping from labels to such losses."""
+    if isinstance(value, Mapping):
+        return {name: to_name_or_callable(loss) for name, loss in to_options(value).items()}
+    return to_name_or_callable(value)
+
+
+def to_inputs(value: Any) -> Any:
+    """Accept a mapping from arguments to specifications or column names, or a list of these."""
+    if isinstance(value, Mapping):
+        return {name: _specification(entry) for name, entry in to_options(value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_specification(entry) for entry in value]
+    raise TypeError(
+        "expected a dict from the names of forward's arguments to columns or specifications such "
+        f"as sparkdl.Image(...), or a list of these; received {value!r}"
+    )
+
+
+def to_labels(value: Any) -> dict[str, Specification]:
+    """Accept a mapping from names to specifications or column names."""
+    return {name: _specification(entry) for name, entry in to_options(value).items()}
+
+
+def to_weights(value: Any) -> dict[str, float]:
+    """Accept a mapping from names to numbers."""
+    for name, weight in to_options(value).items():
+        if not isinstance(weight, (int, float)) or isinstance(weight, bool):
+            raise TypeError(f"expected a number for {name!r}, received {weight!r}")
+    return {name: float(weight) for name, weight in value.items()}
+
+
+def _specification(value: Any) -> Specification:
+    if isinstance(value, str):
+        return Tensor(value)
+    if not isinstance(value, Specification) or type(value) is Specification:
+        raise TypeError(
+            "expected a column's name or sparkdl.Tensor, Sequence, Image or Sparse; received "
+            f"{value!r}"
+        )
+    return value
 
 
 def to_options(value: Any) -> dict[str, Any]:
@@ -49,7 +94,9 @@ def to_metrics(value: Any) -> dict[str, Any]:
     else:
         raise TypeError(f"expected a dict or a list of torchmetrics, received {value!r}")
     for name, metric in metrics.items():
-        if not callable(metric):
+        if isinstance(metric, (Mapping, list, tuple)):
+            metrics[name] = to_metrics(metric)  # of one label
+        elif not callable(metric):
             raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
     return metrics
 
@@ -66,6 +113,19 @@ def to_early_stopping(value: Any) -> EarlyStopping:
     if not isinstance(value, EarlyStopping):
         raise TypeError(f"expected sparkdl.EarlyStopping(...), received {value!r}")
     return value
+
+
+def to_output(value: Any) -> Output:
+    """Accept an `Output`, or what its key may be: a name, an index, or a tuple of these."""
+    try:
+        return value if isinstance(value, Output) else Output(key=value)
+    except ConfigError as error:
+        raise TypeError(str(error)) from error
+
+
+def to_outputs(value: Any) -> dict[str, Output]:
+    """Accept a mapping from names of columns to what `to_output` accepts."""
+    return {name: to_output(output) for name, output in to_options(value).items()}
 
 
 def to_strategy(value: Any) -> SyncStrategy:

@@ -16,14 +16,14 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.arguments import ClassifierArguments, EstimatorArguments
+from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.config import Task
+from sparkdl.dataparams import OptionalLabelParams
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.parambase import with_accessors
 from sparkdl.params import (
     INFERENCE_BATCH_SIZE,
     ClassOutputParams,
-    OptionalLabelParams,
     TrainParams,
     training_values,
 )
@@ -66,7 +66,7 @@ class _TorchEstimator(
         module = self.getOrDefault("module")
         model.module_factory = None if isinstance(module, nn.Module) else module
         model._resetUid(self.uid)
-        for name in ("featuresCol", "inputCols"):
+        for name in ("featuresCol", "inputCols", "inputs"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not
         self._copyValues(model)
         # A training batch is sized for learning, a prediction batch for speed.
@@ -90,9 +90,10 @@ class _TorchEstimator(
 
 @with_accessors
 class TorchEstimator(_TorchEstimator, OptionalLabelParams):
-    """Trains any module with any loss; the label column is optional.
+    """Trains any module with any loss; the label column is optional, and there may be several.
 
-    Without ``labelCol`` the loss is called with the inputs as target, as an autoencoder needs it.
+    Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
+    autoencoder needs it.
 
     Example::
 
@@ -104,13 +105,13 @@ class TorchEstimator(_TorchEstimator, OptionalLabelParams):
     _model_class = TorchModel
 
     @keyword_only
-    def __init__(self, **params: Unpack[EstimatorArguments]) -> None:
+    def __init__(self, **params: Unpack[LabelsArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @keyword_only
-    def setParams(self, **params: Unpack[EstimatorArguments]) -> TorchEstimator:
+    def setParams(self, **params: Unpack[LabelsArguments]) -> TorchEstimator:
         """Set several Params at once."""
         return self._set(**params)
 

@@ -28,7 +28,8 @@ from sparkdl.jobfile import (
     TrainJob,
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
-from sparkdl.scoring import Scores, score, vectors_to_arrays
+from sparkdl.scores import Evaluation
+from sparkdl.scoring import vectors_to_arrays
 from sparkdl.spark.columns import find, hashable, quoted
 from sparkdl.spark.session import is_case_sensitive
 
@@ -44,7 +45,7 @@ class TrainReport:
 
     path: str
     summary: TrainingSummary
-    scores: Scores | None
+    scores: Evaluation | None
     """On the rows of ``[test]``, of the model as it was saved."""
 
 
@@ -86,16 +87,17 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
     scores = None
     if test is not None:
-        label, weight = job.estimator.label_col or "label", job.estimator.weight_col
-        scores = score(load_model(spark, job.output.path), test, label, weight)
+        scores = load_model(spark, job.output.path).evaluate(test)
     return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
 
 
-def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Scores:
+def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
     """Compare a saved model's predictions with the labels; write the numbers if asked to."""
     model = load_model(spark, job.model.path)
     section = job.evaluation
-    scores = score(model, read_data(spark, job.data), section.label_col, section.weight_col)
+    columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
+    given = {param: name for param, name in columns.items() if name is not None}
+    scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
     if job.output is not None:
         target = Path(job.output.path)
         target.parent.mkdir(parents=True, exist_ok=True)

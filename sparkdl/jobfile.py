@@ -163,9 +163,10 @@ class SavedModel:
 class EvaluationSection:
     """``[evaluation]``: what predictions are compared with."""
 
-    label_col: str = "label"
+    label_col: str | None = None
+    """The column with the labels; without it that of training."""
     weight_col: str | None = None
-    """Weight of a row; without it all rows count the same."""
+    """Weight of a row; without it that of training. Empty: all rows count the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +227,6 @@ class TrainJob:
             raise ConfigError(
                 "give either the section [validation] or estimator.validation_indicator_col, "
                 "a column that marks the validation rows; not both"
-            )
-        if self.test is not None and self.estimator.kind == "estimator":
-            raise ConfigError(
-                "[test] needs estimator.kind 'classifier' or 'regressor': there is no common "
-                "measure for the output of any other model"
             )
 
 

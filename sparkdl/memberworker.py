@@ -86,10 +86,10 @@ def _measure(warm: Warm, shard: Shard, parts: Mapping[str, bytes], reporter: Rep
     reporter.phase("evaluate")
     report, results = {}, []
     for member, model in parts.items():
-        (loss_sum, weight), metrics = warm.replica.evaluate(
+        (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
             decoded(model), [warm.open(shard, "validation")]
         )
-        report[member] = {"loss_sum": loss_sum, "weight": weight}
+        report[member] = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
         results.append((f"metrics {member}", metrics))
     return [("result", json.dumps(report).encode()), *results]
 
@@ -118,7 +118,7 @@ def _train(
     except TrainingDiverged as error:
         if not options["may_diverge"]:
             raise
-        none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0}
+        none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0, "label_sums": []}
         return [("result", json.dumps({**none, "diverged": str(error)}).encode())]
     warm.rows[shard.shard_id] = reporter.rows
     report |= {
@@ -126,6 +126,7 @@ def _train(
         "weight": outcome.weight,
         "rows": outcome.rows,
         "seconds": outcome.seconds,
+        "label_sums": outcome.label_sums,
         "learning_rate": outcome.state["optimizer"]["param_groups"][0].get("lr"),
     }
     model = {"model": outcome.state.pop("model")}
@@ -142,6 +143,6 @@ def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
 
     losses = []
     for state in (own, rival):
-        (loss_sum, weight), _ = warm.replica.evaluate(state, [warm.open(shard, "validation")])
+        (loss_sum, weight, *_), _ = warm.replica.evaluate(state, [warm.open(shard, "validation")])
         losses.append(loss_sum / weight if weight > 0 else float("nan"))
     return {"loss": losses[0], "rival_loss": losses[1], "is_lost": has_won(losses[1], losses[0])}

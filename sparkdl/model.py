@@ -8,15 +8,12 @@ there.
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-import pyarrow as pa
 import torch
 from pyspark.ml import Model
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
@@ -25,37 +22,27 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import arrow_udf
 from torch import nn
 
-from sparkdl import packing, predict
+from sparkdl import packing, predict, scoring
+from sparkdl.config import Task
+from sparkdl.converters import to_metrics
+from sparkdl.data.assemble import example_arguments
 from sparkdl.errors import ConfigError, DataError, SparkDLError
+from sparkdl.inputs import Named
+from sparkdl.measure import Beside, Measures, chosen_curves
+from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
-from sparkdl.params import ClassOutputParams, PredictParams
+from sparkdl.params import UNKNOWN_LOSS, ClassOutputParams, PredictParams
 from sparkdl.plan import Column
-from sparkdl.spark.columns import Prepared, find, prepare
-from sparkdl.spark.session import is_case_sensitive, is_connect
+from sparkdl.scores import Evaluation
+from sparkdl.spark.columns import Prepared, find, require
+from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
+from sparkdl.spark.sending import Sender
+from sparkdl.spark.session import is_case_sensitive
+from sparkdl.spark.specified import specification_of, trained_column, trained_entry
 from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
-
-BROADCAST_BYTES = 1 << 20
-"""Larger modules travel in a broadcast variable, smaller ones inside the UDF."""
-ARTIFACT_BYTES = 4 << 20
-"""The same for Spark Connect, where messages are limited and a file costs a round trip."""
-
-_SPARK_TYPES: dict[torch.dtype, tuple[T.DataType, pa.DataType]] = {
-    torch.float16: (T.FloatType(), pa.float32()),
-    torch.bfloat16: (T.FloatType(), pa.float32()),
-    torch.float32: (T.FloatType(), pa.float32()),
-    torch.float64: (T.DoubleType(), pa.float64()),
-    torch.bool: (T.BooleanType(), pa.bool_()),
-    torch.int8: (T.ByteType(), pa.int8()),
-    torch.uint8: (T.ShortType(), pa.int16()),
-    torch.int16: (T.ShortType(), pa.int16()),
-    torch.int32: (T.IntegerType(), pa.int32()),
-    torch.int64: (T.LongType(), pa.int64()),
-}
-_DOUBLE = _SPARK_TYPES[torch.float64]
-_DOUBLES = (T.ArrayType(T.DoubleType(), containsNull=False), pa.list_(pa.float64()))
 
 
 @with_accessors
@@ -66,6 +53,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
     ``(rows, 1)``, else an array, flattened in row-major order if it has more dimensions. Float
     and integer outputs keep their dtype.
     """
+
+    _task: ClassVar[Task] = "custom"
+    _loss: ClassVar[str] = "mse"
 
     module_factory: Any = None
     """The callable that made the module, if there is one; see `sparkdl.modulefile`."""
@@ -83,9 +73,14 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         self._columns = tuple(columns)
         self._num_classes = num_classes
         self._summary = summary
-        self._sent: dict[str, tuple[Any, Callable[[], packing.PackedModule]]] = {}
+        self._sender = Sender()
+        self._setDefault(loss=self._loss)
+        if self._task != "custom":
+            self._setDefault(labelCol="label")
         names = [column.name for column in self._columns]
-        if len(names) == 1:
+        if any(column.specification for column in self._columns):
+            self._set(inputs=specification_of(self._columns))
+        elif len(names) == 1:
             self._set(featuresCol=names[0])
         else:
             self._set(inputCols=names)
@@ -118,48 +113,51 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         schema = dataset.schema
-        outputs = self._outputs()
-        if not outputs:
+        wanted = self._wanted()
+        if not wanted:
             logger.warning("%s: all output columns are off; transform does nothing", self.uid)
             return dataset
         case = is_case_sensitive(dataset.sparkSession)
-        self._check_outputs(schema, list(outputs.values()), is_case_sensitive=case)
+        self._check_outputs(schema, [item.column for item in wanted], is_case_sensitive=case)
         inputs = self._inputs(schema, is_case_sensitive=case)
-        kind, types = self._types()
-        task = self._task(dataset.sparkSession, kind, [(name, types[name]) for name in outputs])
-        struct = T.StructType([T.StructField(name, types[name][0]) for name in outputs])
-        udf: Any = arrow_udf(predict.udf_function(task), struct)  # type: ignore[call-overload]
+        forward = self._forward(item.output.layer for item in wanted)
+        plan = plan_outputs(self._module, example_arguments(self._columns), forward, wanted)
+        common = self._module_task(dataset.sparkSession, forward)
+        task = predict.PredictTask(**common, leaves=plan.leaves)
+        udf: Any = arrow_udf(  # type: ignore[call-overload]
+            predict.udf_function(task), plan.spark_type
+        )
         packed = f"{self.uid}_output"
         marker = f"{self.uid}_partition"
-        rows, seal = _by_rows(dataset, schema, marker)
+        rows, seal = by_rows(dataset, schema, marker)
+
+        def flat(leaf: int) -> SparkColumn:
+            return F.col(packed)[plan.leaves[leaf].name]
+
         struct_column = udf(*(entry.expression for entry in inputs))
-        projected = {
-            column: seal(self._column(field, F.col(packed)[field]))
-            for field, column in outputs.items()
-        }
+        projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
         return rows.withColumn(packed, struct_column).withColumns(projected).drop(packed, marker)
 
-    def _outputs(self) -> dict[str, str]:
-        """Field of the UDF's struct -> output column, without the columns that are off."""
-        columns = {"prediction": self.value("predictionCol")}
-        return {field: column for field, column in columns.items() if column}
+    def _wanted(self) -> list[Wanted]:
+        """The output columns, without those that are off."""
+        others: dict[str, Output] = self.getOrDefault("outputs")
+        columns = [*self._predictions(), *(Wanted(column=n, output=o) for n, o in others.items())]
+        return [item for item in columns if item.column]
 
-    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
-        """The output column made of a field of the UDF's struct."""
-        return value
+    def _predictions(self) -> list[Wanted]:
+        """The columns that are made of the module's prediction."""
+        return [Wanted(column=self.getOrDefault("predictionCol"), output=self._predicted())]
 
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        """What becomes of the module's output; here found by running it on zeros."""
-        with torch.inference_mode():
-            output = self._module.eval()(*example_inputs(self._columns))
-        predict.check_output(output, 2)
-        if output.dtype not in _SPARK_TYPES:
-            raise ConfigError(f"the module returns {output.dtype}, for which Spark has no type")
-        spark_type, arrow_type = _SPARK_TYPES[output.dtype]
-        if output.numel() == len(output):
-            return "value", {"prediction": (spark_type, arrow_type)}
-        lists = (T.ArrayType(spark_type, containsNull=False), pa.list_(arrow_type))
-        return "array", {"prediction": lists}
+    def _predicted(self) -> Output:
+        """Which of the module's outputs is the prediction."""
+        return self.getOrDefault("predictionOutput") or Output()
+
+    def _forward(self, layers: Iterable[str | None]) -> Forward:
+        return Forward(
+            preprocessing=self.getOrDefault("preprocessing"),
+            postprocessing=self.getOrDefault("postprocessing"),
+            layers=tuple(dict.fromkeys(name for name in layers if name is not None)),
+        )
 
     def _check_outputs(
         self, schema: T.StructType, names: list[str], *, is_case_sensitive: bool
@@ -176,54 +174,173 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[Prepared]:
         """The input columns, cast by Spark to what the module was trained on."""
+        specified = self._specified_inputs()
+        if specified:
+            return [
+                trained_entry(schema, entry, column, is_case_sensitive=is_case_sensitive)
+                for entry, column in zip(specified, self._inputs_now(), strict=True)
+            ]
         names = self.feature_columns()
         if len(names) != len(self._columns):
             raise ConfigError(
                 f"the module was trained on {len(self._columns)} column(s); received {list(names)}"
             )
         return [
-            _trained_input(schema, name, column, is_case_sensitive=is_case_sensitive)
+            trained_column(schema, name, column, is_case_sensitive=is_case_sensitive)
             for name, column in zip(names, self._columns, strict=True)
         ]
 
-    def _task(
-        self,
-        spark: SparkSession,
-        kind: predict.Kind,
-        fields: list[tuple[str, tuple[T.DataType, pa.DataType]]],
-    ) -> predict.PredictTask:
+    def _specified_inputs(self) -> tuple[Named, ...]:
+        """What the Param ``inputs`` names, in the order of training; empty if it is not set.
+
+        Raises:
+            ConfigError: it names other inputs than those of training.
+        """
+        specified = self.specified()
+        trained = [column.argument for column in self._columns]
+        by_argument = {entry.argument: entry for entry in specified}
+        if specified and set(by_argument) == set(trained) and None not in by_argument:
+            return tuple(by_argument[argument] for argument in trained)
+        if specified and [entry.argument for entry in specified] != trained:
+            raise ConfigError(
+                f"the module was trained on the inputs {trained}; received "
+                f"{[entry.argument for entry in specified]}"
+            )
+        return specified
+
+    def _inputs_now(self) -> tuple[Column, ...]:
+        """The trained inputs with the columns that the Params name now."""
+        specified = self._specified_inputs()
+        if specified:
+            return tuple(
+                replace(column, name=entry.specification.name, specification=entry.specification)
+                for entry, column in zip(specified, self._columns, strict=True)
+            )
+        return tuple(
+            replace(column, name=name)
+            for name, column in zip(self.feature_columns(), self._columns, strict=True)
+        )
+
+    def _module_task(self, spark: SparkSession, forward: Forward) -> dict[str, Any]:
+        """The fields of a `predict.ModuleTask`."""
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
         packed = packing.pack(self._module)
-        columns = tuple(
-            Column(name=name, role="feature", dtype=column.dtype, shape=column.shape)
-            for name, column in zip(self.feature_columns(), self._columns, strict=True)
-        )
-        return predict.PredictTask(
-            digest=packed.digest,
-            fetch=self._fetch(spark, packed),
-            columns=columns,
-            batch_size=batch_size,
-            device=predict.checked_device(self.getOrDefault("device")),
-            kind=kind,
-            fields=tuple((name, arrow_type) for name, (_, arrow_type) in fields),
-        )
+        return {
+            "digest": packed.digest,
+            "fetch": self._sender.fetch(spark, packed),
+            "columns": self._inputs_now(),
+            "batch_size": batch_size,
+            "device": predict.checked_device(self.getOrDefault("device")),
+            "forward": forward,
+        }
 
-    def _fetch(
-        self, spark: SparkSession, packed: packing.PackedModule
-    ) -> Callable[[], packing.PackedModule]:
-        """How workers get the packed module. A large one is sent once per session and content."""
-        connect = is_connect(spark)
-        if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
-            return packing.SentByValue(packed)
-        owner = spark if connect else spark.sparkContext
-        sent = self._sent.get(packed.digest)
-        if sent is None or sent[0] is not owner:
-            fetch = _as_artifact(spark, packed) if connect else _as_broadcast(spark, packed)
-            self._sent.clear()
-            self._sent[packed.digest] = sent = (owner, fetch)
-        return sent[1]
+    def evaluate(
+        self,
+        dataset: DataFrame,
+        *,
+        metrics: Mapping[str, Any] | Sequence[Any] | None = None,
+        curves: bool | Sequence[int] | None = None,
+        **params: Any,
+    ) -> Evaluation:
+        """How good the model is on the rows of a DataFrame, in one pass over them.
+
+        The driver gets sums, never rows, and the result does not depend on partitions and
+        batches, but for the rounding of single rows: sums are compensated, torchmetrics are
+        computed in float64 and united by the rules of their states.
+
+        The loss, with the weights of ``weightCol``, is that of training unless ``loss`` is set;
+        like torchmetrics it sees what the module returns. What classifiers and regressors are
+        measured by (accuracy, confusion matrix, curves; rmse, r2 ...) sees predictions as
+        ``transform`` gives them.
+
+        Args:
+            dataset: rows with the inputs, the label and, if it is set, the weight.
+            metrics: torchmetrics by name, or a list of them, named by class; or callables that
+                make them. They know no weights. Those that keep something of every row, such as
+                curves without ``thresholds``, are gathered on the driver, up to 64 MiB.
+            curves: classes whose ROC and precision-recall curves are made; True: all, False: none,
+                None: class 1 where there are two. They are exact up to 100,000 different scores of
+                all curves together, and say how far off they may be beyond.
+            params: Params of this call, such as ``labelCol``, ``weightCol``, ``loss`` or
+                ``batchSize``.
+
+        Raises:
+            DataError: a column is missing, or its values cannot be used.
+            ConfigError: loss, metrics or curves do not fit the model.
+        """
+        model = self.copy()._set(**params)
+        task, columns = model._evaluate_task(dataset, to_metrics(metrics or {}), curves)
+        return scoring.evaluate(task, dataset, columns)
+
+    def scores(
+        self, dataset: DataFrame, *keys: str, scoreCol: str = "loss", **params: Any
+    ) -> DataFrame:
+        """The loss of each row, next to the columns that tell which row it is.
+
+        It is the loss of a batch of that row alone, without ``weightCol``; null where the row
+        counts for nothing, as with a class that the loss ignores. The worst rows come first by
+        ``.orderBy(F.desc(scoreCol))``.
+
+        Args:
+            dataset: rows with the inputs and the label.
+            keys: columns to keep; none keeps all.
+            scoreCol: the column for the loss.
+            params: Params of this call, such as ``labelCol`` or ``loss``.
+
+        Raises:
+            DataError: a column is missing.
+            ConfigError: the loss does not fit the model.
+        """
+        model = self.copy()._set(**params)
+        model.clear(model.getParam("weightCol"))
+        case = is_case_sensitive(dataset.sparkSession)
+        for key in keys:
+            require(dataset.schema, key, is_case_sensitive=case)
+        kept = keys or tuple(dataset.columns)
+        if any(key == scoreCol or (not case and key.lower() == scoreCol.lower()) for key in kept):
+            raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
+        task, columns = model._evaluate_task(dataset, {}, False)
+        return scoring.row_scores(task, dataset, columns, kept, scoreCol)
+
+    def _evaluate_task(
+        self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
+    ) -> tuple[scoring.EvaluateTask, list[SparkColumn]]:
+        """What the tasks of an evaluation do, and the columns that they get."""
+        if self.getOrDefault("loss") == UNKNOWN_LOSS:
+            raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
+        case = is_case_sensitive(dataset.sparkSession)
+        inputs = self._inputs(dataset.schema, is_case_sensitive=case)
+        is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
+        label, weight = scoring.beside(
+            dataset.schema,
+            self.value("labelCol"),
+            self.value("weightCol"),
+            self._task,
+            float_dtype="float64" if is_double else "float32",
+            is_case_sensitive=case,
+        )
+        forward = self._forward(())
+        predicted = self._predictions()[0]
+        num_classes = scoring.num_classes(
+            self._module, example_arguments(self._columns), forward, predicted, self._task
+        )
+        task = scoring.EvaluateTask(
+            **self._module_task(dataset.sparkSession, forward),
+            measures=Measures(
+                task=self._task,
+                loss=self.getOrDefault("loss"),
+                metrics=metrics,
+                num_classes=num_classes,
+                curves=chosen_curves(curves, num_classes),
+            ),
+            predicted=predicted.output,
+            label=None if label is None else Beside(label.name, label.dtype, label.as_classes),
+            weight=None if weight is None else Beside(weight.name, weight.dtype),
+        )
+        entries = [*inputs, *(entry for entry in (label, weight) if entry is not None)]
+        return task, [entry.expression for entry in entries]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
@@ -243,8 +360,11 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        return "value", {"prediction": _DOUBLE}
+    _task = "regression"
+
+    def _predictions(self) -> list[Wanted]:
+        column = self.getOrDefault("predictionCol")
+        return [Wanted(column=column, output=self._predicted(), make="number")]
 
 
 @with_accessors
@@ -258,11 +378,8 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
     empty name turns a column off.
     """
 
-    _columns_of: ClassVar[dict[str, str]] = {
-        "prediction": "predictionCol",
-        "rawPrediction": "rawPredictionCol",
-        "probability": "probabilityCol",
-    }
+    _task = "classification"
+    _loss = "cross_entropy"
 
     @property
     def numClasses(self) -> int:
@@ -271,94 +388,19 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
             raise SparkDLError(f"{self.uid} was made without a number of classes")
         return self._num_classes
 
-    def _outputs(self) -> dict[str, str]:
-        columns = {field: self.value(param) for field, param in self._columns_of.items()}
-        return {field: column for field, column in columns.items() if column}
-
-    def _column(self, field: str, value: SparkColumn) -> SparkColumn:
-        # The UDF itself cannot return vectors: over columnar input (Parquet), Spark 4.3 fails
-        # with UNSUPPORTED_DATATYPE when a Python UDF returns a user-defined type.
-        return value if field == "prediction" else array_to_vector(value)
-
-    def _types(self) -> tuple[predict.Kind, dict[str, tuple[T.DataType, pa.DataType]]]:
-        return "classes", {
-            "prediction": _DOUBLE,
-            "rawPrediction": _DOUBLES,
-            "probability": _DOUBLES,
+    def _predictions(self) -> list[Wanted]:
+        made: dict[str, predict.Make] = {
+            "predictionCol": "class",
+            "rawPredictionCol": "logits",
+            "probabilityCol": "probability",
         }
+        return [
+            Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
+            for param, make in made.items()
+        ]
 
 
-def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...]:
-    """Inputs of zeros, shaped like the module's; to see what it returns, or to export it."""
-    return tuple(
-        torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
-        for column in columns
-    )
-
-
-def _by_rows(
-    dataset: DataFrame, schema: T.StructType, marker: str
-) -> tuple[DataFrame, Callable[[SparkColumn], SparkColumn]]:
-    """Keep Spark from running the UDF over columnar batches that it cannot handle.
-
-    Over columnar files, Spark 4.3 passes all columns through a converter that fails with
-    UNSUPPORTED_DATATYPE on user-defined types, such as the vectors of Spark ML. An expression
-    that the optimizer must not move makes the plan go row by row below the UDF; it stays in the
-    plan because the outputs depend on it.
-
-    Returns:
-        The DataFrame to apply the UDF to, and what to wrap each output column in.
-    """
-    if all(_is_convertible(field.dataType) for field in schema.fields):
-        return dataset, lambda column: column
-    rows = dataset.withColumn(marker, F.spark_partition_id())
-    return rows, lambda column: F.when(F.col(marker) >= 0, column)
-
-
-def _is_convertible(data_type: T.DataType) -> bool:
-    if isinstance(data_type, T.ArrayType):
-        return _is_convertible(data_type.elementType)
-    if isinstance(data_type, T.MapType):
-        return _is_convertible(data_type.keyType) and _is_convertible(data_type.valueType)
-    if isinstance(data_type, T.StructType):
-        return all(_is_convertible(field.dataType) for field in data_type.fields)
-    known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
-    return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
-
-
-def _trained_input(
-    schema: T.StructType, name: str, column: Column, *, is_case_sensitive: bool
-) -> Prepared:
-    """Prepare a column for a module that was trained on ``column``.
-
-    Raises:
-        DataError: it is missing, or its numbers do not fit into the trained dtype.
-    """
-    trained = torch.zeros((), dtype=getattr(torch, column.dtype))
-    float_dtype = column.dtype if trained.is_floating_point() else "float32"
-    prepared = prepare(
-        schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
-    )
-    at_hand = getattr(torch, prepared.dtype)
-    fits = (
-        trained.is_floating_point() or torch.promote_types(at_hand, trained.dtype) is trained.dtype
-    )
-    if not fits:
-        raise DataError(
-            f'column "{name}" becomes {prepared.dtype}, but the module was trained on '
-            f"{column.dtype}; cast the column in Spark first"
-        )
-    return prepared
-
-
-def _as_broadcast(spark: SparkSession, packed: packing.PackedModule) -> packing.SentByBroadcast:
-    return packing.SentByBroadcast(spark.sparkContext.broadcast(packed))
-
-
-def _as_artifact(spark: SparkSession, packed: packing.PackedModule) -> packing.SentAsArtifact:
-    name = f"sparkdl-{packed.digest[:32]}.module"
-    with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-        path = Path(folder) / name
-        packing.write_packed(packed, path)
-        spark.addArtifacts(str(path), file=True)
-    return packing.SentAsArtifact(name)
+def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...] | None:
+    """Inputs of zeros, shaped like the module's, to export it; None if some go by name."""
+    example = example_arguments(columns, num_rows)
+    return None if any(example.names) else example.values

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.ml.param import Params, TypeConverters
+from pyspark.ml.param import TypeConverters
 from pyspark.ml.param.shared import (
-    HasFeaturesCol,
-    HasInputCols,
     HasPredictionCol,
     HasProbabilityCol,
     HasRawPredictionCol,
@@ -24,37 +22,33 @@ from pyspark.ml.param.shared import (
 
 from sparkdl import converters
 from sparkdl.config import CheckpointConfig, Task, TrainConfig
+from sparkdl.dataparams import (
+    DataParams,
+    InputParams,
+    input_shapes,
+    labels_of,
+    loss_of_labels,
+    loss_weights,
+)
 from sparkdl.errors import ConfigError
 from sparkdl.parambase import CheckedParams, declare
 
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
 
+UNKNOWN_LOSS = ""
+"""Loss of a model whose own could not be saved with it."""
 
-class InputParams(CheckedParams, HasFeaturesCol, HasInputCols):
-    """The columns that go into the module."""
 
-    def feature_columns(self) -> tuple[str, ...]:
-        """The input columns, in the order of the module's arguments.
-
-        Raises:
-            ConfigError: both ``featuresCol`` and ``inputCols`` are set.
-        """
-        several = self.value("inputCols")
-        if several is None:
-            return (self.value("featuresCol"),)
-        if self.isSet("featuresCol"):
-            raise ConfigError("set either featuresCol or inputCols, not both")
-        if not several:
-            raise ConfigError("inputCols is empty; name at least one column")
-        return tuple(several)
+_NO_DEFAULT = ("loss", "lossWeights", "syncStrategy")
+"""Params whose defaults are not those of `TrainConfig`."""
 
 
 class ClassOutputParams(HasProbabilityCol, HasRawPredictionCol):
     """The output columns that only a classifier has."""
 
 
-class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
+class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
     """Params that all estimators share, but the label column."""
 
     module = declare(
@@ -65,8 +59,9 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     loss = declare(
         "loss",
         "loss function: a name ('cross_entropy', 'mse', ...), a torch loss module, or a callable "
-        "(output, target) -> tensor.",
-        converters.to_name_or_callable,
+        "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
+        "or a callable that gets a dict of all labels.",
+        converters.to_losses,
     )
     optimizer = declare(
         "optimizer",
@@ -88,12 +83,6 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
         "sparkdl.warmup(...), stepped after every training step.",
         converters.to_callable,
-    )
-    inputShape = declare(
-        "inputShape",
-        "shape of one sample as the module expects it, such as (1, 28, 28); with several "
-        "inputCols a list with a shape or None per column. None keeps the column's own shape.",
-        converters.to_shapes,
     )
     validationIndicatorCol = declare(
         "validationIndicatorCol",
@@ -202,7 +191,8 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
     metrics = declare(
         "metrics",
         "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
-        "that makes one), or a list of metrics, named by class.",
+        "that makes one), or a list of metrics, named by class; with several labels a dict of "
+        "these by label.",
         converters.to_metrics,
     )
     verbose = declare(
@@ -228,7 +218,7 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         config = TrainConfig()
         owners = {"config": config, "checkpoint": config.checkpoint}
         for name, field in FIELDS.items():
-            if field.owner in owners and name not in ("loss", "syncStrategy"):
+            if field.owner in owners and self.hasParam(name) and name not in _NO_DEFAULT:
                 value = getattr(owners[field.owner], field.name)
                 self._setDefault(**{name: dict(value) if isinstance(value, Mapping) else value})
         self._setDefault(
@@ -244,7 +234,57 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         )
 
 
-class PredictParams(InputParams, HasPredictionCol):
+class OutputParams(CheckedParams):
+    """What becomes of what a model's module computes."""
+
+    outputs = declare(
+        "outputs",
+        "output columns besides the prediction: dict from column name to sparkdl.Output(...), or "
+        "to the key or index (or a tuple of them) of a part of what the module returns.",
+        converters.to_outputs,
+    )
+    predictionOutput = declare(
+        "predictionOutput",
+        "the part of what the module returns of which the prediction is made: sparkdl.Output(...), "
+        "a key, an index or a tuple of them; None: all of it.",
+        converters.to_output,
+    )
+    preprocessing = declare(
+        "preprocessing",
+        "function called with the input tensors of a batch, on the device; it gives the module's "
+        "argument, or a tuple of several.",
+        converters.to_callable,
+    )
+    postprocessing = declare(
+        "postprocessing",
+        "function called with what the module returned for a batch, on the device; transform takes "
+        "what it gives, with one row per sample, in its place.",
+        converters.to_callable,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(outputs={}, predictionOutput=None, preprocessing=None, postprocessing=None)
+
+
+class EvaluateParams(CheckedParams, HasWeightCol):
+    """What a model's predictions are compared with; a fitted model has its estimator's values."""
+
+    labelCol = declare(
+        "labelCol",
+        "label column name, for evaluate and scores. If this is not set or empty, the loss is "
+        "called with the inputs as target.",
+        TypeConverters.toString,
+    )
+    loss = declare(
+        "loss",
+        "loss function, for evaluate and scores: a name ('cross_entropy', 'mse', ...), a torch "
+        "loss module, or a callable (output, target) -> tensor; or a dict of these by label.",
+        converters.to_losses,
+    )
+
+
+class PredictParams(InputParams, OutputParams, EvaluateParams, HasPredictionCol):
     """Params that all models share."""
 
     batchSize = declare(
@@ -260,17 +300,6 @@ class PredictParams(InputParams, HasPredictionCol):
         self._setDefault(batchSize=INFERENCE_BATCH_SIZE, device="auto")
 
 
-class OptionalLabelParams(Params):
-    """The label column of an estimator that can train without."""
-
-    labelCol = declare(
-        "labelCol",
-        "label column name. If this is not set or empty, the loss is called with the inputs as "
-        "target.",
-        TypeConverters.toString,
-    )
-
-
 @dataclass(frozen=True)
 class Field:
     """What a Param becomes: a field of one of the three values that `training_values` makes."""
@@ -282,19 +311,13 @@ class Field:
     """How the field's value is derived, where it is not simply the Param's."""
 
 
-def _input_shapes(params: TrainParams) -> tuple[Any, ...]:
-    shapes = params.getOrDefault("inputShape")
-    try:
-        return converters.shapes_by_input(shapes, len(params.feature_columns()))
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-
-
 FIELDS: Mapping[str, Field] = {
     "module": Field("request", "module"),
     "featuresCol": Field("request", "feature_cols", InputParams.feature_columns),
     "inputCols": Field("request", "feature_cols", InputParams.feature_columns),
-    "inputShape": Field("request", "input_shapes", _input_shapes),
+    "inputShape": Field("request", "input_shapes", input_shapes),
+    "inputs": Field("request", "specified", InputParams.specified),
+    "labels": Field("request", "labels", labels_of),
     "labelCol": Field("request", "label_col"),
     "weightCol": Field("request", "weight_col"),
     "validationIndicatorCol": Field("request", "validation_col"),
@@ -304,7 +327,10 @@ FIELDS: Mapping[str, Field] = {
     "verbose": Field("request", "verbose"),
     "cpusPerWorker": Field("request", "cpus_per_worker"),
     "gpusPerWorker": Field("request", "gpus_per_worker"),
-    "loss": Field("config", "loss"),
+    "loss": Field("config", "loss", loss_of_labels),
+    "lossWeights": Field("config", "loss_weights", loss_weights),
+    "augmentation": Field("config", "augmentation"),
+    "groupByLength": Field("config", "group_by_length"),
     "optimizer": Field("config", "optimizer"),
     "optimizerParams": Field("config", "optimizer_params"),
     "learningRate": Field("config", "learning_rate"),
@@ -339,7 +365,8 @@ FACE_ONLY: Mapping[str, str] = {
 
 OBJECT_PARAMS = frozenset(
     ("module", "loss", "optimizer", "optimizerParams", "scheduler", "syncStrategy",
-     "earlyStopping", "callbacks", "metrics")
+     "earlyStopping", "callbacks", "metrics", "outputs", "predictionOutput", "preprocessing",
+     "postprocessing", "inputs", "labels", "augmentation")
 )  # fmt: skip
 """Params whose values may be objects: saved by `describe`, not as plain JSON."""
 

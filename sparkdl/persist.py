@@ -8,8 +8,8 @@ that an estimator holds (with its weights) in ``<path>/module``.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -26,11 +26,12 @@ from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.model import TorchModel, example_inputs
 from sparkdl.modulefile import load_module_from, save_module
-from sparkdl.params import OBJECT_PARAMS
+from sparkdl.params import OBJECT_PARAMS, UNKNOWN_LOSS
 from sparkdl.plan import Column
 from sparkdl.spark.session import is_connect
 from sparkdl.summary import TrainingSummary
 
+logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
 M = TypeVar("M", bound=TorchModel)
 
@@ -92,6 +93,7 @@ class ParamsWriter(MLWriter):
     def _as_json(self, name: str, value: Any, files: MemoryStorage) -> Any:
         if name not in OBJECT_PARAMS:
             return value
+        value = self._to_save(name, value)
         try:
             if name == "module" and isinstance(value, nn.Module):
                 save_module(value, None, files, _MODULE, example_inputs=None, extra={})
@@ -102,16 +104,31 @@ class ParamsWriter(MLWriter):
                 f"cannot save Param {name!r} of {self.instance.uid}: {error}"
             ) from error
 
+    def _to_save(self, name: str, value: Any) -> Any:
+        """The value of a Param, or what is saved in its place."""
+        return value
+
 
 class ModelWriter(ParamsWriter):
     """Saves a model: Params, module, summary."""
 
     instance: TorchModel
 
+    def _to_save(self, name: str, value: Any) -> Any:
+        """A loss that JSON cannot hold stays behind: the model predicts without."""
+        if name != "loss" or _describable(value) is not None:
+            return value
+        logger.warning(
+            "%s: the loss %r cannot be saved; evaluate and scores of the loaded model need loss=",
+            self.instance.uid,
+            value,
+        )
+        return UNKNOWN_LOSS
+
     def _describe(self, files: MemoryStorage) -> Params:
         model = self.instance
         extra = {
-            "columns": [dataclasses.asdict(column) for column in model.columns],
+            "columns": [column.to_dict() for column in model.columns],
             "num_classes": model._num_classes,
             "factory": _describable(model.module_factory),
         }
@@ -191,7 +208,7 @@ class ModelReader(ParamsReader[M]):
         summary = None
         if storage.exists(_SUMMARY):
             summary = TrainingSummary.from_dict(json.loads(storage.read(_SUMMARY)))
-        columns = [Column(**column) for column in extra["columns"]]
+        columns = [Column.from_dict(column) for column in extra["columns"]]
         model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
         return model

@@ -6,27 +6,66 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Specification, Tensor
 
 Role = Literal["feature", "label", "weight"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of the spool: a contiguous ``(rows, *shape)`` array of one dtype."""
+    """One column of the spool, and what a batch makes of it."""
 
     name: str
-    """Name of the DataFrame column."""
+    """Name of the DataFrame column; of several, all, with commas between."""
     role: Role
     """What the model does with it."""
     dtype: str
     """numpy name of the stored dtype: ``float32``, ``int64``, ``uint8``, ``bool`` ..."""
     shape: tuple[int, ...]
-    """Shape of one sample, ``()`` for a scalar, after ``inputShape`` was applied."""
+    """Shape of one sample, ``()`` for a scalar, after ``inputShape`` was applied; of a sequence
+    that of one of its values."""
+    argument: str | None = None
+    """Argument of ``forward``, or name of the label; None: by position, or the only label."""
+    specification: Specification | None = None
+    """What the user asked for; None: a tensor, named in the simple way."""
+    longest: int = 0
+    """Length of the longest sequence of all shards."""
+
+    @property
+    def key(self) -> str:
+        """Tells the column apart from the plan's others."""
+        return self.name if self.argument is None else f"{self.role} {self.argument}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As values of JSON.
+
+        Raises:
+            DescribeError: the specification's transform cannot be imported by name.
+        """
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**values, "specification": describe(self.specification)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Column:
+        """Inverse of `to_dict`; also of what was written before there were specifications.
+
+        Raises:
+            ConfigError: the specification's transform cannot be imported here.
+        """
+        specification = restore(values.get("specification"))
+        shape = tuple(values["shape"])
+        return cls(**{**values, "shape": shape, "specification": specification})
+
+    @property
+    def kind(self) -> Specification:
+        """The specification, also where the user gave none."""
+        return self.specification or Tensor(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How does an executor turn Arrow batches of features into predictions?
+"""How does an executor turn Arrow batches of features into a module's outputs?
 
 Every Python worker unpacks a module once and keeps it, because Spark reuses the process for later
 tasks.
@@ -6,10 +6,12 @@ tasks.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,21 +22,41 @@ from torch import nn
 
 from sparkdl.config import DEVICES
 from sparkdl.data.arrow import to_numpy
+from sparkdl.data.assemble import Arguments, arguments
+from sparkdl.data.ragged import Ragged
+from sparkdl.data.readers import read_trained
 from sparkdl.device import choose_device
 from sparkdl.errors import ConfigError
+from sparkdl.inputs import Image
+from sparkdl.outputs import Forward, Source, check_rows, pick
 from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
 from sparkdl.process import torch_threads, tuned_allocator
 
-Kind = Literal["value", "array", "classes"]
+Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
 MODULES_PER_WORKER = 3
 """Modules that a Python worker keeps; a pipeline or a comparison of a few models needs no more."""
+FLUSH_BYTES = 32 << 20
+"""Outputs are handed to Spark when they reach this size, or with the record batch's last row."""
+_MOST_IN_A_LIST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictTask:
-    """All that a task needs to know; picklable, travels with the UDF."""
+class Leaf:
+    """One flat column that a task gives: a tensor, and what is made of it."""
+
+    name: str
+    source: Source
+    make: Make
+    """A number or array as `outputs.Output` describes; ``number``: the same as a double; the
+    likeliest ``class`` of logits, the ``logits`` of all classes, their ``probability``."""
+    arrow_type: pa.DataType
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleTask:
+    """What a task needs to run a module on prepared inputs; picklable, travels with the UDF."""
 
     digest: str
     fetch: Callable[[], PackedModule]
@@ -43,16 +65,21 @@ class PredictTask:
     """The inputs, as the module was trained on them."""
     batch_size: int
     device: str
-    kind: Kind
-    """What becomes of the module's output: one number, an array, or classes."""
-    fields: tuple[tuple[str, pa.DataType], ...]
-    """Fields of the struct to give: ``prediction``, ``rawPrediction``, ``probability``."""
+    forward: Forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictTask(ModuleTask):
+    """All that a task of ``transform`` needs to know."""
+
+    leaves: tuple[Leaf, ...]
+    """Fields of the struct to give."""
 
 
 _modules: OrderedDict[tuple[str, str], nn.Module] = OrderedDict()
 
 
-def _load(task: PredictTask, device: torch.device) -> nn.Module:
+def load(task: ModuleTask, device: torch.device) -> nn.Module:
     """The module on ``device``, from this process's cache where possible."""
     key = (task.digest, str(device))
     module = _modules.pop(key, None)
@@ -72,89 +99,112 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
         task: what to do.
 
     Yields:
-        A struct array as long as the batch, with the fields that ``task`` names.
+        Struct arrays with the fields that ``task`` names, together as long as the batch.
 
     Raises:
         DataError: a null, or a row of another shape than the module was trained on.
     """
+    with ready(task) as (module, device):
+        for arrays in batches:
+            yield from _predict_rows(module, device, input_rows(arrays, task.columns), task)
+
+
+@contextlib.contextmanager
+def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
+    """The module on the task's device; threads, allocator and torch set up for inference."""
     device = task_device(task.device)
     with torch_threads(_task_cpus()), tuned_allocator(), torch.inference_mode():
-        module = _load(task, device)
-        for arrays in batches:
-            inputs = [
-                to_numpy(array, column.dtype, column.shape, name=column.name)
-                for array, column in zip(arrays, task.columns, strict=True)
-            ]
-            yield to_struct(_forward(module, inputs, task.batch_size, device), task)
+        yield load(task, device), device
 
 
-def _forward(
-    module: nn.Module, inputs: list[np.ndarray], batch_size: int, device: torch.device
-) -> torch.Tensor:
-    """Run the module over rows in runs of ``batch_size``; the outputs joined, on the CPU."""
-    tensors = [_tensor(values) for values in inputs]
-    num_rows = len(inputs[0])
-    outputs = []
-    for start in range(0, max(num_rows, 1), batch_size):
-        batch = [tensor[start : start + batch_size].to(device) for tensor in tensors]
-        output = module(*batch)
-        check_output(output, len(batch[0]))
-        outputs.append(output.cpu())
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def check_output(output: Any, num_rows: int) -> None:
-    """Refuse an output that is not one tensor with a row per sample.
+def input_rows(arrays: Sequence[pa.Array], columns: Sequence[Column]) -> InputRows:
+    """The inputs of a record batch.
 
     Raises:
-        ConfigError: it is something else.
+        DataError: a null, or a row of another shape than the module was trained on.
     """
-    if not isinstance(output, torch.Tensor):
-        raise ConfigError(
-            f"the module returned a {type(output).__name__}; transform needs one tensor with a "
-            f"row per sample: let the module return that in eval mode"
-        )
-    if output.ndim == 0 or len(output) != num_rows:
-        raise ConfigError(
-            f"the module returned a tensor of shape {tuple(output.shape)} for {num_rows} samples; "
-            f"transform needs one row per sample"
-        )
+    return InputRows(
+        columns, [_rows(array, column) for array, column in zip(arrays, columns, strict=True)]
+    )
 
 
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # Arrow's buffers are read-only. Nobody else reads this batch, so even a module that
-        # works in place does no harm.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(values)
+@dataclass(frozen=True)
+class InputRows:
+    """The inputs of a record batch, to be cut."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    """A tensor ``(rows, *shape)`` for each column, or what gives one for a slice."""
+
+    def runs(self, batch_size: int, device: torch.device) -> Iterator[Arguments]:
+        """Rows in runs of at most ``batch_size``, as ``forward`` takes them."""
+        for start in range(0, len(self.rows[0]), batch_size):
+            rows = [rows[start : start + batch_size] for rows in self.rows]
+            yield arguments(self.columns, rows).to(device)
 
 
-def to_struct(output: torch.Tensor, task: PredictTask) -> pa.StructArray:
-    """Make the struct that the UDF returns out of the module's output ``(rows, ...)``."""
-    if task.kind == "classes":
-        columns = _classes(output, {name for name, _ in task.fields})
-    elif task.kind == "value":
-        columns = {"prediction": _one_number(output)}
-    else:
-        columns = {"prediction": _matrix(output)}
-    arrays = [_arrow(columns[name], data_type) for name, data_type in task.fields]
-    fields = [pa.field(name, data_type) for name, data_type in task.fields]
+def _rows(array: pa.Array, column: Column) -> Any:
+    if column.specification is None:
+        return _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
+    if isinstance(column.kind, Image):
+        return _Images(array, column)
+    return _trained_rows(array, column)
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images that are decoded when they are asked for: they need many times their bytes then."""
+
+    array: pa.Array
+    column: Column
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor | Ragged:
+        start, stop, _ = rows.indices(len(self))
+        return _trained_rows(self.array.slice(start, stop - start), self.column, start)
+
+
+def _trained_rows(array: pa.Array, column: Column, first_row: int = 0) -> torch.Tensor | Ragged:
+    rows = read_trained(array, column, first_row=first_row)
+    return rows if isinstance(rows, Ragged) else _tensor(rows)
+
+
+def _predict_rows(
+    module: nn.Module, device: torch.device, inputs: InputRows, task: PredictTask
+) -> Iterator[pa.Array]:
+    """The rows of one record batch; Spark only asks that all arrays together are as long."""
+    pieces: list[pa.Array] = []
+    for batch in inputs.runs(task.batch_size, device):
+        found = task.forward.outputs(module, batch)
+        pieces.append(to_struct(found, batch.num_rows, task.leaves))
+        if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
+            yield _joined(pieces)
+            pieces = []
+    if pieces:
+        yield _joined(pieces)
+
+
+def _joined(pieces: list[pa.Array]) -> pa.Array:
+    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+
+
+def to_struct(
+    found: Mapping[str | None, Any], num_rows: int, leaves: Sequence[Leaf]
+) -> pa.StructArray:
+    """Make the struct that the UDF returns out of what `Forward.outputs` gave.
+
+    Raises:
+        ConfigError: an output has no row per sample, or not one number where one was promised.
+    """
+    tensors: dict[Source, torch.Tensor] = {}
+    for source in {leaf.source for leaf in leaves}:
+        value = pick(found[source.layer], source.path, source)
+        tensors[source] = check_rows(value, num_rows, source).cpu()
+    arrays = [to_arrow(_MAKERS[leaf.make](tensors[leaf.source]), leaf) for leaf in leaves]
+    fields = [pa.field(leaf.name, leaf.arrow_type) for leaf in leaves]
     return pa.StructArray.from_arrays(arrays, fields=fields)
-
-
-def _classes(output: torch.Tensor, wanted: set[str]) -> dict[str, torch.Tensor]:
-    """Class index, logits and probabilities; a single logit stands for two classes."""
-    logits = _matrix(output).to(torch.float64)
-    if logits.shape[1] == 1:
-        logits = torch.cat([-logits, logits], dim=1)
-        probability = torch.sigmoid(logits)
-    else:
-        probability = torch.softmax(logits, dim=1) if "probability" in wanted else logits
-    return {
-        "prediction": logits.argmax(dim=1),
-        "rawPrediction": logits,
-        "probability": probability,
-    }
 
 
 def _one_number(output: torch.Tensor) -> torch.Tensor:
@@ -168,19 +218,77 @@ def _one_number(output: torch.Tensor) -> torch.Tensor:
 
 def _matrix(output: torch.Tensor) -> torch.Tensor:
     """``(rows, width)``; further dimensions flattened in row-major order."""
-    return output.reshape(len(output), -1) if len(output) else output.reshape(0, 1)
+    return output.reshape(len(output), -1)
 
 
-def _arrow(values: torch.Tensor, data_type: pa.DataType) -> pa.Array:
-    """A column of numbers or of lists."""
-    if pa.types.is_list(data_type):
-        rows, width = values.shape
-        offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(width))
-        flat = _arrow(values.reshape(-1), data_type.value_type)
-        return pa.ListArray.from_arrays(offsets, flat, type=data_type)
-    if values.dtype == torch.bfloat16:
-        values = values.float()  # numpy has no bfloat16
-    return pa.array(values.contiguous().numpy().astype(data_type.to_pandas_dtype(), copy=False))
+def likeliest_class(output: torch.Tensor) -> torch.Tensor:
+    """Class numbers ``(rows,)``; a single logit per row tells class 1 from class 0."""
+    logits = _matrix(output)
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
+
+
+def class_logits(output: torch.Tensor) -> torch.Tensor:
+    """Logits of all classes, ``(rows, classes)`` in float64; a single logit stands for two."""
+    logits = _matrix(output).double()
+    return torch.cat([-logits, logits], dim=1) if logits.shape[1] == 1 else logits
+
+
+def class_probabilities(output: torch.Tensor) -> torch.Tensor:
+    """Probabilities of all classes, ``(rows, classes)`` in float64."""
+    logits = _matrix(output).double()
+    if logits.shape[1] == 1:
+        return torch.sigmoid(torch.cat([-logits, logits], dim=1))
+    return torch.softmax(logits, dim=1)
+
+
+_MAKERS: dict[Make, Callable[[torch.Tensor], torch.Tensor]] = {
+    "value": _one_number,
+    "number": _one_number,
+    "array": _matrix,
+    "nested": lambda output: output,
+    "class": likeliest_class,
+    "logits": class_logits,
+    "probability": class_probabilities,
+}
+
+
+def to_arrow(values: torch.Tensor, leaf: Leaf) -> pa.Array:
+    """A column of numbers ``(rows,)``, or of lists in as many levels as there are dimensions.
+
+    Raises:
+        ConfigError: there are more numbers than an Arrow list can hold, or other dimensions
+            than the type has.
+    """
+    if values.numel() > _MOST_IN_A_LIST:
+        raise ConfigError(
+            f"{leaf.source} has {values.numel():,} numbers for {len(values)} rows, more than one "
+            f"Arrow array holds; lower batchSize"
+        )
+    element = leaf.arrow_type
+    while pa.types.is_list(element):
+        element = element.value_type
+    flat = values.reshape(-1)
+    if flat.dtype == torch.bfloat16:
+        flat = flat.float()  # numpy has no bfloat16
+    array = pa.array(flat.contiguous().numpy().astype(element.to_pandas_dtype(), copy=False))
+    for dim in range(values.ndim - 1, 0, -1):
+        num_lists, width = math.prod(values.shape[:dim]), values.shape[dim]
+        offsets = pa.array(np.arange(num_lists + 1, dtype=np.int32) * np.int32(width))
+        array = pa.ListArray.from_arrays(offsets, array)
+    if array.type != leaf.arrow_type:
+        raise ConfigError(
+            f"{leaf.source} has shape {tuple(values.shape)} here, but another number of dimensions "
+            f"when the module was run on zeros; let it give the same for every batch"
+        )
+    return array
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Arrow's buffers are read-only. Nobody else reads this batch, so even a module that
+        # works in place does no harm.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)
 
 
 def checked_device(device: str) -> str:

@@ -30,9 +30,8 @@ from sparkdl.reporter import Reporter, captured_output
 from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
-    import torch
-
     from sparkdl.checkpoint.tree import Snapshot
+    from sparkdl.data.assemble import Rows
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
 
@@ -163,6 +162,7 @@ def _train(
         "weight": outcome.weight,
         "rows": outcome.rows,
         "seconds": outcome.seconds,
+        "label_sums": outcome.label_sums,
     }
     results = [("result", json.dumps(report).encode())]
     if outcome.weight > 0:
@@ -180,10 +180,10 @@ def _evaluate(
     reporter: Reporter,
 ) -> list[tuple[str, bytes]]:
     reporter.phase("evaluate")
-    (loss_sum, weight), metrics = warm.replica.evaluate(
+    (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
         tree, [warm.open(place.shard, "validation")]
     )
-    report = {"loss_sum": loss_sum, "weight": weight}
+    report = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
     return [("result", json.dumps(report).encode()), ("metrics", metrics)]
 
 
@@ -235,10 +235,10 @@ class Warm:
             )
         return self._open[key]
 
-    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, torch.Tensor]:
+    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, Rows]:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
 
-        def columns(split: Split, num_rows: int) -> dict[str, torch.Tensor]:
+        def columns(split: Split, num_rows: int) -> dict[str, Rows]:
             path = Path(shard.path)
             return open_spool(path, self.plan.columns, num_rows=num_rows, split=split)
 

@@ -1,17 +1,23 @@
 """How good are predictions, given the sums that one pass over them yields?
 
-Pure arithmetic; `job` collects the sums with Spark. Every measure is a mean over rows, weighted
-if there are weights.
+Pure arithmetic; `measure` makes the sums. Every measure is a mean over rows, weighted if there are
+weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, SparkDLError
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+    from sparkdl.curves import Curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,132 @@ class RegressionScores:
     def lines(self) -> list[str]:
         """For a terminal."""
         return [f"{name:<5} {value:.6g}" for name, value in vars(self).items()]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Evaluation(Mapping[str, Any]):
+    """How good a model is on some rows; ``model.evaluate`` gives it.
+
+    As a mapping it holds the measures by name: ``loss``; ``accuracy`` and ``log_loss``, or
+    ``rmse``, ``mae`` and ``r2``; ``roc_auc`` and ``average_precision`` of class 1 where there are
+    two classes; and the torchmetrics that were asked for.
+    """
+
+    rows: int
+    loss: float
+    """Mean of the rows' losses, weighted as in training."""
+    scores: ClassificationScores | RegressionScores | None = None
+    """What classifiers and regressors are measured by, with ``confusion`` and ``per_class``."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Values of torchmetrics, which know no weights: numbers, or lists of numbers."""
+    curves: Mapping[int, Curve] = field(default_factory=dict)
+    """Class -> its ROC and precision-recall curves against all others."""
+    num_classes: int = 0
+
+    @property
+    def confusion(self) -> Mapping[int, Mapping[int, float]]:
+        """Label -> prediction -> rows, or sum of weights.
+
+        Raises:
+            SparkDLError: the model is no classifier.
+        """
+        if not isinstance(self.scores, ClassificationScores):
+            raise SparkDLError("only classifiers have a confusion matrix")
+        return self.scores.confusion
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"loss": self.loss}
+        if isinstance(self.scores, ClassificationScores):
+            values |= {"accuracy": self.scores.accuracy, "log_loss": self.scores.log_loss}
+        elif self.scores is not None:
+            values |= vars(self.scores)
+        if self.num_classes == 2 and 1 in self.curves:
+            curve = self.curves[1]
+            values |= {"roc_auc": curve.roc_auc, "average_precision": curve.average_precision}
+        return {**values, **self.metrics}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON, whose keys are strings and which has no NaN."""
+        values = {"rows": self.rows, **self._values()}
+        if self.scores is not None:
+            values |= self.scores.to_dict()
+        if self.curves:
+            values["curves"] = {str(number): c.to_dict() for number, c in self.curves.items()}
+        return {name: _finite(value) for name, value in values.items()}
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        values = {"rows": f"{self.rows:,}", "loss": f"{self.loss:.6g}"}
+        own = set(self._values()) - set(self.metrics) - {"loss", "accuracy", "log_loss"}
+        own -= set(vars(self.scores)) if self.scores is not None else set()
+        values |= {name: _shown(self[name]) for name in (*sorted(own), *self.metrics)}
+        width = max(9, *map(len, values))
+        text = [f"{name:<{width}} {value}" for name, value in values.items()]
+        return text + (self.scores.lines() if self.scores is not None else [])
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def plot(self, path: str | Path | None = None) -> matplotlib.figure.Figure:
+        """Draw the ROC and precision-recall curves.
+
+        Args:
+            path: file to write (the suffix chooses the format); None writes none.
+
+        Raises:
+            SparkDLError: there are no curves, or matplotlib is not installed.
+        """
+        if not self.curves:
+            raise SparkDLError(
+                "there are no curves to draw; evaluate a classifier with curves=True"
+            )
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise SparkDLError(
+                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+            ) from error
+        figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+        roc, precision = figure.subplots(1, 2)
+        for number, curve in self.curves.items():
+            label = f"class {number}, area {curve.roc_auc:.4f}"
+            rates = curve.false_positive_rate, curve.true_positive_rate
+            roc.step([0.0, *rates[0]], [0.0, *rates[1]], where="post", label=label)
+            precision.step(rates[1], curve.precision, where="post", label=f"class {number}")
+        roc.set(title="ROC", xlabel="false positive rate", ylabel="true positive rate")
+        precision.set(title="precision and recall", xlabel="recall", ylabel="precision")
+        roc.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+BUILT_IN = frozenset(
+    ("rows", "loss", "accuracy", "log_loss", "rmse", "mae", "r2", "roc_auc", "average_precision",
+     "curves", "per_class", "confusion")
+)  # fmt: skip
+"""Names that metrics of the user's cannot have."""
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def classification_scores(

@@ -1,106 +1,280 @@
-"""How well does a fitted model predict the rows of a DataFrame?
+"""How does a model's evaluation run on Spark? One pass over the rows, and a stage that adds up.
 
-Spark sums up, in one pass over the predictions; `scores` turns the sums into measures.
+Each task evaluates its partition and gives one row: its `measure.Part`. A second stage adds up
+groups of parts, so that the driver gets few of them, however many partitions there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import torch
+from pyspark import TaskContext
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
+from pyspark.sql.pandas.functions import arrow_udf
+from torch import nn
 
+from sparkdl.config import Task
+from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.scores import (
-    ClassificationScores,
-    RegressionScores,
-    classification_scores,
-    regression_scores,
+from sparkdl.measure import (
+    Beside,
+    Evaluator,
+    Measures,
+    Part,
+    alone,
+    evaluation,
+    row_losses,
+    united,
 )
-from sparkdl.spark.columns import quoted, require
-from sparkdl.spark.session import is_case_sensitive
+from sparkdl.outputs import Forward, Output, check_rows, pick
+from sparkdl.predict import ModuleTask, class_logits, input_rows, ready
+from sparkdl.scores import BUILT_IN, Evaluation
+from sparkdl.spark.columns import Prepared, prepare, quoted
+from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 
-Scores = ClassificationScores | RegressionScores
+_GROUPS = 16
+"""Groups in which parts are added up."""
+_SCHEMA = "part int, kind string, payload binary"
+_ARROW_SCHEMA = pa.schema([("part", pa.int32()), ("kind", pa.string()), ("payload", pa.binary())])
+_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "DataError": DataError}
 
-_SMALLEST_PROBABILITY = 1e-15
-"""A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateTask(ModuleTask):
+    """All that a task of ``evaluate`` or ``scores`` needs to know."""
+
+    measures: Measures
+    predicted: Output
+    """Of which of the module's outputs ``transform`` makes the prediction."""
+    label: Beside | None
+    """None: the loss compares with the inputs."""
+    weight: Beside | None
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Evaluate one partition's rows, in the columns inputs, label, weight."""
+        yield from _told(partial(self._part, batches))
+
+    def _part(self, batches: Iterator[pa.RecordBatch]) -> Part:
+        evaluator: Evaluator | None = None
+        with ready(self) as (module, device):
+            for batch in batches:
+                if evaluator is None:  # a partition without rows makes none
+                    evaluator = Evaluator(self.measures, device)
+                for output, target, weight, num_rows in self.compared(
+                    module, device, batch.columns
+                ):
+                    predicted = self._predicted(output, num_rows)
+                    evaluator.update(output, predicted, target, weight, num_rows)
+                evaluator.check()
+        return Part() if evaluator is None else evaluator.part()
+
+    def compared(
+        self, module: Any, device: torch.device, arrays: Sequence[pa.Array]
+    ) -> Iterator[tuple[Any, Any, torch.Tensor | None, int]]:
+        """Batch by batch: output, target, weight, rows."""
+        num_inputs = len(self.columns)
+        inputs = input_rows(arrays[:num_inputs], self.columns)
+        others = self._others(arrays[num_inputs:])
+        start = 0
+        for features in inputs.runs(self.batch_size, device):
+            beside = [values[start : start + features.num_rows] for values in others]
+            start += features.num_rows
+            output = self.forward.module_output(module, features)
+            target = features.packed() if self.label is None else beside[0].to(device)
+            weight = beside[-1] if self.weight is not None else None
+            yield output, target, weight, features.num_rows
+
+    def _others(self, arrays: Sequence[pa.Array]) -> list[torch.Tensor]:
+        values = [] if self.label is None else [self.label.read(arrays[0])]
+        return values if self.weight is None else [*values, self.weight.read_weights(arrays[-1])]
+
+    def _predicted(self, output: Any, num_rows: int) -> Any:
+        if self.measures.task == "custom":
+            return None
+        after = self.forward.postprocessing
+        found = pick(after(output) if after else output, self.predicted.path, self.predicted)
+        return check_rows(found, num_rows, self.predicted)
 
 
-def score(model: Any, rows: DataFrame, label_col: str, weight_col: str | None) -> Scores:
-    """How a model's predictions compare with the labels, in one pass over the predictions.
+@dataclass(frozen=True)
+class AddTask:
+    """Adds up the parts of each group, in the order of the partitions; passes errors on."""
+
+    measures: Measures
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one row per group."""
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        for group in sorted({row["part"] % _GROUPS for row in rows}):
+            members = [row for row in rows if row["part"] % _GROUPS == group]
+            yield from _told(partial(_sum, members, self.measures), group)
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], measures: Measures) -> Part:
+    """The sum of parts as rows.
 
     Raises:
-        ConfigError: the model is neither a classifier nor a regressor.
-        DataError: labels are missing, null, or no class numbers.
+        SparkDLError: what went wrong in the first that failed.
     """
-    from sparkdl.model import TorchClassifierModel, TorchRegressorModel
-
-    case = is_case_sensitive(rows.sparkSession)
-    for column in (label_col, weight_col):
-        if column is not None:
-            require(rows.schema, column, is_case_sensitive=case)
-    if rows.filter(F.col(quoted(label_col)).isNull()).count():
-        raise DataError(f"column '{label_col}' has null labels; filter these rows out")
-    weight = F.lit(1.0) if weight_col is None else F.col(quoted(weight_col)).cast("double")
-    if isinstance(model, TorchClassifierModel):
-        return _score_classifier(model, rows, label_col, weight)
-    if isinstance(model, TorchRegressorModel):
-        return _score_regressor(model, rows, label_col, weight)
-    raise ConfigError(
-        f"a {type(model).__name__} cannot be evaluated: there is no common measure for its "
-        f"output; use the predict job and compute your own"
-    )
+    rows = sorted(rows, key=lambda row: row["part"])
+    for row in rows:
+        if row["kind"] in _ERRORS:
+            raise _ERRORS[row["kind"]](bytes(row["payload"]).decode())
+    return united([Part.from_bytes(bytes(row["payload"])) for row in rows], measures)
 
 
-def _score_classifier(
-    model: Any, rows: DataFrame, label_col: str, weight: Column
-) -> ClassificationScores:
-    label = F.col(quoted(label_col)).cast("double")
-    predictions = model.transform(rows)
-    probability_col = model.getOrDefault("probabilityCol")
-    log_loss = F.lit(None).cast("double")
-    if probability_col:
-        predictions = vectors_to_arrays(predictions)
-        class_number = F.col(quoted(label_col)).try_cast("int")
-        chance = F.get(F.col(quoted(probability_col)), class_number)
-        log_loss = -F.log(F.greatest(chance, F.lit(_SMALLEST_PROBABILITY)))
-    predicted = F.col(quoted(model.getPredictionCol()))
-    groups = (
-        predictions.groupBy(label.alias("label"), predicted.alias("predicted"))
-        .agg(F.sum(weight).alias("rows"), F.sum(weight * log_loss).alias("log_loss"))
-        .collect()
-    )
-    for group in groups:
-        if not group["label"].is_integer() or group["label"] < 0:
-            raise DataError(f"column '{label_col}' has the label {group['label']}: no class number")
-    counts: Mapping[tuple[int, int], float] = {
-        (int(group["label"]), int(group["predicted"])): group["rows"] for group in groups
-    }
-    total = sum(group["log_loss"] for group in groups) if probability_col else None
-    return classification_scores(counts, total)
+def _told(work: Callable[[], Part], number: int | None = None) -> Iterator[pa.RecordBatch]:
+    """One row: a part, or the error of ours that kept it from being made.
+
+    Spark would run a task that raises several times, and hide what it says among its own words.
+    """
+    try:
+        part = work()
+        kind, payload = "part", part.to_bytes()
+        if not part.rows:
+            return
+    except (ConfigError, DataError) as error:
+        kind, payload = type(error).__name__, str(error).encode()
+        kind = kind if kind in _ERRORS else "ConfigError"
+    if number is None:
+        context = TaskContext.get()
+        number = context.partitionId() if context is not None else 0
+    row = {"part": number, "kind": kind, "payload": payload}
+    yield pa.RecordBatch.from_pylist([row], schema=_ARROW_SCHEMA)
 
 
-def _score_regressor(
-    model: Any, rows: DataFrame, label_col: str, weight: Column
-) -> RegressionScores:
-    label = F.col(quoted(label_col)).cast("double")
-    # Two passes over the labels: the sum of squares alone would lose digits.
-    mean = rows.agg(F.sum(weight * label) / F.sum(weight)).first()[0]  # type: ignore[index]
-    error = F.col(quoted(model.getPredictionCol())) - label
-    sums = (
-        model.transform(rows)
-        .agg(
-            F.sum(weight).alias("weight"),
-            F.sum(weight * error * error).alias("squared_error"),
-            F.sum(weight * F.abs(error)).alias("absolute_error"),
-            F.sum(weight * (label - F.lit(mean)) * (label - F.lit(mean))).alias("label_variance"),
+def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColumn]) -> Evaluation:
+    """Evaluate all rows; see `TorchModel.evaluate`.
+
+    Args:
+        task: what to do.
+        dataset: the rows.
+        columns: inputs, label and weight, as the task takes them.
+    """
+    measures = task.measures
+    for name in measures.metrics:
+        if name in BUILT_IN:
+            raise ConfigError(f"a metric cannot be called {name!r}: evaluate has that name itself")
+    measures.make_metrics(measures.make_loss())  # as the tasks will
+    named = [column.alias(f"_{number}") for number, column in enumerate(columns)]
+    parts = dataset.select(*named).mapInArrow(task, _SCHEMA)
+    group = F.col("part") % _GROUPS
+    added = parts.repartition(_GROUPS, group).mapInArrow(AddTask(measures), _SCHEMA)
+    return evaluation(_sum([row.asDict() for row in added.collect()], measures), measures)
+
+
+def row_scores(
+    task: EvaluateTask,
+    dataset: DataFrame,
+    columns: Sequence[SparkColumn],
+    keys: Sequence[str],
+    name: str,
+) -> DataFrame:
+    """The loss of each row, beside the columns ``keys``; see `TorchModel.scores`."""
+    task.measures.make_loss()  # as the tasks will
+    udf: Any = arrow_udf(_loss_udf(task), T.DoubleType())  # type: ignore[call-overload]
+    packed, marker = (f"sparkdl_{task.digest[:16]}_{part}" for part in ("loss", "partition"))
+    rows, seal = by_rows(dataset, dataset.schema, marker)
+    scored = rows.withColumn(packed, udf(*columns)).withColumn(name, seal(F.col(quoted(packed))))
+    return scored.select(*map(quoted, keys), quoted(name))
+
+
+def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
+    """The function of an iterator ``arrow_udf`` that gives each row's loss."""
+
+    def losses_of(batches: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
+        with ready(task) as (module, device):
+            loss = task.measures.make_loss(device)
+            for arrays in batches:
+                for output, target, _, _ in task.compared(module, device, arrays):
+                    yield _row_losses(loss, output, target, task.measures)
+
+    def losses_of_inputs(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+        return losses_of((array,) for array in batches)
+
+    def losses_of_columns(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        return losses_of(batches)
+
+    is_one = len(task.columns) == 1 and task.label is None
+    return losses_of_inputs if is_one else losses_of_columns
+
+
+def _row_losses(loss: Any, output: Any, target: Any, measures: Measures) -> pa.Array:
+    rows = row_losses(loss, output, target, measures)
+    if rows is None:
+        raise ConfigError(
+            "the loss gives one number for a whole batch, so single rows have no loss; let it "
+            "return the loss of each sample, (batch,)"
         )
-        .first()
-    )
-    return regression_scores(**{key: value or 0.0 for key, value in sums.asDict().items()})
+    losses = alone(*rows)
+    return pa.array(losses, mask=np.isnan(losses) & (rows[1] == 0))
+
+
+def num_classes(
+    module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, task: Task
+) -> int:
+    """The classes that a classifier tells apart, seen by running it on zeros; otherwise 0.
+
+    Raises:
+        ConfigError: the prediction is nothing that a model of this task can give.
+    """
+    if task == "custom":
+        return 0
+    if predicted.output.layer is not None:
+        raise ConfigError(
+            "evaluate needs a predictionOutput of what the module returns; set it without layer"
+        )
+    plan_outputs(module, inputs, forward, [predicted])
+    if task == "regression":
+        return 0
+    with torch.inference_mode():
+        output = forward.outputs(module, inputs)[None]
+    return class_logits(pick(output, predicted.output.path, predicted.output)).shape[1]
+
+
+def beside(
+    schema: T.StructType,
+    label_col: str | None,
+    weight_col: str | None,
+    task: Task,
+    *,
+    float_dtype: str,
+    is_case_sensitive: bool,
+) -> tuple[Prepared | None, Prepared | None]:
+    """Label and weight, cast as `fit` casts them.
+
+    Raises:
+        DataError: one is missing, or of a type of which no tensor can be made.
+    """
+    by_name = partial(prepare, schema, float_dtype=float_dtype, is_case_sensitive=is_case_sensitive)
+    label = weight = None
+    if label_col is not None:
+        label = by_name(label_col, "label", as_classes=task == "classification")
+        if task == "regression" and label.dtype == "int64":
+            sql = "float" if float_dtype == "float32" else "double"
+            label = replace(label, expression=label.expression.cast(sql), dtype=float_dtype)
+    elif task != "custom":
+        raise ConfigError("labelCol is not set; name the column to compare predictions with")
+    if weight_col is not None:
+        weight = prepare(
+            schema,
+            weight_col,
+            "weight",
+            float_dtype="float64",
+            is_case_sensitive=is_case_sensitive,
+        )
+    return label, weight
 
 
 def vectors_to_arrays(rows: DataFrame) -> DataFrame:

@@ -104,11 +104,6 @@ def test_validation_rows_are_marked_in_one_way_only(smallest: Path) -> None:
         load_job(TrainJob, smallest, settings)
 
 
-def test_a_module_without_a_common_measure_cannot_be_tested(smallest: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[test\] needs estimator\.kind"):
-        load_job(TrainJob, smallest, ["estimator.kind=estimator", "test.path=data/test"])
-
-
 def test_a_source_is_either_files_or_a_table() -> None:
     assert DataSection(format="table", table="db.t").path is None
     assert DataSection(path=("a", "b")).path == ("a", "b")

@@ -17,6 +17,7 @@ SPARK_SIDE = {
     "estimator",
     "model",
     "params",
+    "dataparams",
     "parambase",
     "persist",
     "job",
@@ -28,13 +29,14 @@ SPARK_SIDE = {
 ASKS_SPARK_LAZILY = {"packing", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
-    "cli", "config", "errors", "installation", "jobfile", "log", "plan", "scores", "summary",
-    "tomlvalues",
+    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",
+    "summary", "tomlvalues",
 }  # fmt: skip
 FACES = {
     "estimator",
     "model",
     "params",
+    "dataparams",
     "parambase",
     "persist",
     "job",

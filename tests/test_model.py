@@ -15,8 +15,10 @@ from torch import nn
 
 from sparkdl import predict
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.model import ARTIFACT_BYTES, TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.outputs import Forward
 from sparkdl.plan import Column
+from sparkdl.spark.sending import ARTIFACT_BYTES
 from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
@@ -269,16 +271,6 @@ def test_digits_are_not_lost_on_the_way_to_the_trained_dtype(arrays: DataFrame) 
         model.transform(arrays)
 
 
-def test_an_output_that_is_no_tensor_is_refused(arrays: DataFrame) -> None:
-    class Pair(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x, x
-
-    model = TorchModel(Pair(), [feature("features", "float32", 3)])
-    with pytest.raises(ConfigError, match="returned a tuple"):
-        model.transform(arrays)
-
-
 @pytest.mark.connect
 def test_a_large_module_travels_as_an_artifact(arrays: DataFrame) -> None:
     module = nn.Sequential(linear(3, 2000), nn.Linear(2000, 1000))
@@ -298,9 +290,9 @@ def test_a_large_module_is_broadcast_once(arrays: DataFrame) -> None:
     model = TorchModel(module, [feature("features", "float32", 3)])
     values = np.array(column(model.transform(arrays), "prediction"), np.float32)
     np.testing.assert_allclose(values, direct(module, ROWS).numpy(), rtol=1e-4, atol=1e-5)
-    (sent,) = model._sent.values()
+    (sent,) = model._sender.sent.values()
     model.transform(arrays)
-    assert list(model._sent.values()) == [sent]
+    assert list(model._sender.sent.values()) == [sent]
     with torch.no_grad():
         module[1].bias += 1.0
     changed = np.array(column(model.transform(arrays), "prediction"), np.float32)
@@ -360,9 +352,9 @@ def test_workers_keep_a_bounded_number_of_modules(monkeypatch: pytest.MonkeyPatc
         packed = pack(linear(number + 1, 1))
         task = predict.PredictTask(
             digest=packed.digest, fetch=SentByValue(packed), columns=(), batch_size=1,
-            device="cpu", kind="value", fields=(),
+            device="cpu", forward=Forward(), leaves=(),
         )  # fmt: skip
-        loaded.append(predict._load(task, torch.device("cpu")))
-        assert predict._load(task, torch.device("cpu")) is loaded[-1]
+        loaded.append(predict.load(task, torch.device("cpu")))
+        assert predict.load(task, torch.device("cpu")) is loaded[-1]
     assert len(predict._modules) == predict.MODULES_PER_WORKER
     assert loaded[0] not in predict._modules.values()

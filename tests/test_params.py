@@ -10,10 +10,11 @@ import torchmetrics
 from pyspark.ml.param import Param
 from torch import nn
 
-from sparkdl.arguments import ClassifierArguments, EstimatorArguments
+from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.params import (
     FACE_ONLY,
@@ -36,6 +37,11 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "featuresCol": ("f", ("f",)),
     "inputCols": (["a", "b"], ("a", "b")),
     "inputShape": ((1, 28, 28), ((1, 28, 28),)),
+    "inputs": ({"x": "a"}, (Named(argument="x", specification=Tensor("a")),)),
+    "labels": ({"l": Sequence("b")}, (Named(argument="l", specification=Sequence("b")),)),
+    "lossWeights": ({"l": 2}, {"l": 2.0}),
+    "augmentation": (len, len),
+    "groupByLength": (8, 8),
     "labelCol": ("y", "y"),
     "weightCol": ("w", "w"),
     "validationIndicatorCol": ("v", "v"),
@@ -88,9 +94,11 @@ def test_every_param_is_in_the_table_or_face_only(cls: type) -> None:
 
 
 def test_the_table_has_nothing_but_params_and_fields() -> None:
-    assert set(FIELDS) | set(FACE_ONLY) == param_names(TorchClassifier)
+    assert set(FIELDS) | set(FACE_ONLY) == param_names(TorchClassifier) | param_names(
+        TorchEstimator
+    )
     assert set(FIELDS) == set(SAMPLES)
-    assert set(FIELDS) >= OBJECT_PARAMS
+    assert param_names(TorchEstimator) | param_names(TorchModel) >= OBJECT_PARAMS
     known = {
         "config": {field.name for field in dataclasses.fields(TrainConfig)},
         "checkpoint": {field.name for field in dataclasses.fields(CheckpointConfig)},
@@ -102,8 +110,10 @@ def test_the_table_has_nothing_but_params_and_fields() -> None:
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_every_param_reaches_its_field(name: str) -> None:
     value, expected = SAMPLES[name]
-    bare = TorchClassifier(module=nn.Identity)
-    estimator = TorchClassifier(**{"module": nn.Identity, name: value})
+    cls: Any = TorchClassifier if name in param_names(TorchClassifier) else TorchEstimator
+    others = {"labels": {"l": "b"}} if name == "lossWeights" else {}
+    bare = cls(module=nn.Identity)
+    estimator = cls(**{"module": nn.Identity, name: value, **others})
     assert field_value(estimator, name) == expected
     if name not in ("module", "syncStrategy"):
         assert field_value(bare, name) != expected, "the sample must differ from the default"
@@ -128,7 +138,7 @@ def test_setters_return_self_and_getters_the_value() -> None:
 @pytest.mark.parametrize(
     ("cls", "arguments"),
     [
-        (TorchEstimator, EstimatorArguments),
+        (TorchEstimator, LabelsArguments),
         (TorchRegressor, EstimatorArguments),
         (TorchClassifier, ClassifierArguments),
     ],
@@ -167,6 +177,11 @@ def test_defaults() -> None:
         ("syncStrategy", "collections:OrderedDict"),
         ("earlyStopping", 3),
         ("callbacks", len),
+        ("inputs", "x"),
+        ("inputs", {"x": 3}),
+        ("inputs", [Specification("x")]),
+        ("augmentation", "flip"),
+        ("loss", {"a": 3}),
         ("metrics", "accuracy"),
         ("metrics", {"accuracy": 3}),
         ("metrics", [torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()]),
@@ -196,6 +211,8 @@ def test_wrong_types_are_refused_when_set(name: str, value: Any) -> None:
         ({"cpusPerWorker": 0}, "cpusPerWorker"),
         ({"gpusPerWorker": -1.0}, "gpusPerWorker"),
         ({"verbose": -1}, "verbose"),
+        ({"groupByLength": 1}, "groupByLength must be at least 2"),
+        ({"inputs": {"x": "a"}, "inputCols": ["b"]}, "either inputs or inputCols"),
         ({"featuresCol": "a", "inputCols": ["b"]}, "either featuresCol or inputCols"),
         ({"inputCols": []}, "inputCols is empty"),
         ({"inputCols": ["a", "b"], "inputShape": (3,)}, "1 shape"),

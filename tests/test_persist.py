@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from sparkdl import persist
 from sparkdl.config import EarlyStopping
 from sparkdl.describe import DescribeError
-from sparkdl.errors import StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.plan import Column
@@ -100,6 +101,22 @@ def test_model_round_trip(spark: SparkSession, tmp_path: Path, cls: Any) -> None
 def test_model_without_summary(spark: SparkSession, tmp_path: Path) -> None:
     TorchModel(nn.Linear(3, 1), [COLUMN]).save(str(tmp_path / "m"))
     assert not TorchModel.load(str(tmp_path / "m")).hasSummary
+
+
+def test_a_loss_that_cannot_be_saved_stays_behind(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TorchModel(nn.Linear(3, 1), [COLUMN]).setLoss(lambda output, target: output)
+    with caplog.at_level(logging.WARNING):
+        model.save(str(tmp_path / "m"))
+    assert "need loss=" in caplog.text
+    loaded = TorchModel.load(str(tmp_path / "m"))
+    df = spark.createDataFrame([([1.0, 2.0, 3.0],)], "x array<float>")
+    assert loaded.transform(df).count() == 1
+    with pytest.raises(ConfigError, match="could not be saved with it; pass loss="):
+        loaded.evaluate(df)
+    with pytest.raises(DescribeError, match="Param 'preprocessing'"):
+        model.setPreprocessing(lambda x: x).write().overwrite().save(str(tmp_path / "m"))
 
 
 def test_inside_a_pipeline_model(spark: SparkSession, tmp_path: Path) -> None:

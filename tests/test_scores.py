@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from sklearn import metrics
 
-from sparkdl.errors import DataError
-from sparkdl.scores import classification_scores, regression_scores
+from sparkdl.curves import ScoreTable
+from sparkdl.errors import DataError, SparkDLError
+from sparkdl.scores import BUILT_IN, Evaluation, classification_scores, regression_scores
 
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
 PREDICTIONS = [0, 0, 1, 1, 1, 2, 0, 2, 2, 2]
@@ -65,3 +68,65 @@ def test_no_rows_are_an_error() -> None:
         classification_scores({}, None)
     with pytest.raises(DataError, match="no rows to evaluate"):
         regression_scores(weight=0.0, squared_error=0, absolute_error=0, label_variance=0)
+
+
+def binary() -> Evaluation:
+    table = ScoreTable()
+    table.add(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]), np.ones(4))
+    return Evaluation(
+        rows=4,
+        loss=0.25,
+        scores=classification_scores({(0, 0): 1.0, (0, 1): 1.0, (1, 1): 2.0}, 1.0),
+        metrics={"f1": 0.8, "per_class_f1": [0.5, math.nan]},
+        curves={1: table.curve()},
+        num_classes=2,
+    )
+
+
+def test_an_evaluation_is_a_mapping_of_its_measures() -> None:
+    found = binary()
+    assert dict(found) == {
+        "loss": 0.25,
+        "accuracy": 0.75,
+        "log_loss": 0.25,
+        "roc_auc": 0.75,
+        "average_precision": pytest.approx(5 / 6),
+        "f1": 0.8,
+        "per_class_f1": found.metrics["per_class_f1"],
+    }
+    assert len(found) == 7
+    assert found.confusion[0] == {0: 1.0, 1: 1.0}
+    assert set(found) - set(found.metrics) <= BUILT_IN
+
+
+def test_an_evaluation_is_json_and_text() -> None:
+    found = binary()
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["rows"] == 4
+    assert values["per_class_f1"] == [0.5, None]
+    assert values["per_class"]["1"]["recall"] == 1.0
+    assert values["curves"]["1"]["roc_auc"] == 0.75
+    assert set(values) - set(found.metrics) <= BUILT_IN
+    text = repr(found).splitlines()
+    assert text[:2] == ["rows              4", "loss              0.25"]
+    assert "roc_auc           0.75" in text
+    assert any(line.startswith("accuracy") for line in text)
+
+
+def test_a_regression_has_no_confusion_and_no_curves() -> None:
+    scores = regression_scores(
+        weight=2.0, squared_error=2.0, absolute_error=1.0, label_variance=0.0
+    )
+    found = Evaluation(rows=2, loss=1.0, scores=scores)
+    assert list(found) == ["loss", "rmse", "mae", "r2"]
+    assert found.to_dict()["r2"] is None
+    with pytest.raises(SparkDLError, match="only classifiers"):
+        _ = found.confusion
+    with pytest.raises(SparkDLError, match="no curves to draw"):
+        found.plot()
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    figure = binary().plot(tmp_path / "curves.png")
+    assert [axis.get_title() for axis in figure.axes] == ["ROC", "precision and recall"]
+    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -21,7 +21,15 @@ _BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
 
 
 class NotUniform(ValueError):
-    """The array has nulls or rows of different shapes; `examine` says which."""
+    """The array has nulls or rows of different shapes; `examine` says which.
+
+    Attributes:
+        findings: what is known of them already, or None.
+    """
+
+    def __init__(self, findings: Findings | None = None) -> None:
+        super().__init__()
+        self.findings = findings
 
 
 def to_numpy(
@@ -80,8 +88,8 @@ def uniform(array: pa.Array) -> np.ndarray:
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
-def _offsets(array: pa.Array) -> np.ndarray:
-    """Offsets of a list or binary array, ``(rows + 1,)``, honouring a slice."""
+def offsets(array: pa.Array) -> np.ndarray:
+    """Offsets of a list or binary array that has rows, ``(rows + 1,)``, honouring a slice."""
     large = pa.types.is_large_list(array.type) or pa.types.is_large_binary(array.type)
     raw = np.frombuffer(array.buffers()[1], dtype=np.int64 if large else np.int32)
     return raw[array.offset : array.offset + len(array) + 1]
@@ -90,7 +98,7 @@ def _offsets(array: pa.Array) -> np.ndarray:
 def _common_width(array: pa.Array) -> int:
     if len(array) == 0:
         return 0
-    widths = np.diff(_offsets(array))
+    widths = np.diff(offsets(array))
     if (widths != widths[0]).any():
         raise NotUniform
     return int(widths[0])
@@ -101,7 +109,7 @@ def _bytes_matrix(array: pa.Array) -> np.ndarray:
     data = array.buffers()[2] if len(array) else None
     if data is None or width == 0:
         return np.empty((len(array), width), dtype=np.uint8)
-    start = int(_offsets(array)[0])
+    start = int(offsets(array)[0])
     flat = np.frombuffer(data, dtype=np.uint8)[start : start + width * len(array)]
     return flat.reshape(len(array), width)
 
@@ -116,6 +124,28 @@ class Findings:
     shapes: Counter[str] = field(default_factory=Counter)
     """Rows per shape, only kept when a column was found not to be uniform."""
     first_of_shape: dict[str, str] = field(default_factory=dict)
+    causes: Counter[str] = field(default_factory=Counter)
+    """Rows per cause, such as an image that cannot be decoded."""
+    first_of_cause: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether any row cannot be used."""
+        return self.nulls > 0 or len(self.shapes) > 1 or bool(self.causes)
+
+    def note_null(self, place: str) -> None:
+        """Count a row that is null or contains a null."""
+        self.nulls += 1
+        self.first_null = self.first_null or place
+
+    def note_shape(self, shape: tuple[int | str, ...] | str, place: str, count: int = 1) -> None:
+        """Count rows of a shape."""
+        self.shapes[str(shape)] += count
+        self.first_of_shape.setdefault(str(shape), place)
+
+    def note_cause(self, cause: str, place: str) -> None:
+        """Count a row that cannot be used, and say why."""
+        self.causes[cause] += 1
+        self.first_of_cause.setdefault(cause, place)
 
     def merge(self, other: Findings) -> None:
         """Add another part's findings."""
@@ -124,9 +154,19 @@ class Findings:
         self.shapes.update(other.shapes)
         for shape, where in other.first_of_shape.items():
             self.first_of_shape.setdefault(shape, where)
+        self.causes.update(other.causes)
+        for cause, where in other.first_of_cause.items():
+            self.first_of_cause.setdefault(cause, where)
 
     def message(self, name: str) -> str:
         """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
+        if self.causes:
+            found = "; ".join(
+                f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
+                for cause, count in self.causes.most_common(3)
+            )
+            nulls = f"; {self.nulls} null (first: {self.first_null})" * bool(self.nulls)
+            return f'column "{name}" has {found}{nulls}; drop or mend them before fit'
         if self.nulls:
             return (
                 f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
@@ -148,6 +188,8 @@ class Findings:
             "first_null": self.first_null,
             "shapes": dict(self.shapes),
             "first_of_shape": self.first_of_shape,
+            "causes": dict(self.causes),
+            "first_of_cause": self.first_of_cause,
         }
 
     @classmethod
@@ -158,16 +200,21 @@ class Findings:
             first_null=values["first_null"],
             shapes=Counter(values["shapes"]),
             first_of_shape=dict(values["first_of_shape"]),
+            causes=Counter(values["causes"]),
+            first_of_cause=dict(values["first_of_cause"]),
         )
 
 
-def examine(array: pa.Array, *, where: str = "", first_row: int = 0) -> Findings:
+def examine(
+    array: pa.Array, *, where: str = "", first_row: int = 0, is_sequence: bool = False
+) -> Findings:
     """Find nulls and shapes row by row; slow, for columns that `uniform` refused.
 
     Args:
         array: the column's values.
         where: suffix of a row's description, such as `` of partition 2``.
         first_row: number of the array's first row.
+        is_sequence: whether rows may differ in length.
     """
     findings = Findings()
     nulls = np.asarray(_has_null(array))
@@ -175,9 +222,10 @@ def examine(array: pa.Array, *, where: str = "", first_row: int = 0) -> Findings
     if findings.nulls:
         findings.first_null = f"row {first_row + int(nulls.argmax())}{where}"
     for row in np.flatnonzero(~nulls).tolist():
-        shape = str(_shape_of(array[row]))
-        findings.shapes[shape] += 1
-        findings.first_of_shape.setdefault(shape, f"row {first_row + row}{where}")
+        shape = _shape_of(array[row])
+        if is_sequence and len(array[row]) and not isinstance(shape, str):
+            shape = ("any length", *shape[1:])
+        findings.note_shape(shape, f"row {first_row + row}{where}")
     return findings
 
 
@@ -192,7 +240,7 @@ def _has_null(array: pa.Array) -> np.ndarray:
     return own
 
 
-def _shape_of(scalar: pa.Scalar) -> tuple[int, ...] | str:
+def _shape_of(scalar: pa.Scalar) -> tuple[int | str, ...] | str:
     if any(is_type(scalar.type) for is_type in _LIST_TYPES):
         try:
             inner = uniform(scalar.values)

@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from sparkdl.data.shuffle import Order, epoch_order
-from sparkdl.plan import TrainPlan, batch_bounds
+from sparkdl.data import assemble
+from sparkdl.data.assemble import Arguments, Rows
+from sparkdl.data.ragged import Ragged, gather
+from sparkdl.data.shuffle import Order, epoch_order, group_by_length
+from sparkdl.inputs import Sequence as SequenceInput
+from sparkdl.plan import Column, TrainPlan, batch_bounds
 
 Inputs = tuple[torch.Tensor, ...]
-Target = torch.Tensor | Inputs
+Target = torch.Tensor | Inputs | dict[str, torch.Tensor]
 
 GATHER_BYTES = 4 << 20
 """Steps are gathered together up to this size; it fits the cache of most machines."""
@@ -30,8 +34,8 @@ class ShardData:
     """One shard as memory-mapped tensors."""
 
     fingerprint: str
-    columns: dict[str, torch.Tensor]
-    """Column name -> ``(rows, *shape)``."""
+    columns: Mapping[str, Rows]
+    """Key of the plan's column -> ``(rows, *shape)``, or ragged rows."""
 
     @property
     def num_rows(self) -> int:
@@ -48,27 +52,29 @@ class Batch:
     """
 
     inputs: Inputs
-    """One tensor ``(batch, *shape)`` per feature column, in the plan's order."""
+    """One tensor ``(batch, *shape)`` per feature column, in the plan's order, and masks."""
     target: Target
-    """The label column, or, where there is none, the inputs (one tensor, or all as a tuple)."""
+    """The label column, a dict of several by name, or, where there is none, the inputs."""
     weight: torch.Tensor | None
     """``(batch,)``."""
     num_rows: int
+    names: tuple[str | None, ...] = ()
+    """Names of the inputs; see `Arguments`."""
+
+    @property
+    def arguments(self) -> Arguments:
+        """What ``forward`` is called with."""
+        return Arguments(self.inputs, self.names)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The samples from ``start`` to ``stop``, as views."""
-        target = self.target
-        return Batch(
-            inputs=tuple(value[start:stop] for value in self.inputs),
-            target=target[start:stop]
-            if isinstance(target, torch.Tensor)
-            else tuple(value[start:stop] for value in target),
-            weight=None if self.weight is None else self.weight[start:stop],
-            num_rows=stop - start,
-        )
+        """The samples from ``start`` to ``stop``, as views unless they are sparse."""
+        return self._map(lambda value: assemble.narrow(value, start, stop), stop - start)
 
     def map(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with ``convert`` applied to each of its tensors, once to each."""
+        return self._map(convert, self.num_rows)
+
+    def _map(self, convert: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> Batch:
         done: dict[int, torch.Tensor] = {}
 
         def once(value: torch.Tensor) -> torch.Tensor:
@@ -76,14 +82,19 @@ class Batch:
                 done[id(value)] = convert(value)
             return done[id(value)]
 
-        target = self.target
+        target: Target
+        if isinstance(self.target, torch.Tensor):
+            target = once(self.target)
+        elif isinstance(self.target, dict):
+            target = {name: once(value) for name, value in self.target.items()}
+        else:
+            target = tuple(once(value) for value in self.target)
         return Batch(
             inputs=tuple(once(value) for value in self.inputs),
-            target=once(target)
-            if isinstance(target, torch.Tensor)
-            else tuple(once(value) for value in target),
+            target=target,
             weight=None if self.weight is None else once(self.weight),
-            num_rows=self.num_rows,
+            num_rows=num_rows,
+            names=self.names,
         )
 
 
@@ -100,6 +111,7 @@ class Batches:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
         start_step: first step, counted from the beginning of the epoch.
+        num_together: steps whose rows are grouped by length, see `group_by_length`; None: none.
         prefetch: whether a thread gathers the next batches while the current ones are used.
         pin_memory: give page-locked memory, which a CUDA device can read by itself.
     """
@@ -113,6 +125,7 @@ class Batches:
         seed: int,
         epoch: int,
         start_step: int = 0,
+        num_together: int | None = None,
         prefetch: bool = True,
         pin_memory: bool = False,
     ) -> None:
@@ -122,6 +135,7 @@ class Batches:
         self._seed = seed
         self._epoch = epoch
         self._start_step = start_step
+        self._num_together = num_together
         self._prefetch = prefetch
         self._pin_memory = pin_memory
 
@@ -131,9 +145,7 @@ class Batches:
         return _chain(_in_background(runs) if self._prefetch else runs)
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        rows = [shard.num_rows for shard in self._shards]
-        fingerprints = [shard.fingerprint for shard in self._shards]
-        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
+        order = self._order()
         assert len(order) == self._plan.rows_of(self._rank), "shards do not fit the plan"
         num_steps = self._plan.steps_per_epoch
         num_together = self._steps_together()
@@ -148,34 +160,68 @@ class Batches:
             start, stop = together[0][0], together[-1][1]
             buffer = {} if self._pin_memory else buffers[number % num_buffers]
             columns = {
-                column.name: self._gather(column.name, order[start:stop], buffer, capacity)
+                column.key: self._gather(column, order[start:stop], buffer, capacity)
                 for column in self._plan.columns
             }
             yield cut(self._plan, columns, [high - low for low, high in together])
 
+    def _order(self) -> Order:
+        """The positions of the epoch's rows, step by step."""
+        rows = [shard.num_rows for shard in self._shards]
+        fingerprints = [shard.fingerprint for shard in self._shards]
+        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
+        if self._num_together is None or not self._shards:
+            return order
+        lengths = np.concatenate([_lengths(shard, self._plan) for shard in self._shards])
+        return group_by_length(
+            order,
+            lengths,
+            self._plan.steps_per_epoch,
+            self._num_together,
+            seed=self._seed,
+            epoch=self._epoch,
+        )
+
     def _steps_together(self) -> int:
         if not self._shards:
             return max(1, self._plan.steps_per_epoch)
-        tensors = self._shards[0].columns.values()
-        row_bytes = sum(value[:1].numel() * value.element_size() for value in tensors)
+        shard = self._shards[0]
+        row_bytes = sum(_row_bytes(rows) for rows in shard.columns.values())
         return max(1, GATHER_BYTES // max(1, row_bytes * self._plan.batch_size))
 
     def _gather(
-        self, name: str, positions: Order, buffer: dict[str, torch.Tensor], capacity: int
-    ) -> torch.Tensor:
-        sources = [shard.columns[name] for shard in self._shards]
+        self, column: Column, positions: Order, buffer: dict[str, torch.Tensor], capacity: int
+    ) -> Rows:
+        sources = [shard.columns[column.key] for shard in self._shards]
         if not sources:
-            return self._empty(name)
-        if name not in buffer:
-            shape = (capacity, *sources[0].shape[1:])
-            buffer[name] = torch.empty(shape, dtype=sources[0].dtype, pin_memory=self._pin_memory)
-        rows = buffer[name][: len(positions)]
-        gather_rows(sources, positions, rows)
+            return assemble.no_rows(column)
+        if column.kind.num_parts:
+            return gather([rows for rows in sources if isinstance(rows, Ragged)], positions)
+        tensors = [rows for rows in sources if isinstance(rows, torch.Tensor)]
+        if column.key not in buffer:
+            shape = (capacity, *tensors[0].shape[1:])
+            buffer[column.key] = torch.empty(
+                shape, dtype=tensors[0].dtype, pin_memory=self._pin_memory
+            )
+        rows = buffer[column.key][: len(positions)]
+        gather_rows(tensors, positions, rows)
         return rows
 
-    def _empty(self, name: str) -> torch.Tensor:
-        column = next(column for column in self._plan.columns if column.name == name)
-        return torch.from_numpy(np.empty((0, *column.shape), dtype=column.dtype))
+
+def _lengths(shard: ShardData, plan: TrainPlan) -> Order:
+    """Length of each row: the sum over its sequences."""
+    total = np.zeros(shard.num_rows, dtype=np.int64)
+    for column in plan.columns:
+        rows = shard.columns[column.key]
+        if isinstance(column.kind, SequenceInput) and isinstance(rows, Ragged):
+            total += rows.lengths
+    return total
+
+
+def _row_bytes(rows: Rows) -> int:
+    if isinstance(rows, Ragged):
+        return rows.num_bytes // max(1, len(rows))
+    return rows[:1].numel() * rows.element_size()
 
 
 def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
@@ -185,30 +231,37 @@ def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator
             stop = min(start + plan.batch_size, shard.num_rows)
             # Copies: a model that changes its input in place must not reach the spool's pages.
             columns = {
-                column.name: shard.columns[column.name][start:stop].clone()
+                column.key: assemble.copied(shard.columns[column.key][start:stop])
                 for column in plan.columns
             }
             yield from cut(plan, columns, [stop - start])
 
 
-def cut(plan: TrainPlan, columns: dict[str, torch.Tensor], sizes: Sequence[int]) -> list[Batch]:
+def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> list[Batch]:
     """Cut rows into batches of ``sizes``, each column in the role that the plan names.
 
     All batches of a column are cut at once: one after the other takes longer than gathering them.
     """
     sizes = list(sizes)
-    by_role: dict[str, list[tuple[torch.Tensor, ...]]] = {"feature": [], "label": [], "weight": []}
+    Pieces = list[tuple[str | None, Sequence[torch.Tensor]]]
+    by_role: dict[str, Pieces] = {"feature": [], "label": [], "weight": []}
     for column in plan.columns:
-        # Unsafe would be to change the whole column under a batch that has a gradient. Other views
-        # would tie a batch that a module changes in place to the buffer, and this to the graph.
-        pieces = torch.unsafe_split_with_sizes(columns[column.name], sizes)
-        by_role[column.role].append(pieces)
-    inputs = list(zip(*by_role["feature"], strict=True))
-    targets: Sequence[Target] = by_role["feature"][0] if len(by_role["feature"]) == 1 else inputs
-    if by_role["label"]:
-        targets = by_role["label"][0]
-    weights = by_role["weight"][0] if by_role["weight"] else [None] * len(sizes)
-    return [Batch(*parts) for parts in zip(inputs, targets, weights, sizes, strict=True)]
+        by_role[column.role] += assemble.split(column, columns[column.key], sizes)
+    names = tuple(name for name, _ in by_role["feature"])
+    inputs = list(zip(*(pieces for _, pieces in by_role["feature"]), strict=True))
+    targets: Sequence[Target]
+    labels = by_role["label"]
+    if not labels:
+        targets = [Arguments(values, names).packed() for values in inputs]
+    elif labels[0][0] is None:
+        targets = labels[0][1]
+    else:
+        label_names = [str(name) for name, _ in labels]
+        rows = zip(*(pieces for _, pieces in labels), strict=True)
+        targets = [dict(zip(label_names, values, strict=True)) for values in rows]
+    weights = by_role["weight"][0][1] if by_role["weight"] else [None] * len(sizes)
+    named = [names if any(names) else ()] * len(sizes)
+    return [Batch(*parts) for parts in zip(inputs, targets, weights, sizes, named, strict=True)]
 
 
 def gather_rows(sources: Sequence[torch.Tensor], positions: Order, out: torch.Tensor) -> None:

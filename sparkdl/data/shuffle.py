@@ -38,6 +38,42 @@ def epoch_order(seed: int, epoch: int, fingerprints: Sequence[str], rows: Sequen
     return order
 
 
+def group_by_length(
+    order: Order, lengths: Order, num_steps: int, num_together: int, *, seed: int, epoch: int
+) -> Order:
+    """Exchange rows among neighbouring steps so that each batch holds rows of similar length.
+
+    The rows of ``num_together`` steps are sorted by length and dealt out again: batches keep their
+    sizes, and their lengths come in random order, which is the same on all ranks, so that no rank
+    waits for another's longer rows.
+
+    Args:
+        order: the epoch's order.
+        lengths: length of the row at each position.
+        num_steps: steps of the epoch.
+        num_together: steps whose rows are sorted together.
+        seed: the run's seed.
+        epoch: number of the epoch, from 0.
+
+    Returns:
+        The same positions in another order.
+    """
+    random = np.random.Generator(np.random.PCG64(_entropy(seed, epoch, ["lengths"])))
+    bounds = len(order) * np.arange(num_steps + 1) // num_steps
+    grouped = np.empty_like(order)
+    for first in range(0, num_steps, num_together):
+        steps = first + random.permutation(min(num_together, num_steps - first))
+        start, stop = bounds[first], bounds[min(first + num_together, num_steps)]
+        rows = order[start:stop]
+        rows = rows[np.argsort(lengths[rows], kind="stable")]
+        taken = 0
+        for step in steps.tolist():
+            low, high = bounds[step], bounds[step + 1]
+            grouped[low:high] = rows[taken : taken + high - low]
+            taken += high - low
+    return grouped
+
+
 def _entropy(seed: int, epoch: int, fingerprints: Sequence[str]) -> int:
     # A hash rather than arithmetic on the numbers: neighbouring seeds and epochs must not be
     # correlated, and the length of each part must not let two inputs run together.

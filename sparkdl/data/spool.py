@@ -14,21 +14,30 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.arrow import Findings, NotUniform, examine, uniform
+from sparkdl.data.arrow import examine
+from sparkdl.data.ragged import Array, Ragged
+from sparkdl.data.readers import BadRows, Rows, read
+from sparkdl.data.stats import ColumnStats, SpoolSummary, bad_values, made_dtype
 from sparkdl.errors import ShardLost, StorageError
+from sparkdl.inputs import Image, Specification, Tensor
 from sparkdl.plan import Column, Role
 
 if TYPE_CHECKING:
     import torch
 
 Split = Literal["train", "validation"]
+
+OFFSETS = "-offsets"
+"""Suffix of the file that says where rows end."""
+_ROWS_AT_ONCE = 256
+"""Rows that are made at a time: images, once decoded, need many times their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,65 +47,16 @@ class SpoolColumn:
     name: str
     role: Role
     dtype: str
+    """Of the values; for the result of a transform that of floating ones."""
     as_classes: bool = False
     """Values must be whole, non-negative numbers."""
+    specification: Specification | None = None
+    """None: a tensor, named in the simple way."""
 
-
-@dataclass(kw_only=True)
-class ColumnStats:
-    """What was seen of one column in one shard."""
-
-    shape: tuple[int, ...] | None = None
-    """Shape of a row; None when the shard has no row."""
-    nulls_and_shapes: Findings = field(default_factory=Findings)
-    bad_values: int = 0
-    """Labels that are infinite, NaN, or no class numbers where these are wanted; bad weights."""
-    first_bad: str | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["nulls_and_shapes"] = self.nulls_and_shapes.to_dict()
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ColumnStats:
-        """Inverse of `to_dict`."""
-        shape = values["shape"]
-        return cls(
-            **{
-                **values,
-                "shape": None if shape is None else tuple(shape),
-                "nulls_and_shapes": Findings.from_dict(values["nulls_and_shapes"]),
-            }
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolSummary:
-    """What a finished spool holds."""
-
-    num_rows: int
-    num_validation_rows: int
-    fingerprint: str
-    """Hash of the rows' hashes in their order, and of which are for validation."""
-    content: int
-    """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
-    num_bytes: int
-    columns: tuple[ColumnStats, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        flat = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**flat, "columns": [column.to_dict() for column in self.columns]}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SpoolSummary:
-        """Inverse of `to_dict`."""
-        columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
-        return cls(**{**values, "columns": columns})
+    @property
+    def kind(self) -> Specification:
+        """The specification, also where the user gave none."""
+        return self.specification or Tensor(self.name)
 
 
 class SpoolWriter:
@@ -122,13 +82,16 @@ class SpoolWriter:
         self._has_validation = has_validation
         self._where = where
         self._stats = tuple(ColumnStats() for _ in self._columns)
-        self._files: dict[tuple[Split, int], IO[bytes]] = {}
+        self._files: dict[tuple[Split, int, str], IO[bytes]] = {}
+        self._ends: dict[tuple[Split, int], int] = {}
         self._rows = 0
         self._kept: dict[Split, int] = {"train": 0, "validation": 0}
         self._bytes = 0
         self._content = 0
         self._rows_digest = hashlib.blake2b(digest_size=16)
         self._mask_digest = hashlib.blake2b(digest_size=16)
+        self._made_digests: dict[tuple[int, str], Any] = {}
+        self._is_made = any(_is_made(column) for column in self._columns)
         self._sound = True
         self._indicator_nulls = ColumnStats()
 
@@ -136,9 +99,12 @@ class SpoolWriter:
         with _disk_errors(self._directory):
             self._directory.mkdir(parents=True)
             for split in self._splits():
-                for index in range(len(self._columns)):
-                    path = column_path(self._directory, split, index)
-                    self._files[split, index] = path.open("wb", buffering=0)
+                for index, column in enumerate(self._columns):
+                    for part in _parts(column.kind):
+                        path = column_path(self._directory, split, index, part)
+                        self._files[split, index, part] = path.open("wb", buffering=0)
+                    if column.kind.num_parts:
+                        self._put(split, index, OFFSETS, np.zeros(1, dtype=np.int64))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -149,8 +115,11 @@ class SpoolWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append the rows of a record batch."""
-        if batch.num_rows == 0:
-            return
+        step = _ROWS_AT_ONCE if self._is_made else batch.num_rows
+        for start in range(0, batch.num_rows, max(1, step)):
+            self._write(batch.slice(start, step))
+
+    def _write(self, batch: pa.RecordBatch) -> None:
         hashes = np.asarray(batch.column(batch.num_columns - 1).to_numpy(zero_copy_only=False))
         mask = self._validation_mask(batch)
         self._rows_digest.update(hashes.tobytes())
@@ -180,6 +149,8 @@ class SpoolWriter:
     def _fingerprint(self) -> str:
         # Two digests, joined at the end: how Spark cuts rows into record batches must not tell.
         joined = self._rows_digest.digest() + self._mask_digest.digest()
+        for _, digest in sorted(self._made_digests.items()):
+            joined += digest.digest()
         return hashlib.blake2b(joined, digest_size=16).hexdigest()
 
     def _splits(self) -> tuple[Split, ...]:
@@ -191,34 +162,62 @@ class SpoolWriter:
         array = batch.column(len(self._columns))
         if array.null_count:
             self._sound = False
-            self._indicator_nulls.nulls_and_shapes.merge(self._examine(array))
+            found = examine(array, where=self._where, first_row=self._rows)
+            self._indicator_nulls.nulls_and_shapes.merge(found)
             array = array.fill_null(False)
         return np.asarray(array.to_numpy(zero_copy_only=False))
 
-    def _values(self, index: int, column: SpoolColumn, array: pa.Array) -> np.ndarray | None:
-        """The rows as ``(rows, *shape)``, or None if some are not usable."""
+    def _values(self, index: int, column: SpoolColumn, array: pa.Array) -> Rows | None:
+        """The rows as they shall lie in the spool, or None if some are not usable."""
         stats = self._stats[index]
         try:
-            values = uniform(array)
-        except NotUniform:
-            values = None
-        if values is None or (stats.shape is not None and values.shape[1:] != stats.shape):
+            rows = read(array, column.kind, where=self._where, first_row=self._rows)
+        except BadRows as error:
             self._sound = False
-            stats.nulls_and_shapes.merge(self._examine(array))
+            stats.nulls_and_shapes.merge(error.findings)
             return None
-        stats.shape = values.shape[1:]
-        # Counted too, so that the usual shape is known if a later batch turns out ragged.
-        stats.nulls_and_shapes.shapes[str(stats.shape)] += len(values)
-        first = stats.nulls_and_shapes.first_of_shape
-        first.setdefault(str(stats.shape), f"row {self._rows}{self._where}")
-        if column.role != "feature":
-            self._check(stats, column, values)
+        if rows.shape is not None:
+            self._note_shape(stats, rows)
+        if isinstance(rows, Ragged):
+            stats.longest = max(stats.longest, int(rows.lengths.max(initial=0)))
+        elif column.role != "feature" and rows.dtype.kind in "biuf":
+            self._check(stats, column, rows)
         if not self._sound:
             return None
-        return values.astype(column.dtype, copy=False)
+        rows = self._typed(stats, column, rows)
+        return rows if self._sound else None
+
+    def _note_shape(self, stats: ColumnStats, rows: Rows) -> None:
+        """Counted also while all is well, so that the usual shape is known if it changes."""
+        shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
+        stats.nulls_and_shapes.note_shape(
+            "?" if shape is None else shape, f"row {self._rows}{self._where}", len(rows)
+        )
+        stats.shape = shape if stats.shape is None else stats.shape
+        self._sound &= stats.shape == shape
+
+    def _typed(self, stats: ColumnStats, column: SpoolColumn, rows: Rows) -> Rows:
+        """The rows with values of the dtype that the spool has."""
+        values = rows.parts[-1] if isinstance(rows, Ragged) else rows
+        if not len(values) and isinstance(rows, Ragged):
+            return rows
+        dtype = np.dtype(column.dtype)
+        if isinstance(column.kind, Image):
+            dtype = values.dtype
+        elif column.kind.transform is not None:
+            dtype = made_dtype(values.dtype, column.role, column.dtype)
+        stats.dtype = stats.dtype or dtype.name
+        if stats.dtype != dtype.name:
+            self._sound = False
+            cause = f"{dtype.name} where others have {stats.dtype}: let the transform cast them"
+            stats.nulls_and_shapes.note_cause(cause, f"row {self._rows}{self._where}")
+        values = values.astype(dtype, copy=False)
+        if isinstance(rows, Ragged):
+            return Ragged((*rows.parts[:-1], values), rows.offsets, rows.shape)
+        return values
 
     def _check(self, stats: ColumnStats, column: SpoolColumn, values: np.ndarray) -> None:
-        bad = _bad_values(column, values)
+        bad = bad_values(values, column.role, as_classes=column.as_classes)
         if bad.any():
             self._sound = False
             row = int(bad.argmax())
@@ -231,28 +230,48 @@ class SpoolWriter:
         stats.minimum = low if stats.minimum is None else min(low, stats.minimum)
         stats.maximum = high if stats.maximum is None else max(high, stats.maximum)
 
-    def _append(self, index: int, values: np.ndarray, mask: np.ndarray | None) -> None:
+    def _append(self, index: int, rows: Rows, mask: Array | None) -> None:
+        if self._columns[index].kind.transform is not None:
+            self._note_made(index, rows)
         with _disk_errors(self._directory):
             if mask is None or not mask.any():
-                self._put("train", index, values)
+                self._put_rows("train", index, rows)
             else:
-                self._put("train", index, values[~mask])
-                self._put("validation", index, values[mask])
+                self._put_rows("train", index, _where(rows, ~mask))
+                self._put_rows("validation", index, _where(rows, mask))
 
-    def _put(self, split: Split, index: int, values: np.ndarray) -> None:
+    def _note_made(self, index: int, rows: Rows) -> None:
+        """What a transform made of the rows counts too: its code may change."""
+        arrays = (*rows.own(), rows.lengths) if isinstance(rows, Ragged) else (rows,)
+        for part, values in zip(_parts(self._columns[index].kind), arrays, strict=True):
+            digest = self._made_digests.setdefault((index, part), hashlib.blake2b(digest_size=16))
+            digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+
+    def _put_rows(self, split: Split, index: int, rows: Rows) -> None:
+        if not isinstance(rows, Ragged):
+            self._put(split, index, "", rows)
+            return
+        for part, values in zip(_parts(self._columns[index].kind)[:-1], rows.own(), strict=True):
+            self._put(split, index, part, values)
+        ends = np.cumsum(rows.lengths) + self._ends.get((split, index), 0)
+        self._put(split, index, OFFSETS, ends)
+        self._ends[split, index] = int(ends[-1]) if len(ends) else self._ends.get((split, index), 0)
+
+    def _put(self, split: Split, index: int, part: str, values: np.ndarray) -> None:
         data = np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
-        file = self._files[split, index]
+        file = self._files[split, index, part]
         self._bytes += len(data)
         while len(data):
             data = data[file.write(data) :]
 
-    def _examine(self, array: pa.Array) -> Findings:
-        return examine(array, where=self._where, first_row=self._rows)
+
+def _where(rows: Rows, mask: Array) -> Rows:
+    return rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
 
 
 def open_spool(
     directory: Path, columns: Sequence[Column], *, num_rows: int, split: Split
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | Ragged]:
     """Map a split of a shard into memory.
 
     Args:
@@ -262,25 +281,54 @@ def open_spool(
         split: ``train`` or ``validation``.
 
     Returns:
-        Column name -> tensor ``(num_rows, *shape)``; private to this process, read on demand.
+        Key of the column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
+        process, read on demand.
 
     Raises:
         ShardLost: a file is missing or has another size than the table says.
     """
     return {
-        column.name: _map(column_path(directory, split, index), column, num_rows)
+        column.key: _map_ragged(directory, split, index, column, num_rows)
+        if column.kind.num_parts
+        else _map(column_path(directory, split, index), column.dtype, (num_rows, *column.shape))
         for index, column in enumerate(columns)
     }
 
 
-def _map(path: Path, column: Column, num_rows: int) -> torch.Tensor:
+def _map_ragged(directory: Path, split: Split, index: int, column: Column, num_rows: int) -> Ragged:
+    *names, offsets_name = _parts(column.kind)
+    offsets = np.zeros(1, dtype=np.int64)
+    if num_rows:  # otherwise the split need not be there
+        path = column_path(directory, split, index, offsets_name)
+        offsets = _map(path, "int64", (num_rows + 1,)).numpy()
+    total = int(offsets[-1])
+    return Ragged(
+        tuple(
+            _map(column_path(directory, split, index, name), dtype, (total, *inner)).numpy()
+            for name, (dtype, inner) in zip(names, stored_parts(column), strict=True)
+        ),
+        offsets,
+        column.shape,
+    )
+
+
+def stored_parts(column: Column) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and inner shape of each array of values of a column whose rows may differ."""
+    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {
+        1: [(column.dtype, () if isinstance(column.kind, Image) else column.shape)],
+        2: [("int32", ()), (column.dtype, ())],
+    }
+    return kinds[column.kind.num_parts]
+
+
+def _map(path: Path, dtype_name: str, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    dtype: torch.dtype = getattr(torch, column.dtype)
-    count = num_rows * math.prod(column.shape)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    count = math.prod(shape)
     if count == 0:
-        return torch.empty((num_rows, *column.shape), dtype=dtype)
-    expected = count * np.dtype(column.dtype).itemsize
+        return torch.empty(shape, dtype=dtype)
+    expected = count * np.dtype(dtype_name).itemsize
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -289,26 +337,24 @@ def _map(path: Path, column: Column, num_rows: int) -> torch.Tensor:
         raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
     stored = torch.uint8 if dtype == torch.bool else dtype
     flat = torch.from_file(str(path), shared=False, size=count, dtype=stored)
-    return (flat.view(torch.bool) if dtype == torch.bool else flat).view(num_rows, *column.shape)
+    return (flat.view(torch.bool) if dtype == torch.bool else flat).view(shape)
 
 
-def column_path(directory: Path, split: Split, index: int) -> Path:
-    """File of column number ``index``."""
-    return directory / f"{split}-{index:03d}.bin"
+def column_path(directory: Path, split: Split, index: int, part: str = "") -> Path:
+    """File of column number ``index``, or of a part of it."""
+    return directory / f"{split}-{index:03d}{part}.bin"
 
 
-def _bad_values(column: SpoolColumn, values: np.ndarray) -> np.ndarray:
-    """``(rows,)``: True where a label or weight cannot be used."""
-    flat = values.reshape(len(values), -1)
-    if values.dtype.kind == "f":
-        bad = ~np.isfinite(flat)
-        if column.as_classes:
-            bad |= np.floor(flat) != flat
-    else:
-        bad = np.zeros(flat.shape, dtype=bool)
-    if column.as_classes or column.role == "weight":
-        bad |= flat < 0
-    return np.asarray(bad.any(axis=1))
+def _parts(kind: Specification) -> list[str]:
+    """Suffixes of a column's files: of the values, then of the offsets where rows may differ."""
+    if not kind.num_parts:
+        return [""]
+    return [*("" if part == 0 else f"-{part}" for part in range(kind.num_parts)), OFFSETS]
+
+
+def _is_made(column: SpoolColumn) -> bool:
+    """Whether a decoder or the user's code makes the rows."""
+    return column.kind.transform is not None or isinstance(column.kind, Image)
 
 
 @contextlib.contextmanager

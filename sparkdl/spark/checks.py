@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,29 +19,35 @@ from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column, TrainPlan
 from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
+from sparkdl.spark.specified import prepare_named
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from sparkdl.train.loss import ModuleLoss
 
-def check_travels(config: TrainConfig) -> None:
+
+def check_travels(config: TrainConfig, **columns: Any) -> None:
     """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
 
     Raises:
         ConfigError: names the parameter.
     """
-    for field in fields(config):
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    for name, value in {**values, **columns}.items():
         try:
-            cloudpickle.dumps(getattr(config, field.name))
+            cloudpickle.dumps(value)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
-                f"{field.name} cannot be sent to the workers: {error}; make such things in the "
+                f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
 
@@ -80,13 +86,13 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     from torch import nn
 
     from sparkdl.train.callbacks import make_stopper
-    from sparkdl.train.loss import resolve_loss
+    from sparkdl.train.losses import loss_of
     from sparkdl.train.metrics import Metrics
     from sparkdl.train.optim import make_scheduler, resolve_optimizer
 
     config = request.config
     with borrowed_generator(config.seed):
-        loss = resolve_loss(config.loss, config.task)
+        loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
         make_stopper(config, has_validation=request.validation_col is not None)
         make_optimizer = resolve_optimizer(config)
@@ -104,9 +110,18 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
+    from sparkdl.train.losses import class_labels
+
     case = is_case_sensitive(df.sparkSession)
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
     prepared = [prepare_column(name, "feature") for name in request.feature_cols]
+    prepare_entry = partial(
+        prepare_named, df.schema, float_dtype=float_dtype, is_case_sensitive=case
+    )
+    prepared += [prepare_entry(entry, "feature") for entry in request.specified]
+    for entry in request.labels:
+        as_classes = entry.argument in class_labels(request.config.loss)
+        prepared.append(prepare_entry(entry, "label", as_classes=as_classes))
     if request.label_col is not None:
         as_classes = request.config.task == "classification"
         label = prepare_column(request.label_col, "label", as_classes=as_classes)
@@ -116,14 +131,34 @@ def prepare_columns(
         prepared.append(label)
     if request.weight_col is not None:
         prepared.append(prepare_column(request.weight_col, "weight"))
+    _check_lengths(prepared, request.config)
+    _check_apart(prepared)
     validation = None
     if request.validation_col is not None:
         validation = validation_indicator(df.schema, request.validation_col, is_case_sensitive=case)
     return prepared, validation
 
 
+def _check_apart(prepared: Items[Prepared]) -> None:
+    """Refuse a column that is specified as an input without a name and used again."""
+    by_name = [p for p in prepared if p.argument is None]
+    for entry in by_name:
+        others = [p for p in by_name if p.name == entry.name and p is not entry]
+        if others and entry.specification is not None:
+            raise ConfigError(
+                f'column "{entry.name}" is used twice; pass inputs as a dict by argument, so that '
+                "they can be told apart"
+            )
+
+
+def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:
+    """Refuse ``groupByLength`` where rows have no lengths."""
+    if config.group_by_length and not any(isinstance(p.specification, Sequence) for p in prepared):
+        raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
+
+
 def shaped(
-    table: ShardTable, spooled: Sequence[SpooledShard], request: FitRequest
+    table: ShardTable, spooled: Items[SpooledShard], request: FitRequest
 ) -> tuple[Column, ...]:
     """The spool's columns, features reshaped as asked for."""
     if request.validation_col is not None:
@@ -132,19 +167,25 @@ def shaped(
     for index, shape in enumerate(request.input_shapes):
         if shape is not None:
             columns[index] = _reshaped(columns[index], shape)
-    return tuple(columns)
+    return tuple(_as_specified(column) for column in columns)
+
+
+def _as_specified(column: Column) -> Column:
+    """A tensor in the shape that its specification asks for."""
+    shape = column.kind.shape if isinstance(column.kind, Tensor) else None
+    return column if shape is None else _reshaped(column, shape)
 
 
 def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
     if math.prod(column.shape) != math.prod(shape):
         raise DataError(
             f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
-            f"{column.shape}), which inputShape {shape} cannot hold"
+            f"{column.shape}), which shape {shape} cannot hold"
         )
     return replace(column, shape=shape)
 
 
-def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -> int | None:
+def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> int | None:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules. Returns the number of classes of a classifier.
@@ -155,15 +196,16 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     """
     import torch
 
+    from sparkdl.data.assemble import example_arguments
+
     features = [column for column in columns if column.role == "feature"]
-    inputs = [torch.zeros((2, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     was_training = module.training
     try:
         # Lazy modules get their weights now.
         with torch.no_grad(), borrowed_generator(request.config.seed):
-            output = module.eval()(*inputs)
+            output = example_arguments(features).call(module.eval())
     except Exception as error:
-        shown = ", ".join(f'"{c.name}" {c.dtype} {("batch", *c.shape)}' for c in features)
+        shown = ", ".join(_shown_input(column) for column in features)
         whole = ", ".join(f'"{c.name}"' for c in features if not c.dtype.startswith("float"))
         raise ConfigError(
             f"the module cannot take the features ({shown}): {type(error).__name__}: {error}; "
@@ -172,32 +214,53 @@ def dry_run(module: nn.Module, columns: Sequence[Column], request: FitRequest) -
     finally:
         module.train(was_training)
     num_classes = _num_classes(output) if request.config.task == "classification" else None
-    if request.config.task != "custom":
+    if request.config.task != "custom" or request.labels:
         _try_loss(output, columns, request.config)
     return num_classes
 
 
-def _try_loss(output: Any, columns: Sequence[Column], config: TrainConfig) -> None:
+def _shown_input(column: Column) -> str:
+    is_sequence = isinstance(column.kind, Sequence)
+    shape = ("batch", *(("length",) * is_sequence), *column.shape)
+    name = "" if column.argument is None else f"{column.argument}="
+    return f'{name}"{column.name}" {column.dtype} {shape}'
+
+
+def _try_loss(output: Any, columns: Items[Column], config: TrainConfig) -> None:
     """Compare the output for two rows of zeros with two labels of zeros.
 
     A function of the user's is not tried: it may refuse zeros that the data does not hold.
     """
+    from sparkdl.data.assemble import example_arguments
+    from sparkdl.train.loss import ModuleLoss
+    from sparkdl.train.losses import LossSum, loss_of
+
+    loss = loss_of(config)
+    labels = [column for column in columns if column.role == "label"]
+    if not labels:
+        return
+    targets = example_arguments([replace(label, argument=None) for label in labels]).values
+    if isinstance(loss, ModuleLoss):
+        _try_one(loss, output, targets[0], labels[0])
+    elif isinstance(loss, LossSum):
+        for label, target in zip(labels, targets, strict=True):
+            name = str(label.argument)
+            part = loss.part(name)
+            if isinstance(part, ModuleLoss):
+                _try_one(part, loss.output_for(name, output), target, label)
+
+
+def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
     import torch
 
-    from sparkdl.train.loss import ClassLoss, ModuleLoss, resolve_loss
+    from sparkdl.train.loss import ClassLoss
 
-    loss = resolve_loss(config.loss, config.task)
-    by_role = {column.role: column for column in columns}
-    if not isinstance(loss, ModuleLoss) or "label" not in by_role:
-        return
     shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
     if isinstance(loss, ClassLoss) and shape in ((), (1,)):
         raise ConfigError(
             f"the module has one output, {('batch', *shape)}, but the loss compares one for each "
             "class; give the module two, or use loss='bce_with_logits'"
         )
-    label = by_role["label"]
-    target = torch.zeros((2, *label.shape), dtype=getattr(torch, label.dtype))
     try:
         with torch.no_grad():
             loss(output, target, None)
@@ -242,6 +305,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     """
     import torch
 
+    from sparkdl.data.assemble import example_arguments
     from sparkdl.train.evaluate import evaluation_mode
 
     smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
@@ -249,10 +313,9 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     if not (config.sync_batch_norm and has_empty):
         return
     features = [column for column in plan.columns if column.role == "feature"]
-    inputs = [torch.zeros((0, *c.shape), dtype=getattr(torch, c.dtype)) for c in features]
     try:
         with torch.no_grad(), borrowed_generator(), evaluation_mode(module):
-            module(*inputs)
+            example_arguments(features, 0).call(module)
     except Exception as error:
         raise ConfigError(
             "with syncBatchNorm workers whose rows have run out train on batches without rows, "
@@ -262,7 +325,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
 
 
 def check_labels(
-    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Sequence[SpooledShard]
+    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Items[SpooledShard]
 ) -> None:
     """Refuse labels outside the classes; asks Spark for count and example only if there are any.
 

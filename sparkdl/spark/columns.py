@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
@@ -17,6 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.errors import DataError
+from sparkdl.inputs import Specification
 from sparkdl.plan import Role
 
 _INTEGERS: dict[type[T.DataType], str] = {
@@ -25,7 +27,8 @@ _INTEGERS: dict[type[T.DataType], str] = {
     T.IntegerType: "int32",
     T.LongType: "int64",
 }
-_FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
+FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
+"""Types whose values take the module's dtype."""
 _SQL_TYPES = {"float32": "float", "float64": "double", "int64": "bigint"}
 
 
@@ -41,6 +44,10 @@ class Prepared:
     """numpy name of the dtype in the spool."""
     as_classes: bool = False
     """Whether values must be whole, non-negative class indices."""
+    argument: str | None = None
+    """See `plan.Column`."""
+    specification: Specification | None = None
+    """See `plan.Column`."""
 
 
 def prepare(
@@ -56,7 +63,7 @@ def prepare(
 
     Args:
         schema: schema of the DataFrame.
-        name: the column.
+        name: the column, or a field of a struct column; see `resolve`.
         role: what the model does with it.
         float_dtype: dtype of floating columns: ``float32`` or ``float64``.
         as_classes: the column holds class indices, whatever its numeric type.
@@ -65,8 +72,24 @@ def prepare(
     Raises:
         DataError: the column is missing, or no tensor can be made of its type.
     """
-    field = require(schema, name, is_case_sensitive=is_case_sensitive)
-    column = F.col(quoted(name))
+    field, column = resolve(schema, name, is_case_sensitive=is_case_sensitive)
+    return prepare_field(field, column, role, float_dtype=float_dtype, as_classes=as_classes)
+
+
+def prepare_field(
+    field: T.StructField,
+    column: SparkColumn,
+    role: Role,
+    *,
+    float_dtype: str,
+    as_classes: bool = False,
+) -> Prepared:
+    """Choose cast and dtype of what `resolve` has found; see `prepare`.
+
+    Raises:
+        DataError: no tensor can be made of its type.
+    """
+    name = field.name
     if isinstance(field.dataType, VectorUDT):
         if role != "feature":
             raise _wrong_type(field, role)
@@ -77,9 +100,9 @@ def prepare(
         return Prepared(name=name, role=role, expression=column, dtype="uint8")
     depth, element = _unnest(field.dataType)
     if as_classes:
-        if depth or not _is_number(element):
+        if depth or not is_number(element):
             raise _wrong_type(field, "class")
-        sql = "double" if isinstance(element, _FLOATS) else "bigint"
+        sql = "double" if isinstance(element, FLOATS) else "bigint"
         return Prepared(
             name=name, role=role, expression=column.cast(sql), dtype="int64", as_classes=True
         )
@@ -120,6 +143,47 @@ def require(schema: T.StructType, name: str, *, is_case_sensitive: bool = False)
     raise DataError(f'column "{name}" is not in the DataFrame; its columns: {known}')
 
 
+def resolve(
+    schema: T.StructType, name: str, *, is_case_sensitive: bool = False
+) -> tuple[T.StructField, SparkColumn]:
+    """The column of that name, or else the field of a struct column: ``a.b`` is ``b`` in ``a``.
+
+    Returns:
+        Its type, under the whole name, and its expression.
+
+    Raises:
+        DataError: there is none, and which there are; or there are several.
+    """
+    parts = name.split(".")
+    if len(parts) == 1 or find(schema, name, is_case_sensitive=is_case_sensitive):
+        field = require(schema, name, is_case_sensitive=is_case_sensitive)
+        return field, F.col(quoted(name))
+    for length in range(len(parts) - 1, 0, -1):
+        top = ".".join(parts[:length])
+        found = find(schema, top, is_case_sensitive=is_case_sensitive)
+        if found and isinstance(found[0].dataType, T.StructType):
+            field = require(schema, top, is_case_sensitive=is_case_sensitive)
+            column = F.col(quoted(top))
+            for part in parts[length:]:
+                field = _field_of(field, part, top, is_case_sensitive=is_case_sensitive)
+                column, top = column.getField(field.name), f"{top}.{field.name}"
+            return T.StructField(name, field.dataType), column
+    require(schema, name, is_case_sensitive=is_case_sensitive)
+    raise AssertionError("unreachable: require has raised")
+
+
+def _field_of(
+    field: T.StructField, name: str, path: str, *, is_case_sensitive: bool
+) -> T.StructField:
+    if isinstance(field.dataType, T.StructType):
+        found = find(field.dataType, name, is_case_sensitive=is_case_sensitive)
+        if len(found) == 1:
+            return found[0]
+    raise DataError(
+        f'column "{path}" has no field "{name}"; its type is {field.dataType.simpleString()}'
+    )
+
+
 def validation_indicator(
     schema: T.StructType, name: str, *, is_case_sensitive: bool = False
 ) -> SparkColumn:
@@ -128,13 +192,13 @@ def validation_indicator(
     Raises:
         DataError: it is missing or not boolean.
     """
-    field = require(schema, name, is_case_sensitive=is_case_sensitive)
+    field, column = resolve(schema, name, is_case_sensitive=is_case_sensitive)
     if not isinstance(field.dataType, T.BooleanType):
         raise DataError(
             f'column "{name}" marks validation rows and must be boolean; '
             f"it is {field.dataType.simpleString()}"
         )
-    return F.col(quoted(name))
+    return column
 
 
 def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
@@ -144,15 +208,16 @@ def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
     return depth, data_type
 
 
-def _is_number(element: T.DataType) -> bool:
-    return isinstance(element, (T.BooleanType, *_INTEGERS, *_FLOATS))
+def is_number(element: T.DataType) -> bool:
+    """Whether tensors can hold such values."""
+    return isinstance(element, (T.BooleanType, *_INTEGERS, *FLOATS))
 
 
 def _dtype(element: T.DataType, role: Role, float_dtype: str) -> str | None:
     """Dtype of a column's elements; None if they are no numbers."""
-    if not _is_number(element):
+    if not is_number(element):
         return None
-    if role == "weight" or isinstance(element, _FLOATS):
+    if role == "weight" or isinstance(element, FLOATS):
         return float_dtype
     if role == "label":
         return "int64"  # what torch's losses accept
@@ -170,7 +235,8 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
         "label": "a label is a number or an array of numbers (index strings with StringIndexer)",
         "weight": "a weight is a number",
         "feature": "a feature is a number, a boolean, an array of numbers, a Spark ML vector or "
-        "binary (encode strings first)",
+        "binary; inputs={...} takes images (sparkdl.Image), rows of different lengths "
+        "(sparkdl.Sequence) and, with a transform, whatever else, such as text",
     }[role]
     return DataError(
         f'column "{field.name}" has type {field.dataType.simpleString()}, '
@@ -178,16 +244,31 @@ def _wrong_type(field: T.StructField, role: Role | Literal["class"]) -> DataErro
     )
 
 
+def check_fits(name: str, dtype: str, trained: str) -> None:
+    """Refuse a column whose numbers do not all fit into what the module was trained on.
+
+    Raises:
+        DataError: they do not.
+    """
+    if trained.startswith("float") or np.promote_types(dtype, trained) == np.dtype(trained):
+        return
+    raise DataError(
+        f'column "{name}" becomes {dtype}, but the module was trained on {trained}; cast the '
+        "column in Spark first"
+    )
+
+
 def hashable(schema: T.StructType) -> list[SparkColumn]:
     """The columns of which Spark can make a hash: those without maps and variants inside."""
-    return [F.col(quoted(field.name)) for field in schema.fields if _has_hash(field.dataType)]
+    return [F.col(quoted(field.name)) for field in schema.fields if has_hash(field.dataType)]
 
 
-def _has_hash(data_type: T.DataType) -> bool:
+def has_hash(data_type: T.DataType) -> bool:
+    """Whether Spark can make a hash of such values: not of maps and variants."""
     if isinstance(data_type, T.ArrayType):
-        return _has_hash(data_type.elementType)
+        return has_hash(data_type.elementType)
     if isinstance(data_type, T.StructType):
-        return all(_has_hash(field.dataType) for field in data_type.fields)
+        return all(has_hash(field.dataType) for field in data_type.fields)
     return not isinstance(data_type, (T.MapType, T.VariantType))
 
 

@@ -87,7 +87,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
     require_plain_files(partial(conf, spark), settings)
-    check_travels(request.config)
+    check_travels(request.config, inputs=request.specified, labels=request.labels)
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
@@ -134,7 +134,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         columns = shaped(table, spooled, request)
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
-            index = len(request.feature_cols)
+            index = request.num_inputs
             check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)

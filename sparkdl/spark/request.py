@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
+from sparkdl.inputs import Named
 from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
 
@@ -32,6 +33,15 @@ class FitRequest:
     gpus_per_worker: float | None
     execution_mode: str = "auto"
     """``auto``, ``gang`` or ``rounds``."""
+    specified: tuple[Named, ...] = ()
+    """Inputs that were specified; then there are no ``feature_cols``."""
+    labels: tuple[Named, ...] = ()
+    """Several labels by name; then there is no ``label_col``."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Inputs of the module."""
+        return len(self.specified or self.feature_cols)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from sparkdl.sync.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
 from sparkdl.train.divergence import LossWatch, diverged
 from sparkdl.train.evaluate import record as evaluation_record
-from sparkdl.train.loss import resolve_loss
+from sparkdl.train.losses import loss_of, loss_record, part_names
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.state import Record, TrainState
 
@@ -66,7 +66,10 @@ class RoundsDriver(ABC):
         self._num_jobs = 0
         num_shards = run.plan.world_size
         self._totals = Totals(
-            rows=[0] * num_shards, seconds=[0.0] * num_shards, bytes_sent=[0] * num_shards
+            rows=[0] * num_shards,
+            seconds=[0.0] * num_shards,
+            bytes_sent=[0] * num_shards,
+            epoch_sums=self._no_sums(),
         )
         blank = _blank(run.module)
         self._payload = roundworker.pack_payload(config, blank.skeleton, blank.tensors)
@@ -138,7 +141,7 @@ class RoundsDriver(ABC):
         progress.rows_seen += done.rows
         self.checkpoints.note(part.step, progress.step)
         self._totals.add(done)
-        loss_sum, weight = done.sums
+        loss_sum, weight, *_ = done.sums
         loss = loss_sum / weight if weight > 0 else math.nan
         if weight > 0:
             self._watch.look(loss, progress.step)
@@ -237,22 +240,25 @@ class RoundsDriver(ABC):
         if progress.step_in_epoch == run.plan.steps_per_epoch:
             progress.epoch += 1
             progress.step_in_epoch = 0
-            self._totals.epoch_sums = [0.0, 0.0]
+            self._totals.epoch_sums = self._no_sums()
         run.view.epoch(record)
         if run.config.callbacks:
             run.module.load_state_dict(self._model())
             for callback in run.config.callbacks:
                 callback.on_epoch_end(self._callback_state(), record)
 
+    def _no_sums(self) -> list[float]:
+        return [0.0] * (2 + len(part_names(loss_of(self._run.config))))
+
     def _make_record(self) -> Record:
-        loss_sum, weight = self._totals.epoch_sums
-        loss = loss_sum / weight if weight > 0 else math.nan
-        if weight > 0 and not math.isfinite(loss):
+        losses = loss_record(self._totals.epoch_sums, part_names(loss_of(self._run.config)))
+        loss = losses["loss"]
+        if self._totals.epoch_sums[1] > 0 and not math.isfinite(loss):
             raise diverged(loss, f"in epoch {self._progress.epoch + 1}")
         record: Record = {
             "epoch": self._progress.epoch + 1,
             "steps": self._progress.step_in_epoch,
-            "loss": loss,
+            **losses,
             "learning_rate": self._learning_rate(),
             "seconds": time.perf_counter() - self._epoch_began,
         }
@@ -270,13 +276,14 @@ class RoundsDriver(ABC):
 
     def _combined(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Record:
         """The history's entries of an evaluation, from what the shards report of it."""
-        sums = torch.zeros(2, dtype=torch.float64)
-        for report in reports:
-            sums += torch.tensor([report["loss_sum"], report["weight"]], dtype=torch.float64)
         config = self._run.config
-        predictions = resolve_loss(config.loss, config.task).predictions
-        over_all = Metrics(config.metrics, config.task, predictions, torch.device("cpu"))
-        return evaluation_record(sums, over_all.compute_over(metrics))
+        loss = loss_of(config)
+        sums = torch.zeros(2 + len(part_names(loss)), dtype=torch.float64)
+        for report in reports:
+            values = (report["loss_sum"], report["weight"], *report["label_sums"])
+            sums += torch.tensor(values, dtype=torch.float64)
+        over_all = Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
+        return evaluation_record(sums, over_all.compute_over(metrics), part_names(loss))
 
     def _is_complete(self) -> bool:
         plan = self._run.plan

@@ -11,7 +11,8 @@ class RoundDone:
     """What a round has brought."""
 
     reports: dict[int, Any]
-    """Shard -> what its task tells: ``rows``, ``seconds``, ``loss_sum``, ``weight``."""
+    """Shard -> what its task tells: ``rows``, ``seconds``, ``loss_sum``, ``weight``,
+    ``label_sums``."""
     bytes_sent: dict[int, int]
     """Shard -> bytes of the states that its task has sent."""
     learning_rate: float
@@ -22,10 +23,16 @@ class RoundDone:
         return sum(report["rows"] for report in self.reports.values())
 
     @property
-    def sums(self) -> tuple[float, float]:
-        """Weighted losses and weights of the samples of the round."""
-        reports = self.reports.values()
-        return sum(r["loss_sum"] for r in reports), sum(r["weight"] for r in reports)
+    def sums(self) -> tuple[float, ...]:
+        """Weighted losses and weights of the samples of the round, then each label's losses."""
+        reports = list(self.reports.values())
+        # A replica that has diverged tells nothing of its labels.
+        labels = [r["label_sums"] for r in reports if r["label_sums"]]
+        return (
+            sum(r["loss_sum"] for r in reports),
+            sum(r["weight"] for r in reports),
+            *(sum(values) for values in zip(*labels, strict=True)),
+        )
 
     @property
     def seconds(self) -> float:
@@ -47,7 +54,7 @@ class Totals:
     evaluate: float = 0.0
     checkpoint: float = 0.0
     epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Weighted losses and weights of the samples of the present epoch."""
+    """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
 
     def add(self, done: RoundDone) -> None:
         """Take note of a round."""

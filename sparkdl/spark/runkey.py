@@ -39,7 +39,10 @@ def run_key(module: nn.Module, plan: TrainPlan, config: TrainConfig, content: st
         config: all but the number of epochs and steps, checkpoints, callbacks and device.
         content: fingerprint of the rows.
     """
-    columns = [(c.name, c.role, c.dtype, list(c.shape)) for c in plan.columns]
+    columns = [
+        [c.name, c.role, c.dtype, list(c.shape), c.argument, identity(c.specification)]
+        for c in plan.columns
+    ]
     options = {
         name: identity(getattr(config, name))
         for name in config.__dataclass_fields__

@@ -28,14 +28,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.spool import (
-    ColumnStats,
-    SpoolColumn,
-    SpoolSummary,
-    SpoolWriter,
-    remove_spool,
-    roomiest,
-)
+from sparkdl.data.spool import SpoolColumn, SpoolWriter, remove_spool, roomiest
+from sparkdl.data.stats import ColumnStats, SpoolSummary
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared
@@ -154,7 +148,13 @@ class ShardTable:
         task = SpoolTask(
             run_id=self._run_id,
             columns=tuple(
-                SpoolColumn(name=p.name, role=p.role, dtype=p.dtype, as_classes=p.as_classes)
+                SpoolColumn(
+                    name=p.name,
+                    role=p.role,
+                    dtype=p.dtype,
+                    as_classes=p.as_classes,
+                    specification=p.specification,
+                )
                 for p in self._prepared
             ),
             has_validation=self._has_validation,
@@ -201,7 +201,15 @@ class ShardTable:
         if problems:
             raise DataError("; ".join(problems))
         return tuple(
-            Column(name=p.name, role=p.role, dtype=p.dtype, shape=stats.shape or ())
+            Column(
+                name=p.name,
+                role=p.role,
+                dtype=stats.dtype or p.dtype,
+                shape=stats.shape or (),
+                argument=p.argument,
+                specification=p.specification,
+                longest=stats.longest,
+            )
             for p, stats in pairs
         )
 
@@ -354,6 +362,11 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
     merged = ColumnStats()
     for part in stats:
         merged.shape = merged.shape if merged.shape is not None else part.shape
+        merged.longest = max(merged.longest, part.longest)
+        if merged.dtype is not None and part.dtype not in (None, merged.dtype):
+            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
+            merged.nulls_and_shapes.note_cause(cause, "in another partition")
+        merged.dtype = merged.dtype or part.dtype
         merged.nulls_and_shapes.merge(part.nulls_and_shapes)
         merged.bad_values += part.bad_values
         merged.first_bad = merged.first_bad or part.first_bad
@@ -368,7 +381,7 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
 def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:
     """Why rows of a column cannot be used, or None."""
     findings = stats.nulls_and_shapes
-    if findings.nulls or len(findings.shapes) > 1:
+    if findings:
         return findings.message(prepared.name)
     return _bad_values_message(prepared, stats) if stats.bad_values else None
 

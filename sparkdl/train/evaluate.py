@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from sparkdl.comm import Communicator
 from sparkdl.data.batches import Batch
 from sparkdl.train.loss import LossFunction
+from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.precision import NumberFormat
 
@@ -32,7 +32,7 @@ def evaluate(
     """
     sums = measure(module, batches, loss, metrics, number_format, device)
     comm.all_reduce(sums)
-    return record(sums, metrics.compute(comm))
+    return record(sums, metrics.compute(comm), part_names(loss))
 
 
 def measure(
@@ -46,27 +46,29 @@ def measure(
     """One rank's part of an evaluation; ``metrics`` have then seen its rows.
 
     Returns:
-        Sum of weighted losses and sum of weights, float64 ``(2,)``.
+        Sum of weighted losses, sum of weights, and the losses of each label where there are
+        several, float64.
     """
     metrics.reset()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = no_sums(loss, device)
     with torch.no_grad(), evaluation_mode(module):
         for batch in batches:
             moved = batch.map(lambda value: value.to(device))
             with number_format.autocast():
-                output = module(*moved.inputs)
-            loss_sum, weight_sum = loss(output, moved.target, moved.weight)
-            sums[0] += loss_sum
-            sums[1] += weight_sum
+                output = moved.arguments.call(module)
+            loss_sum, weight_sum, parts = sums_of(loss, output, moved.target, moved.weight)
+            for place, value in enumerate((loss_sum, weight_sum, *parts)):
+                sums[place] += value
             metrics.update(output, moved.target)
     return sums
 
 
-def record(sums: torch.Tensor, values: dict[str, float]) -> dict[str, float]:
+def record(
+    sums: torch.Tensor, values: dict[str, float], labels: tuple[str, ...] = ()
+) -> dict[str, float]:
     """The history's entries of an evaluation, given the sums over all ranks."""
-    loss_sum, weight_sum = sums.tolist()
     return {
-        "val_loss": loss_sum / weight_sum if weight_sum > 0 else math.nan,
+        **loss_record(sums.tolist(), labels, "val_"),
         **{f"val_{name}": value for name, value in values.items()},
     }
 

@@ -22,7 +22,7 @@ from sparkdl.topology import arrange
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
-from sparkdl.train.loss import resolve_loss
+from sparkdl.train.losses import loss_of, loss_record, no_sums, part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -134,7 +134,7 @@ class _Trainer:
         self._device = device
         self._checkpoints = checkpoints
         self._observer = observer
-        self._loss = resolve_loss(config.loss, config.task)
+        self._loss = loss_of(config)
         self._loss.to(device)
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
         self._rows_by_rank = [plan.rows_of(rank) for rank in range(plan.world_size)]
@@ -192,6 +192,7 @@ class _Trainer:
                 seed=self._config.seed,
                 epoch=state.epoch,
                 start_step=state.step_in_epoch,
+                num_together=self._config.group_by_length,
                 pin_memory=self._device.type == "cuda",
             )
         )
@@ -269,14 +270,14 @@ class _Trainer:
         replica, state = self._replica, self._replica.state
         sums = replica.epoch_sums.clone()
         self._comm.all_reduce(sums)
-        loss_sum, weight_sum = sums.tolist()
-        loss = loss_sum / weight_sum if weight_sum > 0 else math.nan
-        if weight_sum > 0 and not math.isfinite(loss):
+        losses = loss_record(sums.tolist(), part_names(self._loss))
+        loss = losses["loss"]
+        if sums[1] > 0 and not math.isfinite(loss):
             raise diverged(loss, f"in epoch {state.epoch + 1}")
         record: Record = {
             "epoch": state.epoch + 1,
             "steps": state.step_in_epoch,
-            "loss": loss,
+            **losses,
             "learning_rate": self._learning_rate(),
             "seconds": time.perf_counter() - self._epoch_started,
         }
@@ -370,7 +371,7 @@ class _Trainer:
             scheduler=scheduler,
             stopper=stopper,
             state=TrainState(),
-            epoch_sums=torch.zeros(2, dtype=torch.float64, device=self._device),
+            epoch_sums=no_sums(self._loss, self._device),
         )
 
     def _is_complete(self) -> bool:

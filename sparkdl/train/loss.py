@@ -7,7 +7,7 @@ micro-batches and ranks. So every loss is asked for the losses of the single sam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,6 +17,7 @@ from sparkdl.config import Task
 from sparkdl.errors import ConfigError
 
 Sums = tuple[torch.Tensor, torch.Tensor | float]
+Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 LOSSES: dict[str, type[nn.Module]] = {
     "bce": nn.BCELoss,
@@ -58,6 +59,13 @@ class LossFunction(Protocol):
 
         The quotient of the two, each summed over all micro-batches and ranks, is the loss of the
         union of these. ``weight`` is ``(batch,)``; None counts every sample once.
+        """
+
+    def rows(self, output: Any, target: Any) -> Rows | None:
+        """The losses of a batch's samples, and by how much each counts; both ``(batch,)``.
+
+        No counts means that all count once. ``__call__`` gives the sums of both, times the
+        weights. None: the loss knows sums only.
         """
 
     def predictions(self, output: Any) -> Any:
@@ -134,6 +142,10 @@ class ModuleLoss:
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         """See `LossFunction.__call__`."""
+        return _summed(*self.rows(output, target), weight)
+
+    def rows(self, output: Any, target: Any) -> Rows:
+        """See `LossFunction.rows`."""
         output = _full_precision(output)
         if isinstance(self._module, _ELEMENTWISE):
             output, target = match_shapes(output, target)
@@ -144,7 +156,7 @@ class ModuleLoss:
                 f"{type(self._module).__name__}(reduction='none') returned a scalar; it must "
                 "return the loss of each sample"
             )
-        return _weighted(_per_sample(losses, self._sums_dimensions), weight)
+        return _per_sample(losses, self._sums_dimensions), None
 
 
 class ClassLoss(ModuleLoss):
@@ -157,19 +169,33 @@ class ClassLoss(ModuleLoss):
             return torch.softmax(output, dim=1)
         return torch.exp(output)
 
-    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
-        """See `LossFunction.__call__`."""
+    @property
+    def ignore_index(self) -> int:
+        """The class number of samples that count for nothing."""
+        return int(self._module.ignore_index)
+
+    def rows(self, output: Any, target: Any) -> Rows:
+        """See `LossFunction.rows`."""
         output = _full_precision(output)
+        _check_tensors(output, target)
         if target.shape == output.shape and target.is_floating_point():
-            losses = self._module(output, target.to(output.dtype))
-            return _weighted(_per_sample(losses), weight)
+            return _per_sample(self._module(output, target.to(output.dtype))), None
         target = _class_numbers(output, target)
         losses = _per_sample(self._module(output, target))
-        counts = _per_sample(self._counts(target, losses.dtype))
-        if weight is None:
-            return losses.sum(), counts.sum()
-        weight = weight.to(losses.dtype)
-        return (losses * weight).sum(), (counts * weight).sum()
+        return losses, _per_sample(self._counts(target, losses.dtype))
+
+    def sample_losses(self, output: Any, target: Any) -> torch.Tensor:
+        """``(batch,)``: each sample's mean over its own targets, without those to be ignored.
+
+        Class weights weigh the losses but not the mean.
+        """
+        output = _full_precision(output)
+        if target.shape == output.shape and target.is_floating_point():
+            return _per_sample(self._module(output, target.to(output.dtype)))
+        target = _class_numbers(output, target)
+        losses = _per_sample(self._module(output, target), sums_dimensions=True)
+        counted = (target != self._module.ignore_index).to(losses.dtype)
+        return losses / _per_sample(counted, sums_dimensions=True).clamp(min=1)
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """By how much each target counts in torch's mean."""
@@ -200,23 +226,47 @@ class CallableLoss:
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         """See `LossFunction.__call__`."""
-        num_rows = len(target if isinstance(target, torch.Tensor) else target[0])
         result = self._function(_full_precision(output), target)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if is_pair or (isinstance(result, torch.Tensor) and result.dim() == 0):
+        is_pair = _is_pair(result)
+        if _is_sum(result):
             if weight is not None:
                 raise ConfigError(
                     "with a weight column the loss must return the loss of each sample, (batch,) "
                     f"or (batch, ...); it returned {'a pair' if is_pair else 'a scalar'}"
                 )
+            num_rows = rows_of(target)
             return result if is_pair else (result * num_rows, float(num_rows))
+        return _summed(self._checked(result, target), None, weight)
+
+    def rows(self, output: Any, target: Any) -> Rows | None:
+        """See `LossFunction.rows`."""
+        result = self._function(_full_precision(output), target)
+        return None if _is_sum(result) else (self._checked(result, target), None)
+
+    def _checked(self, result: Any, target: Any) -> torch.Tensor:
+        num_rows = rows_of(target)
         if not isinstance(result, torch.Tensor) or len(result) != num_rows:
             what = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result)
             raise ConfigError(
                 f"the loss of a batch of {num_rows} samples must be a scalar, a pair (sum of "
                 f"losses, sum of weights) or a tensor of shape ({num_rows}, ...); received {what}"
             )
-        return _weighted(_per_sample(result), weight)
+        return _per_sample(result)
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def _is_sum(result: Any) -> bool:
+    return _is_pair(result) or (isinstance(result, torch.Tensor) and result.dim() == 0)
+
+
+def rows_of(target: Any) -> int:
+    """Samples of a target: a tensor, or several in a tuple or dict."""
+    if isinstance(target, Mapping):
+        target = next(iter(target.values()))
+    return len(target if isinstance(target, torch.Tensor) else target[0])
 
 
 def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,11 +275,7 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
     """
-    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
-        raise ConfigError(
-            f"the loss compares one tensor with one; the module's output is {type(output)} and "
-            f"the target is {type(target)}; pass a loss of your own, (output, target)"
-        )
+    _check_tensors(output, target)
     shapes = tuple(output.shape), tuple(target.shape)
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
@@ -241,6 +287,14 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
             "change the module, or the loss, so that they are equal"
         )
     return output, target
+
+
+def _check_tensors(output: Any, target: Any) -> None:
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        raise ConfigError(
+            f"the loss compares one tensor with one; the module's output is {type(output)} and "
+            f"the target is {type(target)}; pass a loss of your own, (output, target)"
+        )
 
 
 def _class_numbers(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -262,6 +316,8 @@ def _full_precision(output: Any) -> Any:
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
         return type(output)(_full_precision(value) for value in output)
+    if type(output) is dict:
+        return {name: _full_precision(value) for name, value in output.items()}
     return output
 
 
@@ -272,8 +328,8 @@ def _per_sample(values: torch.Tensor, sums_dimensions: bool = False) -> torch.Te
     return flat.sum(1) if sums_dimensions else flat.mean(1)
 
 
-def _weighted(losses: torch.Tensor, weight: torch.Tensor | None) -> Sums:
+def _summed(losses: torch.Tensor, counts: torch.Tensor | None, weight: torch.Tensor | None) -> Sums:
     if weight is None:
-        return losses.sum(), float(len(losses))
+        return losses.sum(), float(len(losses)) if counts is None else counts.sum()
     weight = weight.to(losses.dtype)
-    return (losses * weight).sum(), weight.sum()
+    return (losses * weight).sum(), (weight if counts is None else counts * weight).sum()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _TAKEN = {"loss"}
 
+State = tuple[int, dict[str, Any]]
+"""How often a metric was updated, and its states by name: tensors or lists of tensors."""
+Seen = dict[str, State]
+
 
 class Metrics:
     """A rank's share of the metrics of one evaluation.
@@ -38,23 +42,34 @@ class Metrics:
         task: Task,
         predictions: Callable[[Any], Any],
         device: torch.device,
+        *,
+        is_double: bool = False,
     ) -> None:
         """Make this rank's own copies.
 
         Args:
-            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one.
+            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one;
+                or label -> such a mapping, whose metrics see that label and its output.
             task: what is learnt.
             predictions: turns a classifier's output into probabilities.
             device: where the metrics live.
+            is_double: whether states and all floating values that the metrics see become float64,
+                but for metrics with weights of their own.
 
         Raises:
             ConfigError: something is not a single metric, or its name is taken.
         """
-        self._metrics = {
-            name: _make_metric(name, value).to(device) for name, value in metrics.items()
-        }
+        self._labels, flat = _flat(metrics)
+        self._metrics = {name: _make_metric(name, m).to(device) for name, m in flat.items()}
         self._task = task
         self._predictions = predictions
+        self._double = frozenset(
+            name
+            for name, metric in self._metrics.items()
+            if is_double and not any(True for _ in metric.parameters())
+        )
+        for name in self._double:
+            self._metrics[name].set_dtype(torch.float64)
 
     def reset(self) -> None:
         """Forget all samples."""
@@ -65,9 +80,12 @@ class Metrics:
         """Take note of a batch."""
         if not self._metrics:
             return
-        output, target = self._for_task(output, target)
-        for metric in self._metrics.values():
-            metric.update(output, target)
+        plain, wide = (output, target), None
+        if self._double:
+            wide = (_widened(output), _widened(target))
+        for name, metric in self._metrics.items():
+            seen = wide if wide is not None and name in self._double else plain
+            metric.update(*self._for_metric(name, *seen))
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
@@ -77,12 +95,56 @@ class Metrics:
 
     def states(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
-        return _dump(
-            {
-                name: (metric.update_count, {key: getattr(metric, key) for key in _keys(metric)})
-                for name, metric in self._metrics.items()
-            }
+        return _dump(self.seen())
+
+    def seen(self) -> Seen:
+        """The same as a tree of tensors."""
+        return {
+            name: (metric.update_count, {key: getattr(metric, key) for key in _keys(metric)})
+            for name, metric in self._metrics.items()
+        }
+
+    def listed_bytes(self) -> dict[str, int]:
+        """Size of the states that grow by the sample, by metric."""
+        return {name: _listed_bytes(states) for name, (_, states) in self.seen().items()}
+
+    def united(self, name: str, parts: Sequence[State]) -> list[State]:
+        """Several parts' states of a metric in as few as its rules allow, for a later `value`.
+
+        Sums, extremes and lists may be united in groups; whatever else a metric does with the
+        states of all ranks, it must do with all at once.
+        """
+        from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+        parts = [part for part in parts if part[0] > 0]
+        rules: dict[str, Any] = self._metrics[name]._reductions
+        in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
+        can_unite = len(parts) > 1 and all(
+            rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
         )
+        if not can_unite:
+            return parts
+        cpu = torch.device("cpu")
+        states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
+        return [(sum(count for count, _ in parts), states)]
+
+    def value(self, name: str, parts: Sequence[State]) -> Any:
+        """A metric's value over several parts: a number, or (nested) lists of numbers.
+
+        Raises:
+            ConfigError: the metric takes means over ranks, which are none over samples.
+        """
+        from torchmetrics.utilities.data import dim_zero_mean
+
+        metric = self._metrics[name]
+        for key, rule in metric._reductions.items():
+            states = [states[key] for count, states in parts if count > 0]
+            if rule is dim_zero_mean and any(not torch.equal(states[0], s) for s in states[1:]):
+                raise ConfigError(
+                    f"metric {name!r} ({type(metric).__name__}) takes means over ranks of its "
+                    f"state {key!r}, which depend on the partitions; use a metric that sums"
+                )
+        return _plain(merged(metric, parts).compute())
 
     def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given their `states` in rank order."""
@@ -92,9 +154,16 @@ class Metrics:
             for name, metric in self._metrics.items()
         }
 
+    def _for_metric(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
+        """What one metric sees: all, or a label and its output."""
+        label = self._labels.get(name)
+        if label is None:
+            return self._for_task(output, target)
+        return _matched(self._predictions(_full_precision(output))[label], target[label])
+
     def _for_task(self, output: Any, target: Any) -> tuple[Any, Any]:
-        if isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
-            output = output.float()
+        if isinstance(output, torch.Tensor):
+            output = _full_precision(output)
         is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         if self._task == "custom" or not is_plain:
             return output, target
@@ -102,12 +171,10 @@ class Metrics:
             output = self._predictions(output)
             if target.is_floating_point() and bool((target == target.long()).all()):
                 target = target.long()
-        if output.shape != target.shape:
-            output, target = _without_last(output), _without_last(target)
-        return output, target
+        return _matched(output, target)
 
 
-def merged(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> Metric:
+def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
     """A metric that has seen what several ranks have: their numbers of updates, and states."""
     seen = [states for count, states in gathered if count > 0]
     result = copy.deepcopy(metric)
@@ -119,6 +186,37 @@ def merged(metric: Metric, gathered: Sequence[tuple[int, dict[str, Any]]]) -> Me
         values = [states[name] for states in seen]
         setattr(result, name, _reduced(values, reduce, metric.device))
     return result
+
+
+def _flat(metrics: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Name of each label's metric -> label; and all metrics by name."""
+    labels: dict[str, str] = {}
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            for inner, metric in value.items():
+                flat[f"{name}_{inner}"] = metric
+                labels[f"{name}_{inner}"] = name
+        else:
+            flat[name] = value
+    return labels, flat
+
+
+def _matched(output: Any, target: Any) -> tuple[Any, Any]:
+    is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    if is_plain and output.shape != target.shape:
+        return _without_last(output), _without_last(target)
+    return output, target
+
+
+def _full_precision(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, Mapping):
+        return {name: _full_precision(value) for name, value in output.items()}
+    if type(output) in (tuple, list):
+        return type(output)(_full_precision(value) for value in output)
+    return output
 
 
 def _keys(metric: Metric) -> list[str]:
@@ -166,15 +264,40 @@ def _without_last(value: torch.Tensor) -> torch.Tensor:
     return value.squeeze(-1) if value.dim() > 1 and value.shape[-1] == 1 else value
 
 
-def _dump(states: dict[str, tuple[int, dict[str, Any]]]) -> bytes:
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_widened(part) for part in value)
+    if isinstance(value, Mapping):
+        return {name: _widened(part) for name, part in value.items()}
+    return value
+
+
+def _listed_bytes(states: Mapping[str, Any]) -> int:
+    lists = [value for value in states.values() if isinstance(value, list)]
+    return sum(item.numel() * item.element_size() for value in lists for item in value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else value.detach().cpu().tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (tuple, list)) else value
+
+
+def on_cpu(seen: Seen) -> Seen:
+    """The same on the CPU, to be saved."""
+    return {
+        name: (count, {key: _on_cpu(value) for key, value in states.items()})
+        for name, (count, states) in seen.items()
+    }
+
+
+def _dump(states: Seen) -> bytes:
     buffer = io.BytesIO()
-    torch.save(
-        {
-            name: (count, {key: _on_cpu(value) for key, value in values.items()})
-            for name, (count, values) in states.items()
-        },
-        buffer,
-    )
+    torch.save(on_cpu(states), buffer)
     return buffer.getvalue()
 
 
@@ -182,6 +305,6 @@ def _on_cpu(value: Any) -> Any:
     return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
 
 
-def _load(data: bytes) -> dict[str, tuple[int, dict[str, Any]]]:
-    loaded: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+def _load(data: bytes) -> Seen:
+    loaded: Seen = torch.load(io.BytesIO(data), weights_only=True)
     return loaded

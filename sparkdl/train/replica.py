@@ -53,7 +53,8 @@ class Replica:
     stopper: EarlyStopper | None
     state: TrainState
     epoch_sums: torch.Tensor
-    """This rank's weighted losses and weights of the present epoch, float64 ``(2,)``."""
+    """This rank's weighted losses and weights of the present epoch, and the losses of each label
+    where there are several, float64."""
     best_model: dict[str, Any] | None = None
     """Weights of the best epoch, if they are wanted back."""
     watch: LossWatch | None = None

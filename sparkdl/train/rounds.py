@@ -25,7 +25,7 @@ from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.evaluate import measure
 from sparkdl.train.hyperparameters import set_values
-from sparkdl.train.loss import resolve_loss
+from sparkdl.train.losses import loss_of, part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -47,6 +47,8 @@ class RoundOutcome:
     rows: int
     seconds: float
     """Time that the steps took."""
+    label_sums: tuple[float, ...] = ()
+    """The losses of each label, where there are several."""
 
 
 class RoundReplica:
@@ -66,7 +68,7 @@ class RoundReplica:
         self._plan = plan
         self._device = device
         self._module = module.to(device)
-        self._loss = resolve_loss(config.loss, config.task)
+        self._loss = loss_of(config)
         self._loss.to(device)
         self._synchronizer = ApartSynchronizer(self._module, resolve_optimizer(config))
         self._format = NumberFormat(config.precision, device)
@@ -113,10 +115,12 @@ class RoundReplica:
                 seed=self._config.seed,
                 epoch=part.epoch,
                 start_step=part.step_in_epoch,
+                num_together=self._config.group_by_length,
                 pin_memory=self._device.type == "cuda",
             )
         )
         rows, began = 0, time.perf_counter()
+        label_sums = torch.zeros(len(part_names(self._loss)), dtype=torch.float64)
         with (
             contextlib.closing(batches),
             deterministic_algorithms(self._config.deterministic),
@@ -124,7 +128,8 @@ class RoundReplica:
         ):
             for number in range(part.num_steps):
                 batch = next(batches)
-                step(self._moved(batch), max(1, batch.num_rows), part.step + number)
+                sums = step(self._moved(batch), max(1, batch.num_rows), part.step + number)
+                label_sums += sums.local[2:].cpu()
                 self._synchronizer.after_step(part.step + number)
                 rows += batch.num_rows
                 self._tell(observer, step, shard_id, part, number, batch.num_rows)
@@ -135,11 +140,12 @@ class RoundReplica:
             weight=weight,
             rows=rows,
             seconds=time.perf_counter() - began,
+            label_sums=tuple(label_sums.tolist()),
         )
 
     def evaluate(
         self, state: dict[str, Any], validation: Sequence[ShardData]
-    ) -> tuple[tuple[float, float], bytes]:
+    ) -> tuple[tuple[float, ...], bytes]:
         """Measure ``state`` on this shard's validation rows.
 
         Returns:
@@ -155,8 +161,7 @@ class RoundReplica:
                 self._format,
                 self._device,
             )
-        loss_sum, weight = sums.tolist()
-        return (loss_sum, weight), self._metrics.states()
+        return tuple(sums.tolist()), self._metrics.states()
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -20,8 +20,10 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.plan import batch_bounds
 from sparkdl.sync.base import Synchronizer
+from sparkdl.train.augment import augmented
 from sparkdl.train.divergence import LossWatch
 from sparkdl.train.loss import LossFunction
+from sparkdl.train.losses import part_names, sums_of
 from sparkdl.train.precision import NumberFormat
 
 READ_EVERY = 16
@@ -30,12 +32,13 @@ READ_EVERY = 16
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sum of weighted losses and sum of weights of one step, float64 ``(2,)``."""
+    """Sum of weighted losses and sum of weights of one step, float64."""
 
     local: torch.Tensor
-    """Over this rank's batch; zero for a step that fp16 skipped."""
+    """``(2 + labels,)`` over this rank's batch, with the losses of each label where there are
+    several; zero for a step that fp16 skipped."""
     shared: torch.Tensor
-    """Over the ranks that share a gradient."""
+    """``(2,)`` over the ranks that share a gradient."""
     ranks: tuple[int, ...] | None
     """The ranks whose samples were used; None: all."""
 
@@ -74,6 +77,8 @@ class TrainStep:
         """
         self._synchronizer = synchronizer
         self._loss = loss
+        self._num_labels = len(part_names(loss))
+        self._augment = config.augmentation
         self._format = number_format
         self._scheduler = scheduler
         self._device = device
@@ -103,7 +108,7 @@ class TrainStep:
         local = self._backward(batch, global_rows)
         started = time.perf_counter()
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
-            local.clone(), float(global_rows)
+            local[:2].clone(), float(global_rows)
         )
         self.communication_seconds += time.perf_counter() - started
         if self._device.type == "cpu" or step % READ_EVERY == 0:
@@ -116,8 +121,10 @@ class TrainStep:
         return StepSums(local=local, shared=shared, ranks=ranks)
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
-        """Add up the gradients of ``loss / global_rows``; return the two sums."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
+        sums = torch.zeros(2 + self._num_labels, dtype=torch.float64, device=self._device)
+        if self._augment is not None and batch.num_rows > 0:
+            batch = augmented(batch, self._augment)
         num_parts = self._num_micro_batches
         if not self._talks_within:
             num_parts = min(num_parts, batch.num_rows)
@@ -128,22 +135,31 @@ class TrainStep:
             is_last = part == num_parts - 1
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
                 with self._format.autocast():
-                    output = self._synchronizer.model(*micro_batch.inputs)
-                loss_sum, weight_sum = self._loss(output, micro_batch.target, micro_batch.weight)
+                    output = micro_batch.arguments.call(self._synchronizer.model)
+                loss_sum, weight_sum, parts = sums_of(
+                    self._loss, output, micro_batch.target, micro_batch.weight
+                )
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
-                    sums += self._pair(loss_sum, weight_sum)
+                    sums += self._added(loss_sum, weight_sum, parts)
                 if is_last:
-                    self._synchronizer.start_sums(sums.clone())
+                    self._synchronizer.start_sums(sums[:2].clone())
                 self._format.backward(loss_sum, global_rows)
         return sums
 
-    def _pair(self, loss_sum: torch.Tensor, weight_sum: torch.Tensor | float) -> torch.Tensor:
-        """The two sums of a micro-batch, float64 ``(2,)``."""
+    def _added(
+        self,
+        loss_sum: torch.Tensor,
+        weight_sum: torch.Tensor | float,
+        parts: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """The sums of a micro-batch, as in `StepSums.local`."""
+        values = (loss_sum, weight_sum, *parts)
         if self._device.type == "cpu":  # numbers take a tenth of the time of small tensors
-            return torch.tensor((loss_sum.item(), float(weight_sum)), dtype=torch.float64)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        sums[0] += loss_sum.detach()
-        sums[1] += weight_sum
+            numbers = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
+            return torch.tensor(numbers, dtype=torch.float64)
+        sums = torch.zeros(len(values), dtype=torch.float64, device=self._device)
+        for place, value in enumerate(values):
+            sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
         return sums
 
     def _update(self, shared: torch.Tensor, divisor: float) -> bool:

@@ -10,16 +10,18 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool import (
     SpoolColumn,
-    SpoolSummary,
     SpoolWriter,
     column_path,
     open_spool,
     remove_spool,
     roomiest,
 )
+from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ShardLost, StorageError
+from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column
 
 FEATURE = SpoolColumn(name="f", role="feature", dtype="float32")
@@ -173,7 +175,7 @@ def test_a_full_disk_is_a_clear_error() -> None:
         pytest.skip("this system has no /dev/full")
     writer = SpoolWriter(Path("/nowhere"), (FEATURE, LABEL), has_validation=False)
     files = [full.open("wb", buffering=0), full.open("wb", buffering=0)]
-    writer._files = {("train", 0): files[0], ("train", 1): files[1]}
+    writer._files = {("train", 0, ""): files[0], ("train", 1, ""): files[1]}
     try:
         with pytest.raises(StorageError, match=r"disk of /nowhere is full.*SPARK_LOCAL_DIRS"):
             writer.write(batch([[1, 2]], [0]))
@@ -190,3 +192,73 @@ def test_roomiest_and_remove(tmp_path: Path) -> None:
     assert remove_spool(tmp_path / "run" / "s")
     assert not remove_spool(tmp_path / "run" / "s")
     assert not (tmp_path / "run").exists()
+
+
+def sequences(texts: list[Any], validation: list[bool], first_hash: int = 0) -> pa.RecordBatch:
+    arrays = [pa.array(texts, pa.list_(pa.int64())), pa.array(validation)]
+    arrays.append(pa.array(np.arange(len(texts)) + first_hash, pa.int64()))
+    return pa.record_batch(arrays, names=["c0", "validation", "hash"])
+
+
+def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
+    spec = Sequence("t")
+    wanted = SpoolColumn(name="t", role="feature", dtype="int64", specification=spec)
+    with SpoolWriter(tmp_path / "s", [wanted], has_validation=True) as out:
+        out.write(sequences([[1, 2], [], [3]], [False, False, True]))
+        out.write(sequences([[4], [5, 6, 7]], [False, True], first_hash=3))
+    summary = SpoolSummary.from_dict(out.summary().to_dict())
+    stats = summary.columns[0]
+    assert (stats.longest, stats.dtype, stats.shape) == (3, "int64", ())
+    column = Column(name="t", role="feature", dtype="int64", shape=(), specification=spec)
+    found = {}
+    for split, rows in (("train", 3), ("validation", 2)):
+        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split)["t"]  # type: ignore[arg-type]
+        assert isinstance(opened, Ragged)
+        found[split] = [opened[i : i + 1].own()[0].tolist() for i in range(len(opened))]
+    assert found == {"train": [[1, 2], [], [4]], "validation": [[3], [5, 6, 7]]}
+    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train")["t"]
+    assert isinstance(none, Ragged) and len(none) == 0
+    column_path(tmp_path / "s", "train", 0, "-offsets").unlink()
+    with pytest.raises(ShardLost, match=r"train-000-offsets\.bin is not on this host"):
+        open_spool(tmp_path / "s", [column], num_rows=3, split="train")
+
+
+def doubled(batch: pa.RecordBatch) -> Any:
+    return [[2 * v for v in row] for row in batch.column(0).to_pylist()]
+
+
+def test_the_fingerprint_tells_what_a_transform_made_but_not_the_record_batches(
+    tmp_path: Path,
+) -> None:
+    def fingerprint(name: str, transform: Any, sizes: tuple[int, ...]) -> str:
+        spec = Sequence("t", transform=transform)
+        column = SpoolColumn(name="t", role="feature", dtype="float32", specification=spec)
+        rows = [[1], [2, 3], [4], [5, 6]]
+        with SpoolWriter(tmp_path / name, [column], has_validation=False) as out:
+            start = 0
+            for size in sizes:
+                struct = pa.StructArray.from_arrays([pa.array(rows[start : start + size])], ["c0"])
+                hashes = pa.array(np.arange(start, start + size), pa.int64())
+                out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
+                start += size
+        return out.summary().fingerprint
+
+    whole = fingerprint("a", doubled, (4,))
+    assert whole == fingerprint("b", doubled, (1, 3))
+    assert whole != fingerprint("c", lambda batch: batch.column(0), (4,))
+
+
+def test_mixed_dtypes_of_a_transform_are_reported(tmp_path: Path) -> None:
+    def whole_or_half(batch: pa.RecordBatch) -> Any:
+        values = batch.column(0).to_numpy()
+        return values / 2 if len(batch) == 1 else values
+
+    spec = Tensor("t", transform=whole_or_half)
+    column = SpoolColumn(name="t", role="feature", dtype="float32", specification=spec)
+    with SpoolWriter(tmp_path / "s", [column], has_validation=False) as out:
+        for values in ([1, 2], [3]):
+            struct = pa.StructArray.from_arrays([pa.array(values)], ["c0"])
+            hashes = pa.array(values, pa.int64())
+            out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
+    found = out.summary().columns[0].nulls_and_shapes
+    assert "float32 where others have int64: let the transform cast them" in found.message("t")

@@ -160,7 +160,7 @@ def test_weights_are_floating(df: DataFrame, name: str) -> None:
     ("name", "role", "shown", "advice"),
     [
         *[
-            (name, "feature", shown, "encode strings first")
+            (name, "feature", shown, "with a transform, whatever else, such as text")
             for name, shown in [
                 ("string", "string"), ("date", "date"), ("timestamp", "timestamp"),
                 ("ntz", "timestamp_ntz"), ("strings", "array<string>"),

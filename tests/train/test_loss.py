@@ -224,3 +224,36 @@ def test_a_classifiers_loss_takes_logits(name: str) -> None:
     with pytest.raises(ConfigError, match=r"'bce_with_logits' .* without a final Sigmoid"):
         resolve_loss(name, "classification")
     resolve_loss("bce_with_logits", "classification")
+
+
+@pytest.mark.parametrize(
+    ("loss", "task"),
+    [
+        ("mse", "regression"),
+        (nn.KLDivLoss(reduction="batchmean"), "regression"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]), ignore_index=1), "custom"),
+        (lambda output, target: (output - target).abs(), "custom"),
+    ],
+)
+def test_rows_add_up_to_the_sums(loss: Any, task: Any) -> None:
+    torch.manual_seed(0)
+    function = resolve_loss(loss, task)
+    output = torch.randn(6, 3)
+    is_classes = isinstance(loss, nn.CrossEntropyLoss)
+    target = torch.tensor([0, 1, 2, 1, 0, 2]) if is_classes else torch.rand(6, 3)
+    rows = function.rows(output, target)
+    assert rows is not None
+    losses, counts = rows
+    assert losses.shape == (6,)
+    for weight in (None, torch.rand(6)):
+        w = torch.ones(6) if weight is None else weight
+        loss_sum, weight_sum = function(output, target, weight)
+        torch.testing.assert_close((losses * w).sum(), loss_sum)
+        counted = w if counts is None else counts * w
+        torch.testing.assert_close(counted.sum(), torch.as_tensor(weight_sum))
+
+
+@pytest.mark.parametrize("reduce", [torch.mean, lambda values: (values.sum(), 6.0)])
+def test_a_loss_of_sums_has_no_rows(reduce: Any) -> None:
+    function = resolve_loss(lambda output, target: reduce(output - target), "custom")
+    assert function.rows(torch.zeros(6), torch.ones(6)) is None

@@ -1,0 +1,195 @@
+"""How well do scores tell one class from the others? ROC and precision-recall curves.
+
+A table holds, for each different score, how many rows of the class and of the others have it:
+from that the curves follow exactly, and tables of parts add up to that of the whole. A table with
+more than `ScoreTable.limit` different scores is cut into bins of equal width, once and for all, so
+that what comes out depends on the rows alone and not on how they are partitioned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+MOST_SCORES = 100_000
+"""Different scores that all tables of an evaluation may hold together; 24 bytes each."""
+_LEAST_LIMIT = 1_000
+
+
+def limit_for(num_tables: int) -> int:
+    """How many different scores each of several tables may hold."""
+    return max(_LEAST_LIMIT, MOST_SCORES // max(1, num_tables))
+
+
+@dataclass
+class ScoreTable:
+    """Weights of the rows of one class, and of the others, by score; grows with `add`."""
+
+    limit: int = MOST_SCORES
+    is_exact: bool = True
+    scores: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """Different scores in ``[0, 1]``, ascending."""
+    positive: np.ndarray = field(default_factory=lambda: np.empty(0))
+    negative: np.ndarray = field(default_factory=lambda: np.empty(0))
+    _waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    _num_waiting: int = 0
+
+    def add(self, scores: np.ndarray, is_class: np.ndarray, weights: np.ndarray) -> None:
+        """Take note of rows; three arrays ``(rows,)``."""
+        self._put(
+            scores.astype(np.float64),
+            np.where(is_class, weights, 0.0),
+            np.where(is_class, 0.0, weights),
+        )
+
+    def merge(self, other: ScoreTable) -> None:
+        """Take note of what another table has seen."""
+        other.settle()
+        self.is_exact &= other.is_exact
+        self._put(other.scores, other.positive, other.negative)
+
+    def _put(self, scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> None:
+        self._waiting.append((scores, positive, negative))
+        self._num_waiting += len(scores)
+        if self._num_waiting > 2 * self.limit:  # sorting seldom costs less than sorting often
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring what was added into the table."""
+        own = (self.scores, self.positive, self.negative)
+        scores, *weights = (
+            np.concatenate(parts) for parts in zip(own, *self._waiting, strict=True)
+        )
+        self._waiting, self._num_waiting = [], 0
+        self._set(scores, weights)
+        if len(self.scores) > self.limit:
+            self.is_exact = False
+            self._set(self.scores, [self.positive, self.negative])
+
+    def _set(self, scores: np.ndarray, weights: Sequence[np.ndarray]) -> None:
+        if not self.is_exact:
+            num_bins = 2 ** (self.limit.bit_length() - 1)
+            scores = np.floor(scores * num_bins) / num_bins
+        self.scores, place = np.unique(scores, return_inverse=True)
+        self.positive, self.negative = (
+            np.bincount(place, weights=values, minlength=len(self.scores)) for values in weights
+        )
+
+    def curve(self) -> Curve:
+        """The curves that follow."""
+        self.settle()
+        return Curve(
+            thresholds=self.scores[::-1].copy(),
+            positive=self.positive[::-1].copy(),
+            negative=self.negative[::-1].copy(),
+            is_exact=self.is_exact,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values and arrays."""
+        self.settle()
+        names = ("limit", "is_exact", "scores", "positive", "negative")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One class against the others, at every threshold from the highest score down.
+
+    A row counts as predicted if its score is at least the threshold. Properties are arrays
+    ``(thresholds,)``. Definitions and names are those of scikit-learn.
+    """
+
+    thresholds: np.ndarray
+    """Different scores, descending; where ``is_exact`` is False the lower bounds of bins."""
+    positive: np.ndarray
+    """Rows of the class, or their weights, with that score."""
+    negative: np.ndarray
+    is_exact: bool
+
+    @property
+    def true_positive_rate(self) -> np.ndarray:
+        """Share of the class that is predicted; the same as recall."""
+        return _share(np.cumsum(self.positive))
+
+    @property
+    def false_positive_rate(self) -> np.ndarray:
+        """Share of the other rows that is predicted."""
+        return _share(np.cumsum(self.negative))
+
+    @property
+    def precision(self) -> np.ndarray:
+        """Share of the predicted rows that are of the class."""
+        right = np.cumsum(self.positive)
+        predicted = right + np.cumsum(self.negative)
+        shares: np.ndarray = np.zeros_like(right)
+        np.divide(right, predicted, out=shares, where=predicted > 0)
+        return shares
+
+    @property
+    def roc_auc(self) -> float:
+        """Area under the ROC curve; NaN where a kind of rows is missing or a score is NaN."""
+        if not self._is_defined:
+            return math.nan
+        above = np.cumsum(self.positive) - self.positive / 2
+        area = math.fsum((self.negative * above).tolist())
+        return area / (math.fsum(self.positive.tolist()) * math.fsum(self.negative.tolist()))
+
+    @property
+    def roc_auc_error(self) -> float:
+        """Largest distance of `roc_auc` from the exact area; 0 where the curve is exact.
+
+        Scores of a bin count as equal, which is wrong by half of its pairs at most.
+        """
+        if self.is_exact or not self._is_defined:
+            return 0.0
+        pairs = math.fsum((self.positive * self.negative).tolist())
+        return pairs / 2 / (float(self.positive.sum()) * float(self.negative.sum()))
+
+    @property
+    def average_precision(self) -> float:
+        """Mean of the precisions, weighted by the increase in recall."""
+        if not self._is_defined:
+            return math.nan
+        total = math.fsum(self.positive.tolist())
+        return math.fsum((self.positive * self.precision).tolist()) / total
+
+    @property
+    def _is_defined(self) -> bool:
+        return bool(self.positive.sum() > 0 and self.negative.sum() > 0) and not bool(
+            np.isnan(self.thresholds).any()
+        )
+
+    def to_dict(self, points: int = 200) -> dict[str, Any]:
+        """As plain values for JSON: the areas, and at most so many points of the curve."""
+        chosen = np.unique(np.linspace(0, max(len(self.thresholds) - 1, 0), points).astype(int))
+        arrays: Mapping[str, np.ndarray] = {
+            "threshold": self.thresholds,
+            "true_positive_rate": self.true_positive_rate,
+            "false_positive_rate": self.false_positive_rate,
+            "precision": self.precision,
+        }
+        numbers = {
+            name: getattr(self, name) for name in ("roc_auc", "roc_auc_error", "average_precision")
+        }
+        return {
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+            "is_exact": self.is_exact,
+            "points": {
+                name: _plain(values[chosen] if len(values) else values)
+                for name, values in arrays.items()
+            },
+        }
+
+
+def _share(cumulated: np.ndarray) -> np.ndarray:
+    total = cumulated[-1] if len(cumulated) else 0.0
+    return cumulated / total if total > 0 else np.full_like(cumulated, np.nan)
+
+
+def _plain(values: Iterable[float]) -> list[float | None]:
+    return [float(value) if math.isfinite(value) else None for value in values]

@@ -1,0 +1,194 @@
+"""How do rows become the tensors that ``forward`` takes? For batches, and for ``transform``.
+
+Sequences are padded, sparse vectors filled in, encoded images decoded; all at the last moment, so
+that what is kept and moved around stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from sparkdl.data.images import decode_rows
+from sparkdl.data.ragged import Ragged
+from sparkdl.data.spool import stored_parts
+from sparkdl.inputs import Image, Sparse
+from sparkdl.inputs import Sequence as SequenceInput
+from sparkdl.plan import Column
+
+Rows = torch.Tensor | Ragged
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What ``forward`` is called with."""
+
+    values: tuple[torch.Tensor, ...]
+    """Each ``(batch, ...)``."""
+    names: tuple[str | None, ...] = field(default=())
+    """Their names; None: by position. Empty: all by position."""
+
+    def call(self, module: Callable[..., R]) -> R:
+        """``module(...)``."""
+        if not any(self.names):
+            return module(*self.values)
+        pairs = list(zip(self.names, self.values, strict=True))
+        by_position = [value for name, value in pairs if name is None]
+        return module(*by_position, **{name: value for name, value in pairs if name is not None})
+
+    @property
+    def num_rows(self) -> int:
+        """Samples."""
+        return len(self.values[0])
+
+    def to(self, device: torch.device) -> Arguments:
+        """The same on ``device``."""
+        return Arguments(tuple(value.to(device) for value in self.values), self.names)
+
+    def packed(self) -> Any:
+        """As users see it: one tensor, a tuple, or a dict if all have names."""
+        if not any(self.names):
+            return self.values[0] if len(self.values) == 1 else self.values
+        if all(self.names):
+            return dict(zip(self.names, self.values, strict=True))
+        return self.values
+
+    def repacked(self, packed: Any) -> Arguments:
+        """Inverse of `packed`, for other values.
+
+        Raises:
+            TypeError: they are not arranged as `packed` gives them.
+        """
+        values: Any = packed
+        if self.names and all(self.names):
+            values = tuple(packed[name] for name in self.names) if isinstance(packed, dict) else ()
+        elif not any(self.names) and len(self.values) == 1:
+            values = (packed,)
+        if not isinstance(values, (tuple, list)) or len(values) != len(self.values):
+            raise TypeError(f"expected {_arrangement(self)}; received {type(packed).__name__}")
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"expected tensors; received {type(value).__name__}")
+        return Arguments(tuple(values), self.names)
+
+
+def _arrangement(arguments: Arguments) -> str:
+    if arguments.names and all(arguments.names):
+        return f"a dict with {', '.join(map(repr, arguments.names))}"
+    return f"a tuple of {len(arguments.values)} tensors"
+
+
+def split(
+    column: Column, rows: Rows, sizes: Sequence[int]
+) -> list[tuple[str | None, Sequence[torch.Tensor]]]:
+    """Cut rows into batches of ``sizes``.
+
+    Returns:
+        Name of the argument -> one tensor per batch. Sequences may have a mask besides.
+    """
+    if isinstance(rows, torch.Tensor):
+        # Unsafe would be to change the whole column under a batch that has a gradient. Other views
+        # would tie a batch that a module changes in place to the buffer, and this to the graph.
+        return [(column.argument, torch.unsafe_split_with_sizes(rows, list(sizes)))]
+    ends = list(accumulate(sizes))
+    pieces = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    kind = column.kind
+    if isinstance(kind, Sparse):
+        return [(column.argument, [_vectors(piece, column, kind) for piece in pieces])]
+    if isinstance(kind, Image):
+        return [(column.argument, [_images(piece, column, kind) for piece in pieces])]
+    assert isinstance(kind, SequenceInput)
+    padded = [_padded(piece, column, kind) for piece in pieces]
+    found: list[tuple[str | None, Sequence[torch.Tensor]]] = []
+    found.append((column.argument, [values for values, _ in padded]))
+    if kind.mask is not None:
+        found.append((kind.mask, [mask for _, mask in padded]))
+    return found
+
+
+def arguments(columns: Sequence[Column], rows: Sequence[Rows]) -> Arguments:
+    """What ``forward`` is called with for all of these rows; one entry per input column."""
+    values: list[torch.Tensor] = []
+    names: list[str | None] = []
+    for column, these in zip(columns, rows, strict=True):
+        for name, (tensor,) in split(column, these, [len(these)]):
+            names.append(name)
+            values.append(tensor)
+    return Arguments(tuple(values), tuple(names))
+
+
+def copied(rows: Rows) -> Rows:
+    """A copy, which does not reach into the spool's pages."""
+    if isinstance(rows, torch.Tensor):
+        return rows.clone()
+    return Ragged(
+        tuple(part.copy() for part in rows.own()), rows.offsets - rows.offsets[0], rows.shape
+    )
+
+
+def no_rows(column: Column) -> Rows:
+    """A column without rows."""
+    if column.kind.num_parts:
+        parts = [np.empty((0, *inner), dtype) for dtype, inner in stored_parts(column)]
+        return Ragged(tuple(parts), np.zeros(1, dtype=np.int64), column.shape)
+    return torch.from_numpy(np.empty((0, *column.shape), dtype=column.dtype))
+
+
+def example_arguments(columns: Sequence[Column], num_rows: int = 2) -> Arguments:
+    """Inputs of zeros, shaped like the module's; sequences are as long as the longest."""
+    values: list[torch.Tensor] = []
+    names: list[str | None] = []
+    for column in columns:
+        kind = column.kind
+        shape = (num_rows, *column.shape)
+        if isinstance(kind, SequenceInput):
+            shape = (num_rows, max(1, column.longest), *column.shape)
+        zeros = torch.zeros(shape, dtype=getattr(torch, column.dtype))
+        is_sparse = isinstance(kind, Sparse) and not kind.dense
+        values.append(zeros.to_sparse() if is_sparse else zeros)
+        names.append(column.argument)
+        if isinstance(kind, SequenceInput) and kind.mask is not None:
+            values.append(torch.ones(shape[:2], dtype=torch.bool))
+            names.append(kind.mask)
+    return Arguments(tuple(values), tuple(names))
+
+
+def narrow(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Rows ``start`` to ``stop`` of a batch; a view, unless it is sparse."""
+    return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
+
+
+def _padded(rows: Ragged, column: Column, kind: SequenceInput) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rows, longest, *inner)``, and which values are the rows' own."""
+    lengths = rows.lengths
+    longest = max(1, int(lengths.max(initial=1)))
+    mask = np.arange(longest) < lengths[:, None]
+    shape = (len(rows), longest, *column.shape)
+    padded = np.full(shape, kind.padding_value, dtype=column.dtype)
+    padded[mask] = rows.own()[0].reshape(-1, *column.shape)
+    return torch.from_numpy(padded), torch.from_numpy(mask)
+
+
+def _vectors(rows: Ragged, column: Column, kind: Sparse) -> torch.Tensor:
+    """``(rows, size)``."""
+    index, values = rows.own()
+    owner = np.repeat(np.arange(len(rows)), rows.lengths)
+    shape = (len(rows), *column.shape)
+    if kind.dense:
+        dense = np.zeros(shape, dtype=column.dtype)
+        dense[owner, index] = values
+        return torch.from_numpy(dense)
+    places = torch.from_numpy(np.stack([owner, index.astype(np.int64)]))
+    return torch.sparse_coo_tensor(
+        places, torch.from_numpy(values.copy()), shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _images(rows: Ragged, column: Column, kind: Image) -> torch.Tensor:
+    return torch.from_numpy(decode_rows(rows, kind, column.shape))

@@ -1,0 +1,160 @@
+"""How do images in a column become uint8 tensors, and which of them are bad?
+
+Channels first, red, green, blue. Pillow decodes and scales; Spark's image structs that need no
+scaling are only transposed.
+"""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.arrow import Findings, NotUniform
+from sparkdl.data.ragged import Array, Ragged, offsets_of
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Image
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Channels -> Pillow's name."""
+
+
+class BadImage(ValueError):
+    """An image that cannot be used; says why, and where it came from if that is known."""
+
+
+def read_images(
+    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
+) -> Array:
+    """Decode a column of encoded images, or of Spark's image structs.
+
+    Returns:
+        uint8 ``(rows, channels, height, width)``.
+
+    Raises:
+        NotUniform: images are null, cannot be decoded, or differ in size; says which.
+    """
+    rows: list[Array] = []
+    findings = Findings()
+    for row, value in enumerate(array):
+        place = f"row {first_row + row}{where}"
+        if not value.is_valid:
+            findings.note_null(place)
+            continue
+        try:
+            rows.append(_image(value, specification))
+        except BadImage as error:
+            findings.note_cause(*_cause_and_place(error, place))
+            continue
+        findings.note_shape(rows[-1].shape, place)
+    if findings:
+        raise NotUniform(findings)
+    if rows:
+        return np.stack(rows)
+    return np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+
+
+def encoded(
+    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
+) -> Ragged:
+    """Keep encoded images as they are, after decoding each once to see that it can be.
+
+    Raises:
+        NotUniform: as `read_images`.
+    """
+    checked = read_images(array, specification, where=where, first_row=first_row)
+    data = [np.frombuffer(value.as_buffer(), dtype=np.uint8) for value in array]
+    lengths = np.array([len(part) for part in data], dtype=np.int64)
+    flat = np.concatenate(data) if data else np.empty(0, dtype=np.uint8)
+    return Ragged((flat,), offsets_of(lengths), checked.shape[1:] if data else None)
+
+
+def decode_rows(rows: Ragged, specification: Image, shape: tuple[int, ...]) -> Array:
+    """Decode the images that `encoded` has kept: uint8 ``(rows, *shape)``."""
+    (flat,) = rows.parts
+    images = np.empty((len(rows), *shape), dtype=np.uint8)
+    bounds = rows.offsets.tolist()
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        images[row] = _decode(flat[start:stop].data, specification)
+    return images
+
+
+def require_pillow() -> Any:
+    """Pillow's module ``Image``.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image as pillow
+    except ImportError as error:
+        raise ConfigError(
+            'images need Pillow: pip install "sparkdl-torch[images]" where the driver and the '
+            "executors run"
+        ) from error
+    return pillow
+
+
+def _image(value: pa.Scalar, specification: Image) -> Array:
+    if not pa.types.is_struct(value.type):
+        return _decode(value.as_buffer(), specification)
+    fields = {name: value[name].as_py() for name in ("height", "width", "nChannels")}
+    origin = value["origin"].as_py() if "origin" in value else None
+    data = value["data"].as_buffer() if value["data"].is_valid else b""
+    try:
+        return _from_struct(data, specification, **fields)
+    except BadImage as error:
+        raise BadImage(str(error), origin) from None
+
+
+def _from_struct(
+    data: Any, specification: Image, *, height: int, width: int, nChannels: int
+) -> Array:
+    flat = np.frombuffer(data, dtype=np.uint8)
+    if not flat.size or height is None or height < 1:
+        raise BadImage("no image that Spark could read")
+    if nChannels not in _MODES or flat.size != height * width * nChannels:
+        raise BadImage("not as many bytes as height, width and channels say")
+    pixels = flat.reshape(height, width, nChannels)
+    if nChannels > 1:  # OpenCV's order: blue, green, red
+        pixels = pixels[:, :, [2, 1, 0, 3][:nChannels]]
+    if nChannels == specification.channels and specification.size in (None, (height, width)):
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    pillow = require_pillow()
+    return _fitted(
+        pillow.fromarray(np.ascontiguousarray(pixels[:, :, 0] if nChannels == 1 else pixels)),
+        specification,
+    )
+
+
+def _decode(data: Any, specification: Image) -> Array:
+    pillow = require_pillow()
+    try:
+        with pillow.open(io.BytesIO(data)) as image:
+            return _fitted(image, specification)
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+        # Without the address of the buffer, which Pillow's message has: equal causes count.
+        text = str(error).split(" <_io.")[0]
+        raise BadImage(f"cannot be decoded ({type(error).__name__}: {text})") from None
+
+
+def _fitted(image: Any, specification: Image) -> Array:
+    """Pixels ``(channels, height, width)`` in the wanted channels and size."""
+    mode = _MODES[specification.channels]
+    if image.mode != mode:
+        image = image.convert(mode)
+    if specification.size is not None and (image.height, image.width) != specification.size:
+        height, width = specification.size
+        image = image.resize((width, height), require_pillow().Resampling.BILINEAR)
+    pixels = np.asarray(image, dtype=np.uint8)
+    if pixels.ndim == 2:
+        return pixels[None]
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def _cause_and_place(error: BadImage, place: str) -> tuple[str, str]:
+    cause, *origin = error.args
+    return cause, f"{place}, {origin[0]}" if origin and origin[0] else place

@@ -1,0 +1,96 @@
+"""What is noted of a shard's columns while they are spooled, for the driver to judge?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sparkdl.data.arrow import Findings
+from sparkdl.data.ragged import Array
+from sparkdl.plan import Role
+
+
+@dataclass(kw_only=True)
+class ColumnStats:
+    """What was seen of one column in one shard."""
+
+    shape: tuple[int, ...] | None = None
+    """Shape of a row; None when the shard has no row."""
+    dtype: str | None = None
+    """Of the values; None when the shard has none."""
+    longest: int = 0
+    """Values of the longest row, where rows may differ."""
+    nulls_and_shapes: Findings = field(default_factory=Findings)
+    bad_values: int = 0
+    """Labels that are infinite, NaN, or no class numbers where these are wanted; bad weights."""
+    first_bad: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["nulls_and_shapes"] = self.nulls_and_shapes.to_dict()
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ColumnStats:
+        """Inverse of `to_dict`."""
+        shape = values["shape"]
+        return cls(
+            **{
+                **values,
+                "shape": None if shape is None else tuple(shape),
+                "nulls_and_shapes": Findings.from_dict(values["nulls_and_shapes"]),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolSummary:
+    """What a finished spool holds."""
+
+    num_rows: int
+    num_validation_rows: int
+    fingerprint: str
+    """Hash of the rows' hashes in their order, and of which are for validation."""
+    content: int
+    """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
+    num_bytes: int
+    columns: tuple[ColumnStats, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        flat = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**flat, "columns": [column.to_dict() for column in self.columns]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpoolSummary:
+        """Inverse of `to_dict`."""
+        columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
+        return cls(**{**values, "columns": columns})
+
+
+def made_dtype(dtype: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:
+    """Dtype in the spool of what a transform has given."""
+    if dtype.kind == "f":
+        return np.dtype(float_dtype)
+    if role == "feature" and dtype.name in ("bool", "uint8"):
+        return dtype
+    return np.dtype("int64")
+
+
+def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
+    """``(rows,)``: True where a label or weight cannot be used."""
+    flat = values.reshape(len(values), -1)
+    if values.dtype.kind == "f":
+        bad = ~np.isfinite(flat)
+        if as_classes:
+            bad |= np.floor(flat) != flat
+    else:
+        bad = np.zeros(flat.shape, dtype=bool)
+    if as_classes or role == "weight":
+        bad |= flat < 0
+    return np.asarray(bad.any(axis=1))

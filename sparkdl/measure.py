@@ -1,0 +1,376 @@
+"""What does one task find out about the rows that it evaluates, and how do parts add up?
+
+A `Part` holds sums, counts and states, never rows. Parts of any cut of the rows add up to the same
+whole, but for the rounding of single rows: sums are compensated (`compensated`), tables are exact
+or cut into bins by a rule that depends on the union alone (`curves`), torchmetrics are united by
+the rules of their own states (`train.metrics`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparkdl.compensated import Moments, Sums, exact_sum
+from sparkdl.config import Task
+from sparkdl.curves import ScoreTable, limit_for
+from sparkdl.data.arrow import to_numpy
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.predict import class_probabilities, likeliest_class
+from sparkdl.scores import (
+    ClassificationScores,
+    Evaluation,
+    RegressionScores,
+    classification_scores,
+    regression_scores,
+)
+from sparkdl.train.loss import ClassLoss, LossFunction, resolve_loss
+from sparkdl.train.metrics import Metrics, State, on_cpu
+
+LISTED_BYTES = 64 << 20
+"""Largest size of all states of torchmetrics that grow by the row, over all rows."""
+_SMALLEST_PROBABILITY = 1e-15
+"""A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What an evaluation shall find out; picklable."""
+
+    task: Task
+    loss: Any
+    """As the user gave it; see `train.loss.resolve_loss`."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> torchmetrics.Metric, or a callable that makes one."""
+    num_classes: int = 0
+    """Classes that the module tells apart; 0: it is no classifier."""
+    curves: tuple[int, ...] = ()
+    """Classes whose curves are wanted."""
+
+    def make_loss(self, device: torch.device = _CPU) -> LossFunction:
+        """The loss, as training has it."""
+        loss = resolve_loss(self.loss, self.task)
+        loss.to(device)
+        return loss
+
+    def make_metrics(self, loss: LossFunction, device: torch.device = _CPU) -> Metrics:
+        """Fresh metrics, in float64."""
+        return Metrics(self.metrics, self.task, loss.predictions, device, is_double=True)
+
+
+def chosen_curves(curves: bool | Sequence[int] | None, num_classes: int) -> tuple[int, ...]:
+    """The classes whose curves are wanted; see `TorchModel.evaluate`.
+
+    Raises:
+        ConfigError: the model does not tell them apart.
+    """
+    if curves is None or isinstance(curves, bool):
+        if curves and not num_classes:
+            raise ConfigError("only classifiers have curves; leave out curves=True")
+        return tuple(range(num_classes)) if curves else (1,) * (curves is None and num_classes == 2)
+    wrong = [number for number in curves if number not in range(num_classes)]
+    if wrong:
+        raise ConfigError(f"curves must be classes from 0 to {num_classes - 1}; received {wrong}")
+    return tuple(dict.fromkeys(curves))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A column that comes beside the inputs: label or weight."""
+
+    name: str
+    dtype: str
+    """numpy name of the dtype in which it comes."""
+    as_classes: bool = False
+
+    def read(self, array: Any) -> torch.Tensor:
+        """Its values, ``(rows, ...)``.
+
+        Raises:
+            DataError: a null, or a value that is no class number where one is needed.
+        """
+        dtype = "float64" if self.as_classes else self.dtype
+        values = torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
+        return _class_numbers(values, self.name) if self.as_classes else values
+
+    def read_weights(self, array: Any) -> torch.Tensor:
+        """Its values as weights of rows.
+
+        Raises:
+            DataError: one is null, negative or not finite.
+        """
+        values = self.read(array)
+        wrong = ~torch.isfinite(values) | (values < 0)
+        if bool(wrong.any()):
+            raise DataError(
+                f'column "{self.name}" has the weight {float(values[wrong][0])}; weights are '
+                "numbers from 0"
+            )
+        return values
+
+
+def _class_numbers(values: torch.Tensor, name: str) -> torch.Tensor:
+    numbers = values.long()
+    wrong = (numbers != values) | (numbers < 0)
+    if bool(wrong.any()):
+        raise DataError(
+            f'column "{name}" has the label {float(values[wrong][0])}: no class number (index '
+            f"strings with StringIndexer, or filter such rows out)"
+        )
+    return numbers
+
+
+@dataclass
+class Part:
+    """What was found out about some of the rows."""
+
+    rows: int = 0
+    sums: Sums = field(default_factory=Sums)
+    labels: Moments = field(default_factory=Moments)
+    """Of a regression's labels."""
+    metrics: dict[str, list[State]] = field(default_factory=dict)
+    curves: dict[int, ScoreTable] = field(default_factory=dict)
+
+    def merge(self, other: Part) -> None:
+        """Add another part, whose rows come after this one's; see also `united`."""
+        self.rows += other.rows
+        self.sums.merge(other.sums)
+        self.labels.merge(other.labels)
+        for name, states in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(states)
+        for number, table in other.curves.items():
+            self.curves.setdefault(number, ScoreTable(limit=table.limit)).merge(table)
+
+    def to_bytes(self) -> bytes:
+        """For a row of Spark's."""
+        buffer = io.BytesIO()
+        tables = {number: _tensors(table.to_dict()) for number, table in self.curves.items()}
+        labels = (self.labels.weight, self.labels.mean, self.labels.squares)
+        torch.save((self.rows, self.sums.to_dict(), labels, self.metrics, tables), buffer)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Part:
+        """Inverse of `to_bytes`; nothing is executed."""
+        rows, sums, labels, metrics, tables = torch.load(io.BytesIO(data), weights_only=True)
+        return cls(
+            rows=rows,
+            sums=Sums.from_dict(sums),
+            labels=Moments(*labels),
+            metrics=metrics,
+            curves={number: ScoreTable(**_arrays(table)) for number, table in tables.items()},
+        )
+
+
+def united(parts: Sequence[Part], measures: Measures) -> Part:
+    """The sum of parts, in their order.
+
+    Raises:
+        ConfigError: states of torchmetrics became too large.
+    """
+    whole = Part()
+    for part in parts:
+        whole.merge(part)
+    metrics = measures.make_metrics(measures.make_loss())
+    whole.metrics = {name: metrics.united(name, states) for name, states in whole.metrics.items()}
+    _check_listed(
+        {
+            name: sum(_listed(value) for _, values in states for value in values.values())
+            for name, states in whole.metrics.items()
+        }
+    )
+    return whole
+
+
+def evaluation(part: Part, measures: Measures) -> Evaluation:
+    """What follows from the whole.
+
+    Raises:
+        DataError: there are no rows.
+        ConfigError: a metric's states cannot be united.
+    """
+    if not part.rows:
+        raise DataError("there are no rows to evaluate; check where they come from, and filters")
+    sums = part.sums
+    metrics = measures.make_metrics(measures.make_loss())
+    loss_weight = sums["loss_weight"]
+    return Evaluation(
+        rows=part.rows,
+        loss=sums["loss"] / loss_weight if loss_weight > 0 else math.nan,
+        scores=_scores(part, measures.task),
+        metrics={name: metrics.value(name, states) for name, states in part.metrics.items()},
+        curves={number: table.curve() for number, table in sorted(part.curves.items())},
+        num_classes=measures.num_classes,
+    )
+
+
+def _scores(part: Part, task: Task) -> ClassificationScores | RegressionScores | None:
+    sums = part.sums
+    if task == "classification":
+        counts = {pair: sums[pair] for pair in sums if isinstance(pair, tuple)}
+        return classification_scores(counts, sums["log_loss"])
+    if task == "regression":
+        return regression_scores(
+            weight=sums["weight"],
+            squared_error=sums["squared_error"],
+            absolute_error=sums["absolute_error"],
+            label_variance=part.labels.squares,
+        )
+    return None
+
+
+class Evaluator:
+    """One task's evaluation: shown batches, it gathers a `Part`."""
+
+    def __init__(self, measures: Measures, device: torch.device) -> None:
+        self._measures = measures
+        self._loss = measures.make_loss(device)
+        self._metrics = measures.make_metrics(self._loss, device)
+        self._metrics.reset()
+        limit = limit_for(len(measures.curves))
+        self._part = Part(curves={number: ScoreTable(limit=limit) for number in measures.curves})
+
+    def update(
+        self, output: Any, predicted: Any, target: Any, weight: torch.Tensor | None, num_rows: int
+    ) -> None:
+        """Take note of a batch.
+
+        Args:
+            output: what the module returned, for loss and metrics.
+            predicted: the tensor of which ``transform`` makes the prediction; of a model of class
+                numbers or numbers only.
+            target: what the loss compares with.
+            weight: ``(batch,)``, on the CPU.
+            num_rows: samples of the batch.
+        """
+        weights = np.ones(num_rows) if weight is None else weight.double().numpy()
+        self._part.rows += num_rows
+        self._add_loss(output, target, weights, weight)
+        self._metrics.update(output, target)
+        if self._measures.task == "classification":
+            self._add_classes(predicted, target, weights)
+        elif self._measures.task == "regression":
+            self._add_numbers(predicted, target, weights)
+
+    def check(self) -> None:
+        """Refuse to go on when metrics keep too much; called from time to time.
+
+        Raises:
+            ConfigError: states of torchmetrics that grow by the row became too large.
+        """
+        _check_listed(self._metrics.listed_bytes())
+
+    def part(self) -> Part:
+        """All that was found out."""
+        seen = on_cpu(self._metrics.seen())
+        self._part.metrics = {name: [state] for name, state in seen.items()}
+        return self._part
+
+    def _add_loss(
+        self, output: Any, target: Any, weights: np.ndarray, weight: torch.Tensor | None
+    ) -> None:
+        sums = self._part.sums
+        losses = row_losses(self._loss, output, target, self._measures)
+        if losses is None:
+            loss_sum, count = self._loss(output, target, weight)
+            sums.add("loss", float(loss_sum))
+            sums.add("loss_weight", float(count))
+            return
+        values, counts = losses
+        counted = counts > 0
+        sums.add("loss", exact_sum((values * weights)[counted].tolist()))
+        sums.add("loss_weight", exact_sum((counts * weights).tolist()))
+
+    def _add_classes(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
+        labels = target.cpu().numpy().astype(np.int64)
+        counted = labels != _ignored(self._loss)
+        labels, weights = labels[counted], weights[counted]
+        classes = likeliest_class(predicted).cpu().numpy()[counted]
+        chances = class_probabilities(predicted).cpu().numpy()[counted]
+        sums = self._part.sums
+        sums.add("weight", exact_sum(weights.tolist()))
+        pairs, place = np.unique(np.stack([labels, classes], 1), axis=0, return_inverse=True)
+        totals = np.bincount(place.reshape(-1), weights=weights, minlength=len(pairs))
+        for (label, number), total in zip(pairs.tolist(), totals.tolist(), strict=True):
+            sums.add((label, number), total)
+        known = labels < chances.shape[1]
+        chance = np.where(known, chances[np.arange(len(labels)), np.where(known, labels, 0)], 0.0)
+        losses = -np.log(np.maximum(chance, _SMALLEST_PROBABILITY))
+        sums.add("log_loss", exact_sum((losses * weights).tolist()))
+        for number, table in self._part.curves.items():
+            table.add(chances[:, number], labels == number, weights)
+
+    def _add_numbers(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
+        labels = target.double().cpu().reshape(-1).numpy()
+        errors = predicted.double().cpu().reshape(-1).numpy() - labels
+        sums = self._part.sums
+        sums.add("weight", exact_sum(weights.tolist()))
+        sums.add("squared_error", exact_sum((weights * errors**2).tolist()))
+        sums.add("absolute_error", exact_sum((weights * np.abs(errors)).tolist()))
+        self._part.labels.merge(Moments.of(labels.tolist(), weights.tolist()))
+
+
+def row_losses(
+    loss: LossFunction, output: Any, target: Any, measures: Measures
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Losses of a batch's samples and by how much each counts, ``(batch,)`` each, in float64.
+
+    The loss of a class that the module does not know is infinite.
+
+    Returns:
+        None if the loss knows sums only.
+    """
+    unknown = None
+    if measures.task == "classification":
+        unknown = (target >= measures.num_classes) & (target != _ignored(loss))
+        target = torch.where(unknown, 0, target)
+    rows = loss.rows(output, target)
+    if rows is None:
+        return None
+    losses, counts = (None if value is None else value.double().cpu() for value in rows)
+    assert losses is not None
+    if unknown is not None:
+        losses = torch.where(unknown.cpu(), torch.inf, losses)
+    return losses.numpy(), np.ones(len(losses)) if counts is None else counts.numpy()
+
+
+def alone(losses: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The loss of a batch that consists of one row, for each row; NaN where none would count."""
+    found: np.ndarray = np.full_like(losses, np.nan)
+    np.divide(losses, counts, out=found, where=counts > 0)
+    return found
+
+
+def _ignored(loss: LossFunction) -> int:
+    return loss.ignore_index if isinstance(loss, ClassLoss) else -1
+
+
+def _listed(value: Any) -> int:
+    items = value if isinstance(value, list) else []
+    return sum(item.numel() * item.element_size() for item in items)
+
+
+def _check_listed(sizes: Mapping[str, int]) -> None:
+    if sum(sizes.values()) <= LISTED_BYTES:
+        return
+    name = max(sizes, key=lambda name: sizes[name])
+    raise ConfigError(
+        f"metric {name!r} keeps something of every row, which came to more than "
+        f"{LISTED_BYTES >> 20} MiB; give it a fixed size (thresholds=... of torchmetrics' curves), "
+        f"or leave it out: evaluate makes ROC and precision-recall curves itself (curves=True)"
+    )
+
+
+def _tensors(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in table.items()}
+
+
+def _arrays(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in table.items()}

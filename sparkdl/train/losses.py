@@ -1,0 +1,194 @@
+"""How do the losses of several labels become one, and stay apart in the history?
+
+The loss of a sample is the weighted sum of its losses on the labels, so that the mean over samples
+adds up over micro-batches and ranks as that of a single loss does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.train.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
+
+
+def loss_of(config: TrainConfig) -> LossFunction:
+    """The loss that a run minimizes: one, or the weighted sum of those of several labels.
+
+    Raises:
+        ConfigError: see `resolve_loss`.
+    """
+    if not isinstance(config.loss, Mapping):
+        return resolve_loss(config.loss, config.task)
+    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
+    return LossSum(parts, config.loss_weights)
+
+
+def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
+    """What ``loss`` means for several labels.
+
+    A mapping must have a loss for each. A name, or a loss of torch's kind, is taken for each. Any
+    other function is called once, with the module's output and a dict of all labels.
+
+    Raises:
+        ConfigError: the mapping has other names than the labels.
+    """
+    if isinstance(loss, Mapping):
+        if set(loss) != set(labels):
+            raise ConfigError(
+                f"loss must have an entry for each of the labels {list(labels)}; received "
+                f"{list(loss)}"
+            )
+        return {name: loss[name] for name in labels}
+    is_torch = hasattr(loss, "reduction") or (
+        isinstance(loss, type) and issubclass(loss, nn.Module)
+    )
+    return dict.fromkeys(labels, loss) if isinstance(loss, str) or is_torch else loss
+
+
+def class_labels(loss: Any) -> set[str]:
+    """The labels whose losses compare class numbers."""
+    if not isinstance(loss, Mapping):
+        return set()
+    return {
+        name for name, part in loss.items() if isinstance(resolve_loss(part, "custom"), ClassLoss)
+    }
+
+
+class LossSum:
+    """The weighted sum of a loss per label, as a `LossFunction`.
+
+    The module returns a dict by the labels' names, a tuple in the labels' order, or one tensor,
+    which then goes to every loss. Class weights weigh the losses of their samples but do not enter
+    the mean, and targets that are ignored count as no loss: the denominator is that of all labels.
+    """
+
+    def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
+        """Join losses.
+
+        Args:
+            parts: label -> its loss.
+            weights: label -> by how much its loss counts; 1 where there is none.
+        """
+        self._parts = dict(parts)
+        self._weights = {name: float(weights.get(name, 1.0)) for name in parts}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The labels."""
+        return tuple(self._parts)
+
+    def part(self, name: str) -> LossFunction:
+        """The loss of a label."""
+        return self._parts[name]
+
+    def output_for(self, name: str, output: Any) -> Any:
+        """The part of the module's output that a label is compared with."""
+        return self._outputs(output)[self.names.index(name)]
+
+    def to(self, device: torch.device) -> None:
+        """See `LossFunction.to`."""
+        for part in self._parts.values():
+            part.to(device)
+
+    def predictions(self, output: Any) -> dict[str, Any]:
+        """What each label's metrics see."""
+        return {
+            name: part.predictions(value) if isinstance(part, ClassLoss) else value
+            for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True)
+        }
+
+    def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
+        """See `LossFunction.__call__`."""
+        loss_sum, weight_sum, _ = self.apart(output, target, weight)
+        return loss_sum, weight_sum
+
+    def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
+        """See `LossFunction.rows`."""
+        total: torch.Tensor | None = None
+        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+            if isinstance(part, ClassLoss):
+                losses = part.sample_losses(value, target[name])
+            else:
+                found = part.rows(value, target[name])
+                if found is None:
+                    return None
+                losses = found[0]
+            losses = self._weights[name] * losses
+            total = losses if total is None else total + losses
+        assert total is not None, "there is no label"
+        return total, None
+
+    def apart(
+        self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
+        """As `__call__`, and the sum of each label's losses, without its weight."""
+        sums = []
+        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+            if isinstance(part, ClassLoss):
+                losses = part.sample_losses(value, target[name])
+                sums.append((losses if weight is None else losses * weight.to(losses.dtype)).sum())
+            else:
+                sums.append(part(value, target[name], weight)[0])
+        total = torch.stack([w * s for w, s in zip(self._weights.values(), sums, strict=True)])
+        weight_sum = float(rows_of(target)) if weight is None else weight.sum()
+        return total.sum(), weight_sum, tuple(sums)
+
+    def _outputs(self, output: Any) -> list[Any]:
+        """The output for each label.
+
+        Raises:
+            ConfigError: the module returned none for some.
+        """
+        names = list(self._parts)
+        if isinstance(output, Mapping) and set(names) <= set(output):
+            return [output[name] for name in names]
+        if isinstance(output, (tuple, list)) and len(output) == len(names):
+            return list(output)
+        if isinstance(output, torch.Tensor):
+            return [output] * len(names)
+        got = list(output) if isinstance(output, Mapping) else type(output).__name__
+        raise ConfigError(
+            f"the module must return a dict with the labels {names}, a tuple of {len(names)} in "
+            f"their order, or one tensor for all; it returned {got}"
+        )
+
+
+def sums_of(
+    loss: LossFunction, output: Any, target: Any, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
+    """Sum of losses, sum of weights, and the sums of the labels' losses where there are several."""
+    if isinstance(loss, LossSum):
+        return loss.apart(output, target, weight)
+    return (*loss(output, target, weight), ())
+
+
+def part_names(loss: LossFunction) -> tuple[str, ...]:
+    """The labels whose losses `sums_of` tells apart."""
+    return loss.names if isinstance(loss, LossSum) else ()
+
+
+def no_sums(loss: LossFunction, device: torch.device) -> torch.Tensor:
+    """Zeros for losses, weights and the losses of each label, float64."""
+    return torch.zeros(2 + len(part_names(loss)), dtype=torch.float64, device=device)
+
+
+def loss_record(sums: list[float], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
+    """The history's entries: ``loss``, and ``loss_<label>`` where there are several.
+
+    Args:
+        sums: losses, weights, then the losses of each label.
+        names: the labels.
+        prefix: ``val_`` for an evaluation.
+    """
+    loss_sum, weight_sum, *parts = sums
+    divisor = weight_sum if weight_sum > 0 else float("nan")
+    by_label = {
+        f"{prefix}loss_{name}": part / divisor for name, part in zip(names, parts, strict=True)
+    }
+    return {f"{prefix}loss": loss_sum / divisor, **by_label}

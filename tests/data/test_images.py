@@ -1,0 +1,83 @@
+"""Do images become tensors of the right pixels, and are bad ones reported?"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image as pillow
+
+from sparkdl.data.arrow import NotUniform
+from sparkdl.data.images import decode_rows, encoded, read_images
+from sparkdl.inputs import Image
+
+RGB = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+
+
+def png(pixels: np.ndarray, form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    pillow.fromarray(pixels).save(file, form)
+    return file.getvalue()
+
+
+def spark_image(pixels: np.ndarray, **changes: Any) -> dict[str, Any]:
+    height, width, channels = pixels.shape
+    order = [2, 1, 0, 3][:channels] if channels > 1 else [0]
+    return {
+        "origin": "file:/a.png", "height": height, "width": width, "nChannels": channels,
+        "mode": 16, "data": pixels[:, :, order].tobytes(), **changes,
+    }  # fmt: skip
+
+
+def refused(array: pa.Array, specification: Image) -> str:
+    with pytest.raises(NotUniform) as caught:
+        read_images(array, specification, where=" of partition 1", first_row=5)
+    assert caught.value.findings is not None
+    return caught.value.findings.message("photo")
+
+
+def test_encoded_and_spark_images_give_the_same_pixels() -> None:
+    wanted = RGB.transpose(2, 0, 1)[None]
+    assert (read_images(pa.array([png(RGB)]), Image("x")) == wanted).all()
+    assert (read_images(pa.array([spark_image(RGB)]), Image("x")) == wanted).all()
+
+
+def test_channels_and_sizes_are_converted() -> None:
+    for array in (pa.array([png(RGB)]), pa.array([spark_image(RGB)])):
+        grey = read_images(array, Image("x", size=(5, 3), channels=1))
+        assert grey.shape == (1, 1, 5, 3) and grey.dtype == np.uint8
+    clear = np.dstack([RGB, np.full((2, 4), 9, np.uint8)])
+    both = [png(clear)], [spark_image(clear)]
+    found = [read_images(pa.array(rows), Image("x", channels=4)) for rows in both]
+    assert (found[0] == found[1]).all() and (found[0][0, 3] == 9).all()
+
+
+def test_kept_images_are_decoded_later() -> None:
+    array = pa.array([png(RGB), png(RGB[::-1])])
+    rows = encoded(array, Image("x", decode="batch"))
+    assert rows.shape == (3, 2, 4) and rows.num_bytes == sum(len(v.as_py()) for v in array)
+    later = decode_rows(rows[1:], Image("x", decode="batch"), (3, 2, 4))
+    assert (later == read_images(array, Image("x"))[1:]).all()
+
+
+def test_bad_images_are_counted_by_cause() -> None:
+    whole = png(RGB)
+    said = refused(pa.array([whole, b"no image", None, whole[:50], b"nor this"]), Image("x"))
+    assert 'column "photo" has 2 bad rows: cannot be decoded (Unidentified' in said
+    assert "(first: row 6 of partition 1)" in said
+    assert "1 null (first: row 7 of partition 1)" in said
+    said = refused(pa.array([png(RGB), png(RGB[:1])]), Image("x"))
+    assert "most rows have shape (3, 2, 4), but 1 do not" in said
+
+
+def test_images_that_spark_could_not_read_tell_their_files() -> None:
+    bad = spark_image(RGB, height=-1, width=-1, nChannels=-1, data=b"")
+    said = refused(pa.array([spark_image(RGB), bad]), Image("x"))
+    assert (
+        "bad row: no image that Spark could read (first: row 6 of partition 1, file:/a.png)" in said
+    )
+    said = refused(pa.array([spark_image(RGB, data=b"123")]), Image("x"))
+    assert "not as many bytes as height, width and channels say" in said

@@ -1,0 +1,62 @@
+"""Do specifications refuse what makes no sense, and travel as JSON?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparkdl import Image, Sequence, Sparse, Tensor
+from sparkdl.describe import describe, restore
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Specification, check_names, named
+
+
+def made(batch: Any) -> Any:
+    return batch.column(0)
+
+
+@pytest.mark.parametrize(
+    "specification",
+    [
+        Tensor("x", shape=(1, 2)),
+        Tensor(("a", "b"), transform=made),
+        Sequence("tokens", mask="is_token", padding_value=-1, max_length=9),
+        Image("photo", size=(8, 9), channels=1, decode="batch"),
+        Sparse("words", dense=False),
+    ],
+)
+def test_json_gives_the_specification_back(specification: Specification) -> None:
+    assert restore(describe(specification)) == specification
+
+
+def test_lists_become_tuples() -> None:
+    assert Tensor(["a", "b"], transform=made).columns == ("a", "b")  # type: ignore[arg-type]
+    assert Image("x", size=[3, 4]).size == (3, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Tensor(""), "needs a column's name"),
+        (lambda: Tensor(("a", "b")), "names several columns: pass a transform"),
+        (lambda: Tensor("a", transform=3), "transform must be a function"),
+        (lambda: Tensor("a", shape=(0,)), "shape must hold whole numbers"),
+        (lambda: Sequence("a", max_length=0), "max_length must be at least 1"),
+        (lambda: Sequence("a", mask=""), "mask must be the name"),
+        (lambda: Image("a", size=(3,)), r"size must be \(height, width\)"),
+        (lambda: Image("a", channels=2), "channels must be one of"),
+        (lambda: Image("a", decode="later"), "decode must be 'spool' or 'batch'"),
+    ],
+)
+def test_nonsense_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_an_argument_is_named_once() -> None:
+    check_names(named({"x": Tensor("a"), "t": Sequence("b", mask="m")}))
+    with pytest.raises(ConfigError, match="name the argument 'x' of forward twice"):
+        check_names(named({"x": Tensor("a"), "t": Sequence("b", mask="x")}))
+    with pytest.raises(ConfigError, match="name a column twice by position"):
+        check_names(named([Tensor("a"), Sequence("a")]))

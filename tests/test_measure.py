@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torchmetrics
+from sklearn import metrics as sklearn_metrics
+from torch import nn
+from torchmetrics import classification
+
+from sparkdl import measure
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.measure import (
+    Beside,
+    Evaluator,
+    Measures,
+    Part,
+    alone,
+    chosen_curves,
+    evaluation,
+    row_losses,
+    united,
+)
+from sparkdl.scores import Evaluation
+
+CPU = torch.device("cpu")
+torch.manual_seed(0)
+ROWS = 500
+LOGITS = torch.randn(ROWS, 3, dtype=torch.float64)
+LABELS = (LOGITS + 2 * torch.randn(ROWS, 3)).argmax(1)
+WEIGHTS = torch.rand(ROWS, dtype=torch.float64)
+NUMBERS = LOGITS[:, 0] * 2 + 100
+CUTS: list[list[int]] = [[ROWS], [0, 1, 99, 400], [50] * 10, [1] * ROWS]
+
+
+def evaluated(
+    measures: Measures,
+    cut: Sequence[int],
+    output: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    batch_size: int = 37,
+) -> Evaluation:
+    """As tasks with so many rows each do it, in two groups."""
+    parts, start = [], 0
+    for size in cut:
+        evaluator = Evaluator(measures, CPU)
+        for begin in range(start, start + size, batch_size):
+            rows = slice(begin, min(begin + batch_size, start + size))
+            evaluator.update(
+                output[rows],
+                output[rows],
+                target[rows],
+                None if weight is None else weight[rows],
+                len(output[rows]),
+            )
+        evaluator.check()
+        parts.append(Part.from_bytes(evaluator.part().to_bytes()))
+        start += size
+    groups = [united(parts[::2], measures), united(parts[1::2], measures)]
+    sent = [Part.from_bytes(group.to_bytes()) for group in groups]
+    return evaluation(united(sent, measures), measures)
+
+
+def local(metric: torchmetrics.Metric, *arguments: torch.Tensor) -> Any:
+    return metric.set_dtype(torch.float64)(*arguments)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{len(cut)} parts")
+@pytest.mark.parametrize("weight", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_any_cut_of_a_classifier_gives_what_one_process_does(
+    cut: list[int], weight: torch.Tensor | None
+) -> None:
+    measures = Measures(
+        task="classification",
+        loss="cross_entropy",
+        metrics={
+            "top2": classification.MulticlassAccuracy(3, top_k=2),
+            "f1": classification.MulticlassF1Score(3, average=None),
+            "auroc": classification.MulticlassAUROC(3),  # keeps every row
+            "matthews": classification.MulticlassMatthewsCorrCoef(3),
+        },
+        num_classes=3,
+        curves=(0, 2),
+    )
+    found = evaluated(measures, cut, LOGITS, LABELS, weight)
+    losses = nn.functional.cross_entropy(LOGITS, LABELS, reduction="none")
+    weights = torch.ones(ROWS, dtype=torch.float64) if weight is None else weight
+    expected = math.fsum((losses * weights).tolist()) / math.fsum(weights.tolist())
+    assert found["loss"] == pytest.approx(expected, abs=1e-12)
+    chances, w = LOGITS.softmax(1), weights.numpy()
+    predictions = LOGITS.argmax(1)
+    accuracy = sklearn_metrics.accuracy_score(LABELS, predictions, sample_weight=w)
+    assert found["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert found["log_loss"] == pytest.approx(expected, abs=1e-12)
+    confusion = sklearn_metrics.confusion_matrix(LABELS, predictions, sample_weight=w)
+    ours = [[found.confusion[i].get(j, 0.0) for j in range(3)] for i in range(3)]
+    np.testing.assert_allclose(ours, confusion, rtol=0, atol=1e-11)
+    for number in (0, 2):
+        area = sklearn_metrics.roc_auc_score(number == LABELS, chances[:, number], sample_weight=w)
+        assert found.curves[number].roc_auc == pytest.approx(area, abs=1e-12)
+    for name, metric in measures.metrics.items():
+        reference = local(metric.clone(), chances, LABELS).tolist()
+        np.testing.assert_allclose(found[name], reference, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{len(cut)} parts")
+@pytest.mark.parametrize("weight", [None, WEIGHTS], ids=["equal", "weighted"])
+def test_any_cut_of_a_regression_gives_what_one_process_does(
+    cut: list[int], weight: torch.Tensor | None
+) -> None:
+    target = NUMBERS + LOGITS[:, 1]
+    wanted = {"mae": torchmetrics.MeanAbsoluteError, "r2_score": torchmetrics.R2Score}
+    if len(cut) < ROWS:  # torchmetrics' own way of uniting its means fails for single rows
+        wanted["pearson"] = torchmetrics.PearsonCorrCoef
+    measures = Measures(task="regression", loss="mse", metrics=wanted)
+    output = NUMBERS.reshape(-1, 1)
+    found = evaluated(measures, cut, output, target, weight)
+    w = None if weight is None else weight.numpy()
+    squared = sklearn_metrics.mean_squared_error(target, NUMBERS, sample_weight=w)
+    assert found["loss"] == pytest.approx(squared, rel=1e-12)
+    assert found["rmse"] == pytest.approx(math.sqrt(squared), rel=1e-12)
+    assert found["r2"] == pytest.approx(
+        sklearn_metrics.r2_score(target, NUMBERS, sample_weight=w), abs=1e-12
+    )
+    for name, made in measures.metrics.items():
+        reference = float(local(made(), NUMBERS, target))
+        assert found[name] == pytest.approx(reference, abs=1e-11)
+
+
+def test_batches_do_not_matter() -> None:
+    measures = Measures(task="classification", loss="cross_entropy", num_classes=3, curves=(1,))
+    values = {
+        size: evaluated(measures, [ROWS], LOGITS, LABELS, WEIGHTS, batch_size=size)["loss"]
+        for size in (1, 7, 500)
+    }
+    assert max(values.values()) - min(values.values()) < 1e-14
+
+
+def test_class_weights_and_ignored_classes_count_as_in_torchs_mean() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
+    measures = Measures(task="classification", loss=loss, num_classes=3)
+    found = evaluated(measures, [100, 400], LOGITS, LABELS, None)
+    assert found["loss"] == pytest.approx(float(loss(LOGITS, LABELS)), abs=1e-12)
+    assert sum(sum(row.values()) for row in found.confusion.values()) == (LABELS != 2).sum()
+
+
+def test_a_class_that_the_module_does_not_know_is_wrong_and_costs_infinitely() -> None:
+    measures = Measures(task="classification", loss="cross_entropy", num_classes=3)
+    target = LABELS.clone()
+    target[7] = 5
+    found = evaluated(measures, [ROWS], LOGITS, target, None)
+    assert found["loss"] == math.inf
+    assert 30 / ROWS < found["log_loss"] < math.inf
+    assert found.confusion[5] == {int(LOGITS[7].argmax()): 1.0}
+    assert found.to_dict()["loss"] is None
+
+
+def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
+    def pair(output: torch.Tensor, target: torch.Tensor) -> Any:
+        return (output - target).abs().sum(), float(2 * len(output))
+
+    measures = Measures(task="custom", loss=pair)
+    found = evaluated(measures, [200, 300], NUMBERS, NUMBERS + 1, None)
+    assert found["loss"] == pytest.approx(0.5, abs=1e-12)
+    assert list(found) == ["loss"]
+    assert row_losses(measures.make_loss(), NUMBERS, NUMBERS, measures) is None
+
+
+def test_rows_alone() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
+    measures = Measures(task="classification", loss=loss, num_classes=3)
+    rows = row_losses(measures.make_loss(), LOGITS, LABELS, measures)
+    assert rows is not None
+    losses = alone(*rows)
+    for row in range(20):
+        expected = float(loss(LOGITS[row : row + 1], LABELS[row : row + 1]))
+        np.testing.assert_allclose(losses[row], expected, rtol=1e-12)  # NaN is NaN where ignored
+
+
+class Means(torchmetrics.Metric):
+    """Takes the mean of the ranks' means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.mean = output.mean()
+
+    def compute(self) -> torch.Tensor:
+        return self.mean
+
+
+def test_metrics_whose_parts_cannot_be_united_exactly_are_refused() -> None:
+    measures = Measures(task="regression", loss="mse", metrics={"means": Means})
+    with pytest.raises(ConfigError, match=r"'means' \(Means\) takes means over ranks"):
+        evaluated(measures, [200, 300], NUMBERS, NUMBERS, None)
+
+
+def test_metrics_that_keep_every_row_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measures = Measures(
+        task="classification", loss="cross_entropy", num_classes=3,
+        metrics={"auroc": classification.MulticlassAUROC(3)},
+    )  # fmt: skip
+    size = ROWS * 4 * 8
+    monkeypatch.setattr(measure, "LISTED_BYTES", size)
+    evaluated(measures, [250, 250], LOGITS, LABELS, None)
+    monkeypatch.setattr(measure, "LISTED_BYTES", size - 1)
+    with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):
+        evaluated(measures, [250, 250], LOGITS, LABELS, None)  # only together they are too many
+    with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):
+        evaluated(measures, [ROWS], LOGITS, LABELS, None)
+
+
+def test_metrics_with_weights_of_their_own_keep_their_dtype() -> None:
+    class Learnt(torchmetrics.MeanMetric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(self.layer(output))
+
+    measures = Measures(task="custom", loss="mse", metrics={"learnt": Learnt()})
+    output = NUMBERS.float().reshape(-1, 1)
+    assert isinstance(evaluated(measures, [ROWS], output, output, None)["learnt"], float)
+
+
+def test_no_rows_are_an_error() -> None:
+    measures = Measures(task="regression", loss="mse")
+    with pytest.raises(DataError, match="no rows to evaluate"):
+        evaluation(united([], measures), measures)
+
+
+def test_without_weight_there_is_no_loss() -> None:
+    measures = Measures(task="custom", loss="mse")
+    found = evaluated(measures, [ROWS], NUMBERS, NUMBERS, torch.zeros(ROWS))
+    assert math.isnan(found["loss"])
+
+
+@pytest.mark.parametrize(
+    ("curves", "num_classes", "expected"),
+    [
+        (None, 2, (1,)),
+        (None, 3, ()),
+        (None, 0, ()),
+        (True, 3, (0, 1, 2)),
+        (False, 2, ()),
+        ([2, 0, 2], 3, (2, 0)),
+    ],
+)
+def test_which_curves_are_made(curves: Any, num_classes: int, expected: tuple[int, ...]) -> None:
+    assert chosen_curves(curves, num_classes) == expected
+
+
+@pytest.mark.parametrize(
+    ("curves", "num_classes", "message"),
+    [(True, 0, "only classifiers"), ([3], 3, r"from 0 to 2; received \[3\]")],
+)
+def test_curves_of_other_classes_are_refused(curves: Any, num_classes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen_curves(curves, num_classes)
+
+
+def test_columns_beside_the_inputs_are_checked() -> None:
+    label = Beside("y", "int64", as_classes=True)
+    assert label.read(pa.array([1.0, 2.0])).tolist() == [1, 2]
+    for values, message in (
+        ([1.5], '"y" has the label 1.5: no class number'),
+        ([-1.0], '"y" has the label -1.0'),
+        ([1.0, None], '"y" has 1 null row'),
+    ):
+        with pytest.raises(DataError, match=message):
+            label.read(pa.array(values))
+    weight = Beside("w", "float64")
+    assert weight.read_weights(pa.array([0.0, 2.0])).tolist() == [0, 2]
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(DataError, match='"w" has the weight'):
+            weight.read_weights(pa.array([wrong]))

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from sparkdl import predict
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.outputs import Forward, Source
+from sparkdl.packing import SentByValue, pack
+from sparkdl.plan import Column
+from sparkdl.predict import Leaf, Make, PredictTask
+
+ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
+FLOATS = pa.list_(pa.float32())
+
+
+def leaf(make: Make, arrow_type: pa.DataType, *path: Any, layer: str | None = None) -> Leaf:
+    return Leaf(name="x", source=Source(layer, path), make=make, arrow_type=arrow_type)
+
+
+def task(module: nn.Module, *leaves: Leaf, batch_size: int = 3, **forward: Any) -> PredictTask:
+    packed = pack(module)
+    return PredictTask(
+        digest=packed.digest,
+        fetch=SentByValue(packed),
+        columns=(Column(name="features", role="feature", dtype="float32", shape=(3,)),),
+        batch_size=batch_size,
+        device="cpu",
+        forward=Forward(**forward),
+        leaves=leaves,
+    )
+
+
+def arrays(rows: np.ndarray) -> list[pa.Array]:
+    return [pa.array(list(rows), FLOATS)]
+
+
+def predicted(job: PredictTask, *parts: np.ndarray) -> list[pa.Array]:
+    return list(predict.predict(iter([arrays(part) for part in parts]), job))
+
+
+def test_rows_are_predicted_in_order_whatever_the_batches() -> None:
+    job = task(nn.Identity(), leaf("array", FLOATS))
+    first, second, *others = predicted(job, ROWS[:5], ROWS[5:])
+    assert not others
+    assert (len(first), len(second)) == (5, 2)
+    values = pa.concat_arrays([first, second]).field(0).to_pylist()
+    assert values == ROWS.tolist()
+
+
+def test_a_record_batch_without_rows_gives_nothing_and_runs_nothing() -> None:
+    class Refuses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    assert predicted(task(Refuses(), leaf("array", FLOATS)), ROWS[:0]) == []
+
+
+def test_large_outputs_leave_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "FLUSH_BYTES", 1)
+    pieces = predicted(task(nn.Identity(), leaf("array", FLOATS)), ROWS)
+    assert [len(piece) for piece in pieces] == [3, 3, 1]
+    assert pa.concat_arrays(pieces).field(0).to_pylist() == ROWS.tolist()
+
+
+def test_batches_of_different_width_stay_lists() -> None:
+    class Padded(nn.Module):
+        """As wide as the longest row of the batch."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_ones(len(x), len(x))
+
+    (piece,) = predicted(task(Padded(), leaf("array", FLOATS)), ROWS)
+    assert [len(row) for row in piece.field(0).to_pylist()] == [3] * 6 + [1]
+
+
+def test_shapes_are_kept_or_flattened() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3, 8), nn.Unflatten(1, (2, 2, 2)))
+    nested = leaf("nested", pa.list_(pa.list_(FLOATS)))
+    (piece,) = predicted(task(module, nested, leaf("array", FLOATS)), ROWS)
+    expected = module(torch.from_numpy(ROWS)).detach()
+    np.testing.assert_allclose(np.array(piece.field(0).to_pylist()), expected, rtol=1e-5)
+    np.testing.assert_allclose(np.array(piece.field(1).to_pylist()), expected.flatten(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arrow"),
+    [
+        (torch.float16, pa.float32()),
+        (torch.bfloat16, pa.float32()),
+        (torch.float64, pa.float64()),
+        (torch.bool, pa.bool_()),
+        (torch.uint8, pa.int16()),
+        (torch.int8, pa.int8()),
+        (torch.int64, pa.int64()),
+    ],
+)
+def test_dtypes_become_arrow_types(dtype: torch.dtype, arrow: pa.DataType) -> None:
+    values = torch.tensor([0, 1, 1]).to(dtype)
+    got = predict.to_arrow(values, leaf("value", arrow))
+    assert got.type == arrow
+    assert got.to_pylist() == [0, 1, 1]
+    both = predict.to_arrow(values.reshape(3, 1), leaf("array", pa.list_(arrow)))
+    assert both.to_pylist() == [[0], [1], [1]]
+
+
+def test_classes_logits_and_probabilities() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 0.0]])
+    assert predict.likeliest_class(logits).tolist() == [1, 0]
+    assert torch.equal(predict.class_logits(logits), logits.double())
+    assert torch.equal(predict.class_probabilities(logits), logits.double().softmax(1))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_one_logit_stands_for_two_classes(shape: tuple[int, ...]) -> None:
+    logits = torch.tensor([-1.0, 0.0, 2.0]).reshape(shape)
+    assert predict.likeliest_class(logits).tolist() == [0, 0, 1]
+    assert predict.class_logits(logits).tolist() == [[1, -1], [0, 0], [-2, 2]]
+    chances = predict.class_probabilities(logits)
+    assert torch.equal(chances[:, 1], torch.sigmoid(logits.double().reshape(-1)))
+    torch.testing.assert_close(chances.sum(1), torch.ones(3, dtype=torch.float64))
+
+
+def test_parts_of_several_sources_side_by_side() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            h = self.body(x)
+            return {"sum": h.sum(1), "both": (h, x)}
+
+    module = Heads()
+    leaves = [
+        leaf("value", pa.float32(), "sum"),
+        leaf("array", FLOATS, "both", 1),
+        leaf("array", FLOATS, layer="body"),
+        leaf("number", pa.float64(), "sum"),
+    ]
+    (piece,) = predicted(task(module, *leaves, layers=("body",)), ROWS)
+    h = module.body(torch.from_numpy(ROWS)).detach()
+    np.testing.assert_allclose(piece.field(0).to_pylist(), h.sum(1), rtol=1e-5)
+    assert piece.field(1).to_pylist() == ROWS.tolist()
+    np.testing.assert_allclose(np.array(piece.field(2).to_pylist()), h, rtol=1e-5)
+    assert piece.field(3).type == pa.float64()
+
+
+def test_hooks_do_not_stay_in_the_worker() -> None:
+    job = task(nn.Sequential(nn.Linear(3, 3)), leaf("array", FLOATS, layer="0"), layers=("0",))
+    predicted(job, ROWS)
+    kept: Any = predict.load(job, torch.device("cpu"))
+    assert not kept[0]._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("after", "made", "message"),
+    [
+        (lambda y: y[1:], leaf("array", FLOATS), "for 3 samples"),
+        (lambda y: y, leaf("value", pa.float32()), "predicts one number"),
+        (lambda y: y[:, :, None], leaf("nested", FLOATS), "another number of dimensions"),
+        (lambda y: {"a": y}, leaf("array", FLOATS, "b"), "there is no 'b'"),
+    ],
+)
+def test_outputs_that_break_the_promise_are_refused(after: Any, made: Leaf, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predicted(task(nn.Identity(), made, postprocessing=after), ROWS)
+
+
+def test_more_than_an_arrow_array_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "_MOST_IN_A_LIST", 8)
+    with pytest.raises(ConfigError, match="lower batchSize"):
+        predicted(task(nn.Identity(), leaf("array", FLOATS)), ROWS)
+
+
+def test_bad_rows_are_named() -> None:
+    job = task(nn.Identity(), leaf("array", FLOATS))
+    wrong = [pa.array([[1.0, 2.0, 3.0], None], FLOATS)]
+    with pytest.raises(DataError, match='column "features" has 1 null row'):
+        list(predict.predict(iter([wrong]), job))
+
+
+def test_an_unknown_device_is_refused() -> None:
+    assert predict.checked_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="tpu"):
+        predict.checked_device("tpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_predictions_on_a_gpu() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    leaves = [leaf("array", FLOATS), leaf("array", FLOATS, layer="0")]
+    on_cpu = task(module, *leaves, layers=("0",))
+    on_gpu = PredictTask(**{**vars(on_cpu), "device": "cuda"})
+    for left, right in zip(predicted(on_cpu, ROWS), predicted(on_gpu, ROWS), strict=True):
+        for field in range(2):
+            np.testing.assert_allclose(
+                np.array(left.field(field).to_pylist()),
+                np.array(right.field(field).to_pylist()),
+                rtol=1e-3,
+                atol=1e-4,
+            )
