@@ -34,7 +34,10 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+    from sparkdl.initialweights import InitialWeights
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+    from sparkdl.onnxfile import export_onnx
+    from sparkdl.saved import ModelSignature, load_module, load_signature
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.sync.async_sgd import AsyncSGD
@@ -75,10 +78,12 @@ _MODULE_OF = {
     "FP16Compression": "sparkdl.compress.cast",
     "Gossip": "sparkdl.sync.gossip",
     "Hogwild": "sparkdl.sync.hogwild",
+    "InitialWeights": "sparkdl.initialweights",
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
     "LocalSGD": "sparkdl.sync.local_sgd",
+    "ModelSignature": "sparkdl.saved",
     "OneBitCompression": "sparkdl.compress.onebit",
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
@@ -101,6 +106,9 @@ _MODULE_OF = {
     "TrainingFailed": "sparkdl.errors",
     "TwoBitCompression": "sparkdl.compress.twobit",
     "WorkerError": "sparkdl.errors",
+    "export_onnx": "sparkdl.onnxfile",
+    "load_module": "sparkdl.saved",
+    "load_signature": "sparkdl.saved",
     "warmup": "sparkdl.train.warmup",
 }
 
@@ -125,8 +133,10 @@ __all__ = [
     "FP16Compression",
     "Gossip",
     "Hogwild",
+    "InitialWeights",
     "Int8Compression",
     "LocalSGD",
+    "ModelSignature",
     "OneBitCompression",
     "OneShotAveraging",
     "ParameterAveraging",
@@ -150,6 +160,9 @@ __all__ = [
     "TwoBitCompression",
     "WorkerError",
     "__version__",
+    "export_onnx",
+    "load_module",
+    "load_signature",
     "warmup",
 ]
 

@@ -217,7 +217,7 @@ def test_damage_is_found_before_anything_is_built(
     storage.remove(f"m/{name}")
     if damage is not None:
         storage.write(f"m/{name}", damage(data))
-    for builder in ("read_program", "restore", "decode"):
+    for builder in ("read_program", "restore", "views"):
         monkeypatch.setattr(f"sparkdl.modulefile.{builder}", build)
     with pytest.raises(StorageError, match=f"{name}"):
         load_module_from(storage, "m")
