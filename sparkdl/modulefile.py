@@ -35,6 +35,7 @@ VERSION = 2
 INDEX = "module.json"
 _WEIGHTS = "weights.safetensors"
 _PROGRAM = "program.pt2"
+_WAYS = ("factory", "module", "program", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +171,7 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     place = f"{path}/{INDEX}"
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
-    ways = {"factory", "module", "program", "weights"} & set(
-        recipe if isinstance(recipe, dict) else ()
-    )
+    ways = set(_WAYS) & set(recipe if isinstance(recipe, dict) else ())
     needed = {_WEIGHTS, _PROGRAM} if "program" in ways else {_WEIGHTS}
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
         raise StorageError(f"{place} is damaged: it does not say how to make the module")

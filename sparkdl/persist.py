@@ -69,12 +69,8 @@ class ParamsWriter(MLWriter):
         folders: dict[str, PreparedModule] = {}
         described = self._describe(folders)
         _make_way(path, self.shouldOverwrite, self.sparkSession)
-        DefaultParamsWriter.saveMetadata(
-            described,
-            path,
-            self.sparkSession,
-            extraMetadata={"sparkdl": _about(described, self.sparkSession)},
-        )
+        extra = {"sparkdl": _about(described, self.sparkSession)}
+        DefaultParamsWriter.saveMetadata(described, path, self.sparkSession, extraMetadata=extra)
         storage = self._place(path)
         for folder, prepared in folders.items():
             prepared.write(storage, folder)

@@ -71,7 +71,7 @@ def test_modules_are_found_inside_what_holds_them(tmp_path: Path, inside: str) -
 def test_several_stages_are_told_apart_by_name(tmp_path: Path) -> None:
     for name in ("stages/0_a/model", "stages/1_b/model"):
         save(tmp_path, name)
-    with pytest.raises(StorageError, match="2 saved modules; name one.*stages/0_a, stages/1_b"):
+    with pytest.raises(StorageError, match=r"2 saved modules; name one.*stages/0_a, stages/1_b"):
         load_module(tmp_path)
     load_module(tmp_path / "stages" / "1_b")
 

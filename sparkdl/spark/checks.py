@@ -47,8 +47,7 @@ def check_travels(config: TrainConfig) -> None:
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
-    """A module of our own, on the CPU, with the weights to start from, and the dtype of its
-    floating features.
+    """A module of our own, on the CPU, to start from, and the dtype of its floating features.
 
     Raises:
         ConfigError: it is no module, or the weights are not of this one.

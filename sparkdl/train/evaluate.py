@@ -87,7 +87,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequence[int]) -> None:
     """Make buffers, such as BatchNorm's running statistics, equal on all ranks. Collective.
 
-    Those of frozen layers are left alone. Floating ones become the mean over ``ranks_with_rows``; others those of the first of these.
+    Floating ones become the mean over ``ranks_with_rows``; others those of the first of these.
+    Those of frozen layers are left alone.
     """
     if comm.world_size == 1:
         return
