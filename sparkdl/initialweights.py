@@ -87,8 +87,6 @@ def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
 
 def _source(value: Any) -> Any:
     """What is kept of what the user gave: a path, or a plain state dict."""
-    from torch import nn
-
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
         if path.endswith(_PICKLED):
@@ -97,6 +95,8 @@ def _source(value: Any) -> Any:
                 "torch.load(path, weights_only=True) and pass the state dict"
             )
         return absolute(path)
+    from torch import nn
+
     module = value if isinstance(value, nn.Module) else getattr(value, "module", None)
     state = module.state_dict() if isinstance(module, nn.Module) else value
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
