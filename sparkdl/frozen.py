@@ -36,7 +36,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     check_fit(patterns, [*parameters, *dict(module.named_buffers())], "frozenLayers")
     meant = [name for name, p in parameters.items() if p.requires_grad and fits_any(patterns, name)]
     for name in meant:
-        parameters[name].requires_grad_(False)
+        parameters[name].requires_grad = False  # lazy ones have no requires_grad_
     if patterns and not any(p.requires_grad for p in parameters.values()):
         thaw(module, meant)
         raise ConfigError(
@@ -49,16 +49,18 @@ def thaw(module: nn.Module, names: Sequence[str]) -> None:
     """Let the parameters ``names`` train again."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
-        parameters[name].requires_grad_(True)
+        parameters[name].requires_grad = True
 
 
 def training_mode(module: nn.Module, patterns: Sequence[str]) -> None:
     """Put a module into training mode, but for the layers that frozen patterns hold."""
     module.train()
     for name, layer in module.named_modules():
-        if patterns and _is_held(name, layer, patterns):
+        if _is_held(name, layer, patterns):
             layer.training = False
             _HELD.add(layer)
+        else:
+            _HELD.discard(layer)
 
 
 def moving_buffers(module: nn.Module) -> list[torch.Tensor]:

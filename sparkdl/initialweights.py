@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import absolute, open_storage
+from sparkdl.checkpoint.storage import open_storage
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.patterns import check_fit, fits_any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SUFFIX = ".safetensors"
+_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]+:")
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -39,9 +42,10 @@ class InitialWeights:
     shape: the module keeps its own values there. All other names and shapes must agree."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.skip, str) or not all(isinstance(one, str) for one in self.skip):
-            raise ConfigError(f"skip must be a tuple of patterns; received {self.skip!r}")
-        object.__setattr__(self, "skip", tuple(self.skip))  # lists, from files
+        skip: Any = self.skip
+        if isinstance(skip, str) or not all(isinstance(one, str) for one in skip):
+            raise ConfigError(f"skip must be a tuple of patterns; received {skip!r}")
+        object.__setattr__(self, "skip", tuple(skip))  # lists, from files
         object.__setattr__(self, "source", _source(self.source))
 
     @property
@@ -94,7 +98,7 @@ def _source(value: Any) -> Any:
                 f"{path} is a pickle, which can run code; load it with "
                 "torch.load(path, weights_only=True) and pass the state dict"
             )
-        return absolute(path)
+        return path if _URL.match(path) else str(Path(path).expanduser().absolute())
     from torch import nn
 
     module = value if isinstance(value, nn.Module) else getattr(value, "module", None)
