@@ -34,9 +34,12 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+    from sparkdl.initialweights import InitialWeights
     from sparkdl.inputs import Image, Sequence, Sparse, Tensor
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+    from sparkdl.onnxfile import export_onnx
     from sparkdl.outputs import Output
+    from sparkdl.saved import ModelSignature, load_module, load_signature
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.sync.async_sgd import AsyncSGD
@@ -78,10 +81,12 @@ _MODULE_OF = {
     "Gossip": "sparkdl.sync.gossip",
     "Hogwild": "sparkdl.sync.hogwild",
     "Image": "sparkdl.inputs",
+    "InitialWeights": "sparkdl.initialweights",
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
     "LocalSGD": "sparkdl.sync.local_sgd",
+    "ModelSignature": "sparkdl.saved",
     "OneBitCompression": "sparkdl.compress.onebit",
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
     "Output": "sparkdl.outputs",
@@ -108,6 +113,9 @@ _MODULE_OF = {
     "TrainingFailed": "sparkdl.errors",
     "TwoBitCompression": "sparkdl.compress.twobit",
     "WorkerError": "sparkdl.errors",
+    "export_onnx": "sparkdl.onnxfile",
+    "load_module": "sparkdl.saved",
+    "load_signature": "sparkdl.saved",
     "warmup": "sparkdl.train.warmup",
 }
 
@@ -133,8 +141,10 @@ __all__ = [
     "Gossip",
     "Hogwild",
     "Image",
+    "InitialWeights",
     "Int8Compression",
     "LocalSGD",
+    "ModelSignature",
     "OneBitCompression",
     "OneShotAveraging",
     "Output",
@@ -162,6 +172,9 @@ __all__ = [
     "TwoBitCompression",
     "WorkerError",
     "__version__",
+    "export_onnx",
+    "load_module",
+    "load_signature",
     "warmup",
 ]
 

@@ -21,6 +21,9 @@ class EstimatorArguments(TypedDict, total=False):
     optimizer: Any
     optimizerParams: Mapping[str, Any]
     learningRate: float | None
+    parameterGroups: Mapping[str, Mapping[str, Any]]
+    frozenLayers: list[str]
+    initialWeights: Any
     scheduler: Any
     featuresCol: str
     inputCols: list[str]

@@ -88,6 +88,10 @@ class TrainConfig:
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
     """Passed as ``lr``; None leaves the optimizer's own default."""
+    parameter_groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Pattern (see `patterns`) -> options of the optimizer for the parameters that it means."""
+    frozen_layers: tuple[str, ...] = ()
+    """Patterns of what does not train; see `frozen`."""
     scheduler: Any = None
     """Callable ``optimizer -> LRScheduler``; stepped after every training step."""
     epochs: int = 1

@@ -16,6 +16,7 @@ import numpy as np
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.outputs import Output
 from sparkdl.sync.base import SyncStrategy
@@ -81,6 +82,32 @@ def to_options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"expected a dict with names as keys, received {value!r}")
     return dict(value)
+
+
+def to_groups(value: Any) -> dict[str, dict[str, Any]]:
+    """Accept a mapping from patterns of parameter names to options of the optimizer."""
+    groups = {pattern: to_options(options) for pattern, options in to_options(value).items()}
+    for pattern, options in groups.items():
+        if "params" in options:
+            raise TypeError(f"{pattern!r} stands for the parameters; leave out 'params'")
+    return groups
+
+
+def to_patterns(value: Any) -> list[str]:
+    """Accept a list or tuple of patterns of names."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise TypeError(f"expected a list of patterns such as ['encoder.*'], received {value!r}")
+    return list(value)
+
+
+def to_initial_weights(value: Any) -> InitialWeights:
+    """Accept an `InitialWeights`, or what it takes as its source."""
+    if isinstance(value, InitialWeights):
+        return value
+    try:
+        return InitialWeights(source=value)
+    except ConfigError as error:
+        raise TypeError(str(error)) from error
 
 
 def to_metrics(value: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from typing import Any
 from sparkdl.errors import ConfigError
 
 REMEDY = (
-    "move it to a module that the workers can import, pass the class or function itself, or "
-    "functools.partial of it"
+    "move it to a module, a .py file that driver and workers can import, and pass the class or "
+    "function itself, or functools.partial of it"
 )
 _TENSOR_BYTES = 1 << 16
 """Larger tensors belong into a file of weights, not into JSON."""
@@ -100,7 +100,10 @@ def import_path(value: Any) -> str:
     if "<locals>" in name:
         raise DescribeError(f"{name} is defined inside a function, so it has no path; {REMEDY}")
     if module in ("__main__", "__mp_main__"):
-        raise DescribeError(f"{name} is defined in __main__, which other processes lack; {REMEDY}")
+        raise DescribeError(
+            f"{name} is defined in __main__, a notebook or script, which other processes lack; "
+            f"{REMEDY}"
+        )
     if not isinstance(module, str):
         raise DescribeError(f"{value!r} belongs to no module; {REMEDY}")
     path = f"{module}:{name}"

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.initialweights import InitialWeights
 from sparkdl.tomlvalues import apply_settings, build, read_toml
 
 T = TypeVar("T")
@@ -99,6 +100,10 @@ class EstimatorSection:
     optimizer: str | None = None
     optimizer_params: Mapping[str, Any] | None = None
     learning_rate: float | None = None
+    parameter_groups: Mapping[str, Mapping[str, Any]] | None = None
+    frozen_layers: tuple[str, ...] | None = None
+    initial_weights: str | InitialWeights | None = None
+    """A path or URL, or a table ``{source = "...", skip = ["..."]}``."""
     scheduler: str | ObjectRef | None = None
     """A callable that gets the optimizer, and ``args`` by name."""
     features_col: str | None = None

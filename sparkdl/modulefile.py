@@ -1,35 +1,141 @@
-"""How is a fitted module saved as a directory, and loaded without unpickling anything?
+"""How is a fitted module saved as a folder, and loaded without unpickling anything?
 
-``module.json`` says how to make the module (a factory, a description, or an exported program) and
-holds sizes and SHA-256 of the other files; ``weights.safetensors`` holds the state dict;
-``program.pt2`` is there only if neither a factory nor a description could be written. The sums
-find damage, not malice: whoever can write the directory can also name another factory, so load
-only from directories that you would import code from.
+``module.json`` says how to make the module (a factory, a description, or an exported program);
+``weights.safetensors`` holds the state dict; ``program.pt2`` is there only if neither a factory
+nor a description could be written. `sealed` sees that the folder is whole before anything in it
+is used. Whoever can write the folder can also name another factory, so load only from folders
+that you would import code from.
+
+No copy of all weights is made to save them. To load them takes the file in memory beside the
+module.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.format import decode, encode
+from sparkdl.checkpoint.format import encode, views
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.checkpoint.tree import Snapshot, pack
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.describe_module import find_difference
-from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.process import borrowed_generator
 from sparkdl.program import read_program, write_program
+from sparkdl.sealed import read_index, read_sealed, write_sealed
 
-VERSION = 1
-_INDEX = "module.json"
+VERSION = 2
+"""Of the layout. 1 had no sum of the index itself; every version that there was is read."""
+INDEX = "module.json"
 _WEIGHTS = "weights.safetensors"
 _PROGRAM = "program.pt2"
+_WAYS = ("factory", "module", "program", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModule:
+    """A module that can be saved; what could fail on the driver has been done."""
+
+    index: Mapping[str, Any]
+    weights: Snapshot
+    """The module's own tensors."""
+    others: Mapping[str, bytes]
+    """The other files by name."""
+
+    def write(self, storage: Storage, path: str) -> None:
+        """Write the folder ``path``, file by file in pieces, the index last.
+
+        Raises:
+            StorageError: the storage cannot be written.
+        """
+        files = {_WEIGHTS: encode(self.weights), **self.others}
+        write_sealed(storage, path, INDEX, self.index, files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModule:
+    """A saved module whose files have all been read and found whole; nothing was made of them."""
+
+    path: str
+    index: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(repr=False)
+
+    def make(self) -> nn.Module:
+        """The module, in evaluation mode on the CPU.
+
+        Raises:
+            StorageError: the exported program holds what could run code while it is read.
+            ConfigError: the code that makes the module is not importable here, or has changed.
+        """
+        recipe = self.index["recipe"]
+        if "weights" in recipe:
+            raise StorageError(f"{self.path} holds weights only; load them into a module")
+        if "program" in recipe:
+            return read_program(self.files[_PROGRAM])
+        described = recipe["factory"] if "factory" in recipe else recipe["module"]
+        module = _make(restore(described)) if "factory" in recipe else restore(described)
+        _load_weights(module, self.weights(), recipe)
+        return module.cpu().eval()
+
+    def weights(self) -> dict[str, Any]:
+        """The state dict; its tensors are views of the file and must not be written to."""
+        weights = views(self.files[_WEIGHTS], f"{self.path}/{_WEIGHTS}")
+        if not isinstance(weights, dict):
+            raise StorageError(f"{self.path}/{_WEIGHTS} holds no state dict; save it again")
+        return weights
+
+    def extra(self) -> dict[str, Any]:
+        """What was saved along with the module; imports what it names."""
+        extra: dict[str, Any] = restore(self.index["extra"])
+        return extra
+
+
+def prepare_module(
+    module: nn.Module,
+    factory: Any | None,
+    *,
+    example_inputs: tuple[torch.Tensor, ...] | None,
+    extra: Mapping[str, Any],
+    others: Mapping[str, bytes] | None = None,
+) -> PreparedModule:
+    """Find out how a module on the CPU can be made again, and do all of saving but the writing.
+
+    Args:
+        module: the fitted module; left as it was, and to be left until it is written.
+        factory: importable callable without arguments (or `functools.partial`) that makes such a
+            module; None if there is none.
+        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only.
+        extra: further values for `SavedModule.extra` to give back; see `describe.describe`.
+        others: further files, by name.
+
+    Raises:
+        ConfigError: the module cannot be made again in any of the three ways, or ``factory``
+            makes another one; names causes and remedies.
+    """
+    recipe, program = _recipe(module, factory, example_inputs)
+    files = dict(others or {})
+    if program is not None:
+        files[_PROGRAM] = program
+    # Plain dicts: names and tensors are all that another reader of safetensors needs.
+    prepared = prepare_weights(dict(module.state_dict()))
+    index = {"version": VERSION, "extra": describe(dict(extra)), "recipe": recipe}
+    return replace(prepared, index=index, others=files)
+
+
+def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
+    """Prepare a state dict, of which `SavedModule.weights` can be asked, but no module."""
+    value, tensors = pack({name: _on_cpu(value) for name, value in state.items()})
+    return PreparedModule(
+        index={"version": VERSION, "extra": describe({}), "recipe": {"weights": _WEIGHTS}},
+        weights=Snapshot(value, tensors),
+        others={},
+    )
 
 
 def save_module(
@@ -41,54 +147,41 @@ def save_module(
     example_inputs: tuple[torch.Tensor, ...] | None,
     extra: Mapping[str, Any],
 ) -> None:
-    """Write a module on the CPU as a directory; ``module.json`` is written last.
+    """Write a module as a folder; see `prepare_module` and `PreparedModule.write`."""
+    prepared = prepare_module(module, factory, example_inputs=example_inputs, extra=extra)
+    prepared.write(storage, path)
 
-    Args:
-        module: the fitted module; left as it was.
-        factory: importable callable without arguments (or `functools.partial`) that makes such a
-            module; None if there is none.
-        storage: where to.
-        path: the directory, relative to the storage.
-        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only.
-        extra: further values for `load_module_from` to give back; see `describe.describe`.
+
+def open_module(storage: Storage, path: str) -> SavedModule:
+    """Read a saved module through; nothing is imported or run.
 
     Raises:
-        ConfigError: the module cannot be made again in any of the three ways, or ``factory``
-            makes another one; names causes and remedies.
-        StorageError: the storage cannot be written.
+        StorageError: a file is missing, damaged or of a later version.
     """
-    index: dict[str, Any] = {"version": VERSION, "extra": describe(dict(extra))}
-    recipe, program = _recipe(module, factory, example_inputs)
-    files = {_WEIGHTS: _weights(module)}
-    if program is not None:
-        files[_PROGRAM] = program
-    index["recipe"] = recipe
-    index["files"] = {name: _record(data) for name, data in files.items()}
-    storage.remove(f"{path}/{_INDEX}")  # a directory half written must not look like a module
-    for name, data in files.items():
-        storage.write(f"{path}/{name}", data)
-    storage.write(f"{path}/{_INDEX}", json.dumps(index, indent=1).encode())
+    index = read_module_index(storage, path)
+    return SavedModule(path=path, index=index, files=read_sealed(storage, path, index))
+
+
+def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
+    """What ``module.json`` says; the other files are not looked at.
+
+    Raises:
+        StorageError: it is missing, damaged or of a later version.
+    """
+    place = f"{path}/{INDEX}"
+    index = read_index(storage, path, INDEX, range(1, VERSION + 1))
+    recipe, files = index.get("recipe"), index["files"]
+    ways = set(_WAYS) & set(recipe if isinstance(recipe, dict) else ())
+    needed = {_WEIGHTS, _PROGRAM} if "program" in ways else {_WEIGHTS}
+    if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
+        raise StorageError(f"{place} is damaged: it does not say how to make the module")
+    return index
 
 
 def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Make the module that `save_module` wrote.
-
-    Returns:
-        The module, in evaluation mode on the CPU, and ``extra``.
-
-    Raises:
-        StorageError: a file is missing, damaged or of a later version; nothing was built then.
-        ConfigError: the code that makes the module is not importable here, or has changed.
-    """
-    index = _read_index(storage, path)
-    files = {name: _read(storage, f"{path}/{name}", record) for name, record in index["files"]}
-    recipe = index["recipe"]
-    if "program" in recipe:
-        return read_program(files[_PROGRAM]), restore(index["extra"])
-    weights = decode(files[_WEIGHTS], f"{path}/{_WEIGHTS}")
-    module = _make(restore(recipe["factory"])) if "factory" in recipe else restore(recipe["module"])
-    _load_weights(module, weights, recipe)
-    return module.cpu().eval(), restore(index["extra"])
+    """Make the module that `save_module` wrote, and give back ``extra``; see `SavedModule`."""
+    saved = open_module(storage, path)
+    return saved.make(), saved.extra()
 
 
 def _recipe(
@@ -140,13 +233,6 @@ def _make(factory: Any) -> nn.Module:
     return module
 
 
-def _weights(module: nn.Module) -> bytes:
-    # Plain dicts: names and tensors are all that another reader of safetensors needs.
-    state = {name: _on_cpu(value) for name, value in module.state_dict().items()}
-    value, tensors = pack(state)
-    return b"".join(encode(Snapshot(value, tensors)))
-
-
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
@@ -161,47 +247,21 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
                 f"the code that makes the module has changed since it was saved: {name} is {ours}, "
                 f"saved was {theirs}; use the version that saved it"
             )
-    module.load_state_dict(dict(weights))
+    # Those are copied; what a module makes of its extra state is its own business.
+    copied = {*dict(module.named_parameters(remove_duplicate=False)), *dict(module.named_buffers())}
+    module.load_state_dict(
+        {name: value if name in copied else _own(value) for name, value in weights.items()}
+    )
     parameters = dict(module.named_parameters())
     for name in recipe.get("frozen", ()):
         parameters[name].requires_grad_(False)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     return "absent" if value is None else type(value).__name__
-
-
-def _record(data: bytes) -> dict[str, Any]:
-    return {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _read_index(storage: Storage, path: str) -> dict[str, Any]:
-    place = f"{path}/{_INDEX}"
-    try:
-        index = json.loads(storage.read(place))
-        version = index["version"]
-        if version != VERSION:
-            raise StorageError(f"{place} has version {version}; this sparkdl reads {VERSION}")
-        recipe = index["recipe"]
-        expected = {_WEIGHTS, _PROGRAM} if "program" in recipe else {_WEIGHTS}
-        if not {"factory", "module", "program"} & set(recipe) or set(index["files"]) != expected:
-            raise StorageError(f"{place} is damaged: it does not say how to make the module")
-        index["files"] = [
-            (name, (int(record["size_bytes"]), str(record["sha256"])))
-            for name, record in index["files"].items()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{place} is damaged: {error!r}; save the module again") from error
-    return dict(index)
-
-
-def _read(storage: Storage, place: str, record: tuple[int, str]) -> bytes:
-    data = storage.read(place)
-    if len(data) != record[0] or hashlib.sha256(data).hexdigest() != record[1]:
-        raise CheckpointError(
-            f"{place} is damaged: {len(data)} bytes, expected {record[0]} with SHA-256 "
-            f"{record[1]}; save the module again"
-        )
-    return data

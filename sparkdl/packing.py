@@ -18,6 +18,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from sparkdl.checkpoint.format import encode
+from sparkdl.checkpoint.tree import DTYPES, Snapshot
 from sparkdl.errors import ConfigError
 
 
@@ -82,7 +84,7 @@ def pack(module: nn.Module) -> PackedModule:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(f"the module cannot be sent to executors: {error}") from error
     tensors = {str(n): tensor.detach().cpu() for n, tensor in enumerate(pickler.tensors)}
-    weights = safetensors.torch.save(_without_sharing(tensors))
+    weights = _joined(_without_sharing(tensors))
     skeleton = file.getvalue()
     digest = hashlib.sha256(skeleton + hashlib.sha256(weights).digest()).hexdigest()
     return PackedModule(digest=digest, skeleton=skeleton, tensors=weights)
@@ -93,6 +95,13 @@ def unpack(packed: PackedModule) -> nn.Module:
     tensors = safetensors.torch.load(packed.tensors)
     module: nn.Module = _TensorUnpickler(io.BytesIO(packed.skeleton), tensors).load()
     return module
+
+
+def _joined(tensors: dict[str, torch.Tensor]) -> bytes:
+    """The tensors as safetensors, with one copy of them rather than the library's two."""
+    if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
+        return safetensors.torch.save(tensors)
+    return b"".join(encode(Snapshot(None, tensors)))
 
 
 def _without_sharing(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -144,10 +153,12 @@ class SentAsArtifact:
 
 def write_packed(packed: PackedModule, path: Path) -> None:
     """Write a packed module for `SentAsArtifact`."""
-    path.write_bytes(pickle.dumps(packed, protocol=5))
+    with path.open("wb") as file:
+        pickle.dump(packed, file, protocol=5)
 
 
 def read_packed(path: Path) -> PackedModule:
     """Inverse of `write_packed`; for files of one's own session only."""
-    packed: PackedModule = pickle.loads(path.read_bytes())
+    with path.open("rb") as file:
+        packed: PackedModule = pickle.load(file)
     return packed

@@ -78,6 +78,25 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
         "number of workers.",
         TypeConverters.toFloat,
     )
+    parameterGroups = declare(
+        "parameterGroups",
+        "options of the optimizer for some of the parameters (dict from a pattern of names, such "
+        "as 'encoder' or '*.bias', to a dict such as {'lr': 1e-4}); no parameter may fit two.",
+        converters.to_groups,
+    )
+    frozenLayers = declare(
+        "frozenLayers",
+        "patterns of the names of layers or parameters that do not train, such as 'encoder' or "
+        "'layers.[0-3]' (list); BatchNorm in them keeps its statistics and uses them.",
+        converters.to_patterns,
+    )
+    initialWeights = declare(
+        "initialWeights",
+        "weights to start from: a fitted model, a module, a state dict, the path or URL of a "
+        "saved model or .safetensors file, or sparkdl.InitialWeights(...), which can leave some "
+        "aside; None: those that the module has.",
+        converters.to_initial_weights,
+    )
     scheduler = declare(
         "scheduler",
         "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
@@ -226,6 +245,7 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
             syncStrategy="allreduce",
             executionMode="auto",
             inputShape=None,
+            initialWeights=None,
             numWorkers=None,
             maxRestarts=3,
             verbose=1,
@@ -313,6 +333,7 @@ class Field:
 
 FIELDS: Mapping[str, Field] = {
     "module": Field("request", "module"),
+    "initialWeights": Field("request", "initial_weights"),
     "featuresCol": Field("request", "feature_cols", InputParams.feature_columns),
     "inputCols": Field("request", "feature_cols", InputParams.feature_columns),
     "inputShape": Field("request", "input_shapes", input_shapes),
@@ -334,6 +355,8 @@ FIELDS: Mapping[str, Field] = {
     "optimizer": Field("config", "optimizer"),
     "optimizerParams": Field("config", "optimizer_params"),
     "learningRate": Field("config", "learning_rate"),
+    "parameterGroups": Field("config", "parameter_groups"),
+    "frozenLayers": Field("config", "frozen_layers", lambda p: tuple(p.value("frozenLayers"))),
     "scheduler": Field("config", "scheduler"),
     "epochs": Field("config", "epochs"),
     "maxSteps": Field("config", "max_steps"),
@@ -364,9 +387,9 @@ FACE_ONLY: Mapping[str, str] = {
 """Params that training does not see -> who uses them."""
 
 OBJECT_PARAMS = frozenset(
-    ("module", "loss", "optimizer", "optimizerParams", "scheduler", "syncStrategy",
-     "earlyStopping", "callbacks", "metrics", "outputs", "predictionOutput", "preprocessing",
-     "postprocessing", "inputs", "labels", "augmentation")
+    ("module", "initialWeights", "loss", "optimizer", "optimizerParams", "parameterGroups",
+     "scheduler", "syncStrategy", "earlyStopping", "callbacks", "metrics", "outputs",
+     "predictionOutput", "preprocessing", "postprocessing", "inputs", "labels", "augmentation")
 )  # fmt: skip
 """Params whose values may be objects: saved by `describe`, not as plain JSON."""
 

@@ -18,16 +18,25 @@ from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWriter
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from torch import nn
+from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import MemoryStorage, Storage, open_storage
+from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchModel, example_inputs
-from sparkdl.modulefile import load_module_from, save_module
+from sparkdl.modulefile import (
+    PreparedModule,
+    load_module_from,
+    open_module,
+    prepare_module,
+    prepare_weights,
+)
 from sparkdl.params import OBJECT_PARAMS, UNKNOWN_LOSS
 from sparkdl.plan import Column
+from sparkdl.sealed import digest
+from sparkdl.spark.failures import is_spark_error
 from sparkdl.spark.session import is_connect
 from sparkdl.summary import TrainingSummary
 
@@ -35,9 +44,12 @@ logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
 M = TypeVar("M", bound=TorchModel)
 
-FORMAT = 1
-"""Version of the layout; raised when an older sparkdl could not read it."""
-_MODEL, _MODULE, _SUMMARY = "model", "module", "model/summary.json"
+FORMAT = 2
+"""Version of the layout; raised when an older sparkdl could not read it. All before are read."""
+_MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
+_WEIGHTS = "initialWeights"
+_SEALED = ("class", "uid", "paramMap", "defaultParamMap")
+"""Entries of the metadata whose sum is kept in it from format 2 on."""
 
 
 class ParamsWriter(MLWriter):
@@ -55,15 +67,14 @@ class ParamsWriter(MLWriter):
             ConfigError: the module cannot be written without pickle.
             StorageError: the place cannot be written.
         """
-        files = MemoryStorage()
-        described = self._describe(files)
+        folders: dict[str, PreparedModule] = {}
+        described = self._describe(folders)
         _make_way(path, self.shouldOverwrite, self.sparkSession)
-        extra = {"sparkdl": {"format": FORMAT, "version": __version__}}
+        extra = {"sparkdl": _about(described, self.sparkSession)}
         DefaultParamsWriter.saveMetadata(described, path, self.sparkSession, extraMetadata=extra)
         storage = self._place(path)
-        for folder in files.list(""):
-            for name in files.list(folder):
-                storage.write(f"{folder}/{name}", files.read(f"{folder}/{name}"))
+        for folder, prepared in folders.items():
+            prepared.write(storage, folder)
 
     def _place(self, path: str) -> Storage:
         """The folder in which Spark has written the metadata."""
@@ -77,27 +88,30 @@ class ParamsWriter(MLWriter):
             )
         return storage
 
-    def _describe(self, files: MemoryStorage) -> Params:
-        """A twin of the instance whose values are JSON; its files go to ``files``."""
+    def _describe(self, folders: dict[str, PreparedModule]) -> Params:
+        """A twin of the instance whose values are JSON; its modules go to ``folders``."""
         twin = copy.copy(self.instance)
         twin._paramMap = {
-            param: self._as_json(param.name, value, files)
+            param: self._as_json(param.name, value, folders)
             for param, value in self.instance._paramMap.items()
         }
         twin._defaultParamMap = {
-            param: self._as_json(param.name, value, files)
+            param: self._as_json(param.name, value, folders)
             for param, value in self.instance._defaultParamMap.items()
         }
         return twin
 
-    def _as_json(self, name: str, value: Any, files: MemoryStorage) -> Any:
+    def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
         if name not in OBJECT_PARAMS:
             return value
         value = self._to_save(name, value)
         try:
             if name == "module" and isinstance(value, nn.Module):
-                save_module(value, None, files, _MODULE, example_inputs=None, extra={})
+                folders[_MODULE] = prepare_module(value, None, example_inputs=None, extra={})
                 return {"folder": _MODULE}
+            if name == "initialWeights" and value is not None and value.is_in_memory:
+                folders[_WEIGHTS] = prepare_weights(value.source)
+                return {"folder": _WEIGHTS, "skip": list(value.skip)}
             return describe(value)
         except ConfigError as error:
             raise DescribeError(
@@ -125,24 +139,24 @@ class ModelWriter(ParamsWriter):
         )
         return UNKNOWN_LOSS
 
-    def _describe(self, files: MemoryStorage) -> Params:
+    def _describe(self, folders: dict[str, PreparedModule]) -> Params:
         model = self.instance
         extra = {
             "columns": [column.to_dict() for column in model.columns],
             "num_classes": model._num_classes,
             "factory": _describable(model.module_factory),
         }
-        save_module(
+        others = {}
+        if model.hasSummary:
+            others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
+        folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,
-            files,
-            _MODEL,
             example_inputs=example_inputs(model.columns),
             extra=extra,
+            others=others,
         )
-        if model.hasSummary:
-            files.write(_SUMMARY, json.dumps(model.summary.to_dict(), allow_nan=False).encode())
-        return super()._describe(files)
+        return super()._describe(folders)
 
 
 class ParamsReader(MLReader[P]):
@@ -159,7 +173,7 @@ class ParamsReader(MLReader[P]):
             StorageError: the files are missing, damaged, of another class or a later format.
             ConfigError: the code that a description names cannot be imported here.
         """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = _read_metadata(path, self.sparkSession)
         self._check(metadata, path)
         instance: Any = self._make(path)
         instance._resetUid(metadata["uid"])
@@ -177,11 +191,13 @@ class ParamsReader(MLReader[P]):
         if metadata["class"] != expected:
             raise StorageError(f"{path} holds a {metadata['class']}, not a {expected}")
         written = metadata.get("sparkdl", {})
-        if written.get("format") != FORMAT:
+        if written.get("format") not in range(1, FORMAT + 1):
             raise StorageError(
                 f"{path} was written by sparkdl {written.get('version', '(unknown)')} in format "
-                f"{written.get('format')}; this sparkdl {__version__} reads format {FORMAT}"
+                f"{written.get('format')}; this sparkdl {__version__} reads formats up to {FORMAT}"
             )
+        if written["format"] > 1 and written.get("sha256") != _sum(metadata):
+            raise _damaged(path, "it is not what was written")
 
     def _values(self, saved: Mapping[str, Any], instance: Params, path: str) -> dict[str, Any]:
         values = {}
@@ -194,8 +210,13 @@ class ParamsReader(MLReader[P]):
     def _from_json(self, name: str, value: Any, path: str) -> Any:
         if name not in OBJECT_PARAMS:
             return value
-        if name == "module" and value == {"folder": _MODULE}:
-            return load_module_from(open_storage(_qualified(path, self.sparkSession)), _MODULE)[0]
+        if isinstance(value, dict) and "folder" in value:
+            storage = open_storage(_qualified(path, self.sparkSession))
+            if name == "module":
+                return load_module_from(storage, _MODULE)[0]
+            state = open_module(storage, _WEIGHTS).weights()
+            own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+            return InitialWeights(source=own, skip=tuple(value["skip"]))
         return restore(value)
 
 
@@ -204,14 +225,52 @@ class ModelReader(ParamsReader[M]):
 
     def _make(self, path: str) -> M:
         storage = open_storage(_qualified(path, self.sparkSession))
-        module, extra = load_module_from(storage, _MODEL)
-        summary = None
-        if storage.exists(_SUMMARY):
-            summary = TrainingSummary.from_dict(json.loads(storage.read(_SUMMARY)))
+        saved = open_module(storage, _MODEL)
+        data = saved.files.get(_SUMMARY)
+        if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):
+            data = storage.read(f"{_MODEL}/{_SUMMARY}")  # not in the list of files then
+        summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
+        module, extra = saved.make(), saved.extra()
         columns = [Column.from_dict(column) for column in extra["columns"]]
         model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
         return model
+
+
+def _about(described: Params, spark: SparkSession) -> dict[str, Any]:
+    """Our own entry of the metadata, with the sum of what Spark will write."""
+    metadata = json.loads(DefaultParamsWriter._get_metadata_to_save(described, spark))
+    return {"format": FORMAT, "version": __version__, "sha256": _sum(metadata)}
+
+
+def _sum(metadata: Mapping[str, Any]) -> str:
+    return digest({name: metadata.get(name) for name in _SEALED})
+
+
+def _read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
+    """What `ParamsWriter` saved with Spark's help.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    try:
+        metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, spark)
+        if not isinstance(metadata["class"], str):
+            raise TypeError(f"class {metadata['class']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, repr(error)) from error
+    except Exception as error:  # Spark's own have no common base class
+        if not is_spark_error(error):
+            raise
+        raise StorageError(
+            f"Spark cannot read {path}/metadata: {error}; check the path, and that the model is "
+            "whole"
+        ) from error
+    return metadata
+
+
+def _damaged(path: str, why: str) -> StorageError:
+    return StorageError(f"{path}/metadata is damaged: {why}; save it again, or take an intact copy")
 
 
 def _describable(factory: Any) -> Any:

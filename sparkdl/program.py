@@ -19,10 +19,12 @@ itself, which has no second try.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -66,9 +68,8 @@ class ProgramModule(nn.Module):
     def __init__(self, archive: bytes) -> None:
         super().__init__()
         self._archive = archive
-        contents = load_pt2(io.BytesIO(archive))
         # Guards are Python source from the file; the operators check the shapes themselves.
-        self.program = contents.exported_programs["model"].module(check_guards=False)
+        self.program = self.exported().module(check_guards=False)
         for part in self.modules():  # torch's own eval() refuses exported programs
             part.training = False
 
@@ -76,6 +77,12 @@ class ProgramModule(nn.Module):
     def archive(self) -> bytes:
         """The file that `read_program` reads."""
         return self._archive
+
+    def exported(self) -> torch.export.ExportedProgram:
+        """The program as torch's exporters take it, read anew."""
+        program: torch.export.ExportedProgram
+        program = load_pt2(io.BytesIO(self._archive)).exported_programs["model"]
+        return program
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Run the program on a batch of any size."""
@@ -112,15 +119,31 @@ def write_program(module: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -
     """
     if isinstance(module, ProgramModule):
         return module.archive
-    if not example_inputs or any(x.dim() == 0 or not len(x) for x in example_inputs):
-        raise ConfigError("an export needs example inputs of shape (batch, ...) with a sample each")
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        return _export(module, example_inputs)
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
+    _check_examples(example_inputs)
+    with evaluating(module):
+        return _archive(module, example_inputs)
+
+
+def export_program(
+    module: nn.Module, example_inputs: tuple[torch.Tensor, ...]
+) -> torch.export.ExportedProgram:
+    """A module's forward pass in evaluation mode as a graph, for batches of any size.
+
+    Args:
+        module: as for `write_program`.
+        example_inputs: as for `write_program`.
+
+    Raises:
+        ConfigError: torch cannot export it.
+    """
+    if isinstance(module, ProgramModule):
+        return module.exported()
+    _check_examples(example_inputs)
+    with evaluating(module):
+        try:
+            return _export(module, _pair(example_inputs))
+        except Exception as error:  # whatever the module's forward or torch's tracer raise
+            raise _not_exportable(error) from error
 
 
 def read_program(archive: bytes) -> ProgramModule:
@@ -138,17 +161,44 @@ def read_program(archive: bytes) -> ProgramModule:
         raise StorageError(f"the exported program cannot be read: {error!r}") from error
 
 
-def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
+def _check_examples(example_inputs: tuple[torch.Tensor, ...]) -> None:
+    if not example_inputs or any(x.dim() == 0 or not len(x) for x in example_inputs):
+        raise ConfigError("an export needs example inputs of shape (batch, ...) with a sample each")
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part has the mode that it had before."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _pair(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     # torch.export takes sizes 0 and 1 for constants, so the example needs two samples or more.
-    pair = tuple(torch.cat([x, x]) for x in inputs)
+    return tuple(torch.cat([x, x]) for x in inputs)
+
+
+def _export(module: nn.Module, pair: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1)
     shapes: Any = tuple({0: batch} for _ in pair)
     if any(p.kind is p.VAR_POSITIONAL for p in signature(module.forward).parameters.values()):
         shapes = (shapes,)  # torch takes ``*inputs`` for one argument
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the callers compare what comes out with the module
+        return torch.export.export(module, pair, dynamic_shapes=shapes)
+
+
+def _archive(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
+    pair = _pair(inputs)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the result is compared with the module below
-            program = torch.export.export(module, pair, dynamic_shapes=shapes)
+            program = _export(module, pair)
             _strip(program)
             buffer = io.BytesIO()
             torch.export.save(program, buffer)
@@ -156,11 +206,13 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
             for example in (inputs, pair, tuple(torch.cat([x, x, x]) for x in inputs)):
                 torch.testing.assert_close(exported(*example), module(*example), equal_nan=True)
     except Exception as error:  # whatever the module's forward or torch's tracer raise
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"torch.export cannot export it ({type(error).__name__}: {reason})"
-        ) from (error)
+        raise _not_exportable(error) from error
     return buffer.getvalue()
+
+
+def _not_exportable(error: Exception) -> ConfigError:
+    reason = str(error).strip().partition("\n")[0]
+    return ConfigError(f"torch.export cannot export it ({type(error).__name__}: {reason})")
 
 
 def _strip(program: torch.export.ExportedProgram) -> None:

@@ -166,7 +166,7 @@ def _train(
     }
     results = [("result", json.dumps(report).encode())]
     if outcome.weight > 0:
-        sent = {"weight": outcome.weight, "state": outcome.state}
+        sent = {"weight": outcome.weight, "state": warm.replica.moving(outcome.state)}
         warm.sent = snapshot(sent, warm.sent)
         results.append(("state", b"".join(encode(warm.sent))))
     return results

@@ -15,6 +15,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchRegressor
+from sparkdl.initialweights import InitialWeights
 from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
 from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
 from sparkdl.tomlvalues import build
@@ -53,6 +54,9 @@ def test_every_given_key_reaches_its_param() -> None:
                 "input_shape": [1, 8, 8],
                 "optimizer": "sgd",
                 "optimizer_params": {"momentum": 0.9},
+                "parameter_groups": {"layers.0": {"lr": 0.1}},
+                "frozen_layers": ["layers.1"],
+                "initial_weights": {"source": "s3://m", "skip": ["layers.9"]},
                 "early_stopping": {"patience": 2},
                 "verbose": 0,
             }
@@ -64,6 +68,11 @@ def test_every_given_key_reaches_its_param() -> None:
     assert estimator.getOrDefault("learningRate") == 0.5
     assert estimator.getOrDefault("inputShape") == [1, 8, 8]
     assert estimator.getOrDefault("optimizerParams") == {"momentum": 0.9}
+    assert estimator.getOrDefault("parameterGroups") == {"layers.0": {"lr": 0.1}}
+    assert estimator.getOrDefault("frozenLayers") == ["layers.1"]
+    assert estimator.getOrDefault("initialWeights") == InitialWeights(
+        source="s3://m", skip=("layers.9",)
+    )
     assert estimator.getOrDefault("earlyStopping") == EarlyStopping(patience=2)
     assert not estimator.isSet("batchSize")
 

@@ -217,7 +217,7 @@ def test_damage_is_found_before_anything_is_built(
     storage.remove(f"m/{name}")
     if damage is not None:
         storage.write(f"m/{name}", damage(data))
-    for builder in ("read_program", "restore", "decode"):
+    for builder in ("read_program", "restore", "views"):
         monkeypatch.setattr(f"sparkdl.modulefile.{builder}", build)
     with pytest.raises(StorageError, match=f"{name}"):
         load_module_from(storage, "m")
@@ -260,3 +260,37 @@ def test_programs_saved_by_torch_itself_are_refused() -> None:
     torch.export.save(program, buffer)
     with pytest.raises(StorageError, match="pickled sample inputs"):
         read_program(buffer.getvalue())
+
+
+def made_here() -> type[nn.Module]:
+    class Local(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    return Local
+
+
+def in_a_notebook() -> nn.Module:
+    return Branches()
+
+
+in_a_notebook.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("factory", "cause"),
+    [
+        (lambda: made_here()(), "a lambda cannot be imported by name"),
+        (made_here(), r"made_here\.<locals>\.Local is defined inside a function"),
+        (in_a_notebook, "in_a_notebook is defined in __main__, a notebook or script"),
+        (functools.partial(in_a_notebook), "in_a_notebook is defined in __main__, a notebook or"),
+    ],
+)
+def test_what_cannot_be_imported_is_told_with_the_remedy(factory: Any, cause: str) -> None:
+    remedy = r"move it to a module, a \.py file that driver and workers can import, and pass the cl"
+    with pytest.raises(
+        ConfigError, match=rf"\(1\) the factory cannot be written: {cause}.*{remedy}"
+    ):
+        save(factory(), factory, example=(X,))
+    with pytest.raises(ConfigError, match=r"\(1\) the module cannot be described: .*" + remedy):
+        save(factory(), None, example=(X,))

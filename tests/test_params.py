@@ -14,6 +14,7 @@ from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArg
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.params import (
@@ -33,6 +34,9 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "optimizer": ("adamw", "adamw"),
     "optimizerParams": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
     "learningRate": (0.5, 0.5),
+    "parameterGroups": ({"head": {"lr": 0.1}}, {"head": {"lr": 0.1}}),
+    "frozenLayers": (["body"], ("body",)),
+    "initialWeights": ({"w": 1}, InitialWeights(source={"w": 1})),
     "scheduler": (len, len),
     "featuresCol": ("f", ("f",)),
     "inputCols": (["a", "b"], ("a", "b")),

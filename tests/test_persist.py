@@ -18,6 +18,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.describe import DescribeError
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
@@ -157,10 +158,19 @@ def test_another_class_is_refused(spark: SparkSession, tmp_path: Path) -> None:
 
 
 def edit_metadata(folder: Path, **changes: Any) -> None:
-    (part,) = (folder / "metadata").glob("part-*")
-    part.write_text(json.dumps({**json.loads(part.read_text()), **changes}))
+    """Change entries, and the sums with them."""
+    part = metadata_file(folder)
+    metadata = {**json.loads(part.read_text()), **changes}
+    metadata["sparkdl"]["sha256"] = persist._sum(metadata)
+    part.write_text(json.dumps(metadata))
+
+
+def metadata_file(folder: Path) -> Path:
+    """Without Spark's own checksum, which object stores do not have."""
     for checksum in (folder / "metadata").glob(".part-*.crc"):
         checksum.unlink()
+    (part,) = (folder / "metadata").glob("part-*")
+    return part
 
 
 def test_another_format_is_refused(spark: SparkSession, tmp_path: Path) -> None:
@@ -175,6 +185,111 @@ def test_an_unknown_param_is_refused(spark: SparkSession, tmp_path: Path) -> Non
     edit_metadata(tmp_path / "e", paramMap={"momentum": 1})
     with pytest.raises(StorageError, match="'momentum'"):
         TorchRegressor.load(str(tmp_path / "e"))
+
+
+LOG: list[str] = []
+
+
+def logged_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square()
+
+
+def logging_factory() -> nn.Module:
+    LOG.append("made")
+    return Custom(3)
+
+
+def test_metadata_with_any_other_byte_is_refused_before_code_is_imported(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TorchRegressor(module=logging_factory, loss=logged_loss).save(str(tmp_path / "e"))
+    part = metadata_file(tmp_path / "e")
+    data = part.read_bytes()
+    own = len(data) - data.index(b'"uid"')
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("restored from damaged metadata")
+
+    monkeypatch.setattr(persist, "restore", refuse)
+    places = [data.index(word) for word in (b"logged_loss", b"learningRate", b'"uid"', b"TorchReg")]
+    for at in (*places, len(data) - own + 9):
+        part.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(StorageError):
+            TorchRegressor.load(str(tmp_path / "e"))
+    for length in (0, 1, len(data) // 2, len(data) - 3):
+        part.write_bytes(data[:length])
+        with pytest.raises(StorageError, match="metadata is damaged"):
+            TorchRegressor.load(str(tmp_path / "e"))
+    monkeypatch.undo()
+    part.write_bytes(data)
+    assert TorchRegressor.load(str(tmp_path / "e")).getLoss() is logged_loss
+
+
+def test_metadata_that_spark_finds_damaged_or_absent_is_our_error(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
+    (part,) = (tmp_path / "e" / "metadata").glob("part-*")  # its checksum is still there
+    part.write_bytes(part.read_bytes().replace(b"Torch", b"Tprch"))
+    for path in ("e", "absent"):
+        with pytest.raises(StorageError, match=f"{path}/metadata"):
+            TorchRegressor.load(str(tmp_path / path))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "weights.safetensors", "module.json"])
+def test_a_models_files_are_checked_before_its_factory_is_called(
+    spark: SparkSession, tmp_path: Path, name: str
+) -> None:
+    summary = TrainingSummary(history=[{"epoch": 0, "loss": 0.5}], restarts=1)
+    model = TorchModel(Custom(3), [COLUMN], summary=summary)
+    model.module_factory = logging_factory
+    model.save(str(tmp_path / "m"))
+    file = tmp_path / "m" / "model" / name
+    data = file.read_bytes()
+    LOG.clear()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    for changed in (data[:-1], flipped, b""):
+        file.write_bytes(changed)
+        with pytest.raises(StorageError, match=name):
+            TorchModel.load(str(tmp_path / "m"))
+    assert LOG == []
+    file.write_bytes(data)
+    assert TorchModel.load(str(tmp_path / "m")).summary == summary
+    assert LOG == ["made"]
+
+
+def test_initial_weights_are_saved_with_an_estimator(spark: SparkSession, tmp_path: Path) -> None:
+    source = Custom(300)  # larger than what JSON takes
+    source.inner = nn.Linear(300, 200)
+    in_memory = TorchRegressor(
+        module=make_custom, initialWeights=InitialWeights(source=source, skip=("inner.bias",))
+    )
+    by_path = TorchRegressor(module=make_custom, initialWeights="s3://models/m")
+    for name, estimator in (("a", in_memory), ("b", by_path)):
+        estimator.save(str(tmp_path / name))
+    loaded = TorchRegressor.load(str(tmp_path / "a")).getInitialWeights()
+    assert loaded.skip == ("inner.bias",)
+    assert loaded.source.keys() == source.state_dict().keys()
+    assert all(torch.equal(v, loaded.source[n]) for n, v in source.state_dict().items())
+    assert TorchRegressor.load(str(tmp_path / "b")).getInitialWeights() == InitialWeights(
+        source="s3://models/m"
+    )
+    weights = tmp_path / "a" / "initialWeights" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(StorageError, match=r"weights\.safetensors is damaged"):
+        TorchRegressor.load(str(tmp_path / "a"))
+
+
+def test_fine_tuning_params_are_saved(spark: SparkSession, tmp_path: Path) -> None:
+    groups = {"head": {"lr": 0.1, "betas": (0.8, 0.9)}, "*.bias": {"weight_decay": 0.0}}
+    estimator = TorchRegressor(
+        module=make_custom, parameterGroups=groups, frozenLayers=["inner.weight"]
+    )
+    estimator.save(str(tmp_path / "e"))
+    loaded = TorchRegressor.load(str(tmp_path / "e"))
+    assert list(loaded.getParameterGroups().items()) == list(groups.items())
+    assert loaded.getFrozenLayers() == ["inner.weight"]
 
 
 def test_missing_model_files_are_named(spark: SparkSession, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ SHARED = "shared.safetensors"
 _FOLDER = re.compile(r"step-(\d{8,})(-final)?")
 _RUN_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _CHUNK_BYTES = 8 << 20
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,34 @@ def decode(data: bytes, place: str) -> Any:
         return unpack(json.loads(metadata), load_safetensors(data))
     except (safetensors.SafetensorError, struct.error, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
+
+
+def views(data: bytes, place: str) -> Any:
+    """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to.
+
+    Raises:
+        CheckpointError: see `decode`.
+    """
+    try:
+        start = 8 + struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:start])
+        metadata = header.pop("__metadata__")["tree"]
+        tensors = {name: _view(data, start, entry) for name, entry in header.items()}
+        return unpack(json.loads(metadata), tensors)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
+
+
+def _view(data: bytes, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+    dtype = _TORCH[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    numel = (end - begin) // dtype.itemsize
+    if numel == 0:
+        return torch.empty(entry["shape"], dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(data, dtype=dtype, count=numel, offset=start + begin)
+    return flat.reshape(entry["shape"])
 
 
 class Recorder:

@@ -53,9 +53,16 @@ def check_travels(config: TrainConfig, **columns: Any) -> None:
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
-    """A module of our own, on the CPU, and the dtype of its floating features."""
+    """A module of our own, on the CPU, to start from, and the dtype of its floating features.
+
+    Raises:
+        ConfigError: it is no module, or the weights are not of this one.
+        StorageError: the weights cannot be read.
+    """
     import torch
     from torch import nn
+
+    from sparkdl.initialweights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
         module = copy.deepcopy(request.module)
@@ -68,6 +75,8 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
                 f"{type(module).__name__}"
             )
     module = module.cpu()
+    if request.initial_weights is not None:
+        load_initial_weights(module, request.initial_weights)
     is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
     return module, "float64" if is_double else "float32"
 
@@ -95,7 +104,7 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
         loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
         make_stopper(config, has_validation=request.validation_col is not None)
-        make_optimizer = resolve_optimizer(config)
+        make_optimizer = resolve_optimizer(config, module)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device != "cuda" and not is_lazy:
             parameters = copy.deepcopy(module).parameters()

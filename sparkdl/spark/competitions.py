@@ -110,7 +110,10 @@ class _PopulationBased(CompetitionDriver):
         super().__init__(run, strategy.period)
         self._strategy = strategy
         self._watch = LossWatch(None)  # a member whose loss runs away is replaced
-        optimizer = resolve_optimizer(run.config)(copy.deepcopy(run.module).parameters())
+        module = copy.deepcopy(run.module)
+        optimizer = resolve_optimizer(run.config, module)(
+            [parameter for parameter in module.parameters() if parameter.requires_grad]
+        )
         self._own = first_values(optimizer, strategy.mutations)
         self._values = [
             strategy.first(member, self._own, run.config.seed)

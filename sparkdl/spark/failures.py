@@ -73,6 +73,11 @@ def is_loss(error: Exception) -> bool:
         return True
     if isinstance(error, _WOULD_COME_AGAIN):
         return False
+    return is_spark_error(error)
+
+
+def is_spark_error(error: Exception) -> bool:
+    """Whether Spark, or the way to it, raised this; its errors have no common base class."""
     return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
 
 

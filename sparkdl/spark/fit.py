@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
+from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
@@ -91,6 +92,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
+    frozen = freeze(module, request.config.frozen_layers)
     check_training(module, request)
     prepared, validation = prepare_columns(df, request, float_dtype)
     plan_slots = _plan_rounds if in_rounds else _plan_gang
@@ -161,6 +163,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         trained = _train(run, strategy, in_rounds=in_rounds)
         clock.lap("train")
         view.done(trained.steps)
+    thaw(module, frozen)  # a choice of this training, not of the module
     clock.lap("clean up")
     return FitResult(
         module=module.eval(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
+from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named
 from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
@@ -31,6 +32,8 @@ class FitRequest:
     verbose: int
     cpus_per_worker: int | None
     gpus_per_worker: float | None
+    initial_weights: InitialWeights | None = None
+    """Where training starts from; None: the weights that the module has."""
     execution_mode: str = "auto"
     """``auto``, ``gang`` or ``rounds``."""
     specified: tuple[Named, ...] = ()

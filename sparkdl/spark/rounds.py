@@ -55,6 +55,8 @@ class _Averaging(RoundsDriver):
     def _merge(self, payloads: list[bytes]) -> float:
         """Take the mean of the replicas, and what the strategy makes of it."""
         _, mean = merge_states(payloads)
+        # What does not train was not sent back.
+        mean["model"] = {n: mean["model"].get(n, value) for n, value in self._model().items()}
         learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
         if self._outer is not None:
             anchor = [self._state["model"][name] for name in self._trained]

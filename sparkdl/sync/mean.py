@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm import Communicator
+from sparkdl.frozen import moving_buffers
 from sparkdl.sync.changes import Changes
 from sparkdl.sync.merge import STEP
 
@@ -107,7 +108,7 @@ class MeanOfReplicas:
 
     def buffers(self, shares: Sequence[float]) -> None:
         """Overwrite floating buffers by their mean, others by those of the first that counts."""
-        buffers = list(self._model.buffers())
+        buffers = moving_buffers(self._model)
         self.tensors([b for b in buffers if b.is_floating_point()], shares)
         source = next(rank for rank, share in enumerate(shares) if share > 0)
         for buffer in buffers:

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparkdl.comm import Communicator
 from sparkdl.data.batches import Batch
+from sparkdl.frozen import moving_buffers
 from sparkdl.train.loss import LossFunction
 from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
 from sparkdl.train.metrics import Metrics
@@ -89,10 +90,11 @@ def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequenc
     """Make buffers, such as BatchNorm's running statistics, equal on all ranks. Collective.
 
     Floating ones become the mean over ``ranks_with_rows``; others those of the first of these.
+    Those of frozen layers are left alone.
     """
     if comm.world_size == 1:
         return
-    buffers = list(module.buffers())
+    buffers = moving_buffers(module)
     _average([b for b in buffers if b.is_floating_point()], comm, ranks_with_rows)
     others = [b for b in buffers if not b.is_floating_point()]
     if others:

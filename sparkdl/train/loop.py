@@ -16,6 +16,7 @@ from sparkdl import sync
 from sparkdl.comm import Communicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.frozen import training_mode
 from sparkdl.plan import TrainPlan
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.topology import arrange
@@ -172,7 +173,7 @@ class _Trainer:
         self._replica.synchronizer.close()
 
     def _begin(self, resume: ResumePoint | None) -> None:
-        self._replica.module.train()
+        training_mode(self._replica.module, self._config.frozen_layers)
         seed_everything(self._config.seed, self._comm.rank)
         if resume is not None:
             self._replica.restore(resume, seed=self._config.seed, rank=self._comm.rank)
@@ -357,7 +358,7 @@ class _Trainer:
         number_format = NumberFormat(config.precision, self._device)
         module.to(self._device)
         synchronizer = sync.resolve(config.sync_strategy).setup(
-            module, resolve_optimizer(config), self._comm
+            module, resolve_optimizer(config, module), self._comm
         )
         try:
             scheduler = make_scheduler(config, synchronizer.optimizer)

@@ -5,7 +5,7 @@ The learning rate is what the user said, on any number of ranks: it is never sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer
+from sparkdl.train.groups import ParameterGroups
 from sparkdl.train.large_batch import LAMB, LARS
 
 # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
@@ -33,10 +34,15 @@ _FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
 """Those that can update all parameters in one operation, on the CPU and on CUDA."""
 
 
-def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
+def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> MakeOptimizer:
     """The function that makes the optimizer of the given parameters.
 
     One given by name is torch's fused kind where there is one, unless an option says otherwise.
+
+    Args:
+        config: names the optimizer, its options and its parameter groups.
+        module: whose parameters these are, in its order, without those that are frozen; None if
+            they are no module's: then there are no groups.
 
     Raises:
         ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
@@ -69,12 +75,23 @@ def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
         )
     if not callable(kind):
         raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+    groups = None
+    if config.parameter_groups and module is not None:
+        if not is_class:
+            raise ConfigError(
+                "a callable makes its optimizer itself; make the parameterGroups there, or pass "
+                "the optimizer's class"
+            )
+        groups = ParameterGroups(module, config.parameter_groups)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
+        for values in config.parameter_groups.values() if groups is not None else ():
+            _check_group(kind, parameters, {**options, **fused, **values})
+        divided: Any = parameters if groups is None else groups.divide(parameters)
         try:
-            made = kind(parameters, **options, **fused)
+            made = kind(divided, **options, **fused)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"optimizer {kind!r} refused {options}: {error}") from error
         if not isinstance(made, torch.optim.Optimizer):
@@ -82,6 +99,20 @@ def resolve_optimizer(config: TrainConfig) -> MakeOptimizer:
         return made
 
     return make
+
+
+def _check_group(kind: Any, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]) -> None:
+    """Refuse what an optimizer would take for all parameters neither; in a group it would not look.
+
+    Raises:
+        ConfigError: with the optimizer's reason.
+    """
+    try:
+        kind(parameters, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {kind.__name__} refused {dict(options)} of parameterGroups: {error}"
+        ) from error
 
 
 def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.frozen import still_names, training_mode
 from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
@@ -70,7 +71,9 @@ class RoundReplica:
         self._module = module.to(device)
         self._loss = loss_of(config)
         self._loss.to(device)
-        self._synchronizer = ApartSynchronizer(self._module, resolve_optimizer(config))
+        self._synchronizer = ApartSynchronizer(
+            self._module, resolve_optimizer(config, self._module)
+        )
         self._format = NumberFormat(config.precision, device)
         self._scheduler = make_scheduler(config, self._synchronizer.optimizer)
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
@@ -104,7 +107,7 @@ class RoundReplica:
         self._load(state)
         if hyperparameters:
             set_values(self._synchronizer.optimizer, self._scheduler, hyperparameters)
-        self._module.train()
+        training_mode(self._module, self._config.frozen_layers)
         seed_everything(self._config.seed, shard_id, part.step)
         step = self._make_step()
         batches = iter(
@@ -142,6 +145,12 @@ class RoundReplica:
             seconds=time.perf_counter() - began,
             label_sums=tuple(label_sums.tolist()),
         )
+
+    def moving(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An outcome's state without those weights and buffers that training has left alone."""
+        still = still_names(self._module)
+        model = {name: value for name, value in state["model"].items() if name not in still}
+        return {**state, "model": model}
 
     def evaluate(
         self, state: dict[str, Any], validation: Sequence[ShardData]

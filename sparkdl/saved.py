@@ -1,0 +1,151 @@
+"""How is a saved model used where Spark is not installed?
+
+`load_module` gives the fitted module, `load_signature` what it takes and gives. Both accept the
+folder of a saved model, of a pipeline model that holds one, of an estimator whose module was saved
+along, or of one of a pipeline's stages; as a path or as a URL that fsspec knows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.describe import restore
+from sparkdl.errors import StorageError
+from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
+from sparkdl.plan import Column
+
+Place = str | os.PathLike[str]
+
+_INSIDE = ("", "model", "module", "bestModel/model")
+"""Where a folder may hold the module: itself, a model's, an estimator's, a tuned model's."""
+_STAGES = "stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSignature:
+    """What a model takes and gives."""
+
+    inputs: tuple[Column, ...]
+    """One per argument of the module: the name of its column in Spark, dtype, shape of a row."""
+    num_classes: int | None
+    """Of a classifier; None for other models."""
+
+    def example_inputs(self, num_rows: int = 2) -> tuple[torch.Tensor, ...]:
+        """Inputs of zeros, ``(num_rows, *shape)`` each."""
+        return tuple(
+            torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
+            for column in self.inputs
+        )
+
+
+def load_module(path_or_url: Place) -> nn.Module:
+    """Load the fitted module of a saved model; needs neither Spark nor a cluster.
+
+    All files are compared with their SHA-256 before any code is imported or run. The code that
+    makes the module must be importable, unless the model was saved as an exported program. Load
+    only from places that you would import code from.
+
+    Example::
+
+        module = sparkdl.load_module("s3://models/digits")
+        signature = sparkdl.load_signature("s3://models/digits")
+        with torch.inference_mode():
+            logits = module(torch.zeros(8, *signature.inputs[0].shape))
+
+    Args:
+        path_or_url: folder of a saved model, pipeline model (with one such stage), stage or
+            estimator.
+
+    Returns:
+        The module on the CPU, in evaluation mode.
+
+    Raises:
+        StorageError: there is no such model, or it is damaged or of a later version.
+        ConfigError: code that makes the module cannot be imported here, or has changed.
+    """
+    return open_saved(path_or_url).make()
+
+
+def load_signature(path_or_url: Place) -> ModelSignature:
+    """What a saved model takes and gives; reads neither its weights nor its code.
+
+    Args:
+        path_or_url: as for `load_module`.
+
+    Raises:
+        StorageError: there is no such model, it is damaged or of a later version, or it is an
+            estimator, which does not know yet what it will be trained on.
+    """
+    storage = open_storage(path_or_url)
+    folder = _find(storage)
+    index = read_module_index(storage, folder)
+    signature = _signature(index["extra"])
+    if signature is None:
+        raise StorageError(
+            f"{path_or_url} holds an estimator, which has not seen its columns; save the model "
+            "that its fit gives"
+        )
+    return signature
+
+
+def open_saved(path_or_url: Place) -> SavedModule:
+    """The files of a saved model, read and found whole; see `load_module`."""
+    storage = open_storage(path_or_url)
+    return open_module(storage, _find(storage))
+
+
+def signature_of(saved: SavedModule) -> ModelSignature | None:
+    """What a saved module takes and gives; None for that of an estimator."""
+    return _signature(saved.index["extra"])
+
+
+def _signature(described: Mapping[str, Any]) -> ModelSignature | None:
+    # Not restored as a whole: that would import the factory's code.
+    extra = {name: value for name, value in described["dict"] if isinstance(name, str)}
+    if "columns" not in extra:
+        return None
+    return ModelSignature(
+        inputs=tuple(Column.from_dict(column) for column in restore(extra["columns"])),
+        num_classes=extra.get("num_classes"),
+    )
+
+
+def _find(storage: Storage) -> str:
+    """The folder of the storage that holds a saved module.
+
+    Raises:
+        StorageError: there is none, or several.
+    """
+    found = list(_folders(storage, ""))
+    if not found:
+        raise StorageError(
+            f"{storage} holds no saved module; pass the folder that was given to save(), or one of "
+            "its stages"
+        )
+    if len(found) > 1:
+        stages = sorted(str(PurePosixPath(*PurePosixPath(folder).parts[:2])) for folder in found)
+        raise StorageError(
+            f"{storage} is a pipeline with {len(found)} saved modules; name one of its stages: "
+            f"{', '.join(stages)}"
+        )
+    return found[0]
+
+
+def _folders(storage: Storage, folder: str) -> Iterator[str]:
+    for inside in _INSIDE:
+        place = f"{folder}/{inside}".strip("/") or "."
+        if storage.exists(f"{place}/{INDEX}"):
+            yield place
+            return
+    for outer in ("", "bestModel"):  # a tuned model may be a pipeline
+        stages = "/".join(part for part in (folder, outer, _STAGES) if part)
+        for name in storage.list(stages):
+            yield from _folders(storage, f"{stages}/{name}")

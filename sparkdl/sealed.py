@@ -1,0 +1,134 @@
+"""How does a folder of files show that it is whole, before anything in it is used?
+
+An index, a JSON file that is written last, lists size and SHA-256 of every other file, and holds
+the SHA-256 of itself. So a missing, truncated or changed byte anywhere is found before a name in
+the index is imported, a tensor is made or a program is read. The sums find damage, not malice:
+whoever can write the folder can also write new sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparkdl.checkpoint.format import FileRecord, Recorder
+from sparkdl.checkpoint.storage import Storage, pieces
+from sparkdl.errors import CheckpointError, StorageError
+
+_SEAL = "sha256"
+_REMEDY = "save it again, or take an intact copy"
+
+Pieces = bytes | Iterable[bytes | memoryview]
+"""The content of a file: whole, or its pieces in order, which are written as they come."""
+
+
+def write_sealed(
+    storage: Storage, path: str, index_name: str, index: Mapping[str, Any], files: Mapping[str, Any]
+) -> None:
+    """Write a folder; until its index is there, which comes last, it counts as damaged.
+
+    Args:
+        storage: where to.
+        path: the folder, relative to the storage.
+        index_name: name of the index.
+        index: what else the index holds, as JSON; ``files`` and ``sha256`` are added.
+        files: content of each file, see `Pieces`.
+
+    Raises:
+        StorageError: the storage cannot be written.
+    """
+    storage.remove(f"{path}/{index_name}")  # a folder half written must not look whole
+    records = {}
+    for name, data in files.items():
+        recorder = Recorder()
+        storage.write(f"{path}/{name}", recorder.watch(_without_copies(data)))
+        records[name] = asdict(recorder.record())
+    body = {**index, "files": records}
+    storage.write(f"{path}/{index_name}", _text({**body, _SEAL: digest(body)}))
+
+
+def read_index(storage: Storage, path: str, index_name: str, versions: range) -> dict[str, Any]:
+    """Read an index; ``files`` becomes a dict of `FileRecord`.
+
+    Args:
+        storage: where from.
+        path: the folder, relative to the storage.
+        index_name: name of the index.
+        versions: values of its ``version`` that are understood; 1 had no sum of itself.
+
+    Raises:
+        StorageError: it is missing, damaged, or of another version.
+    """
+    place = f"{path}/{index_name}"
+    data = storage.read(place)
+    try:
+        index = json.loads(data)
+        version = index["version"]
+        if type(version) is int and version >= versions.stop:
+            raise StorageError(
+                f"{place} has version {version}; this sparkdl reads up to {versions[-1]}; use the "
+                "sparkdl that saved it, or a newer one"
+            )
+        if version not in versions or (version > 1 and not _is_sealed(index, data)):
+            raise StorageError(f"{place} is damaged: it is not what was written; {_REMEDY}")
+        index["files"] = {
+            checked_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
+            for name, record in index["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{place} is damaged: {error!r}; {_REMEDY}") from error
+    return dict(index)
+
+
+def read_sealed(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
+    """All files that an index lists, each of them compared with its size and sum.
+
+    Raises:
+        StorageError: one is missing or damaged.
+    """
+    return {
+        name: _read(storage, f"{path}/{name}", record) for name, record in index["files"].items()
+    }
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def checked_name(name: str) -> str:
+    """Return the name of a file that lies directly in the folder.
+
+    Raises:
+        ValueError: it leads elsewhere.
+    """
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise ValueError(f"a file called {name!r}")
+    return name
+
+
+def _is_sealed(index: Mapping[str, Any], data: bytes) -> bool:
+    """Whether the sum is right and not a byte differs, not even one without meaning."""
+    body = {key: value for key, value in index.items() if key != _SEAL}
+    return index.get(_SEAL) == digest(body) and data == _text({**body, _SEAL: index[_SEAL]})
+
+
+def _text(index: Mapping[str, Any]) -> bytes:
+    return json.dumps(index, indent=1).encode()
+
+
+def _without_copies(data: Pieces) -> Iterable[bytes | memoryview]:
+    yield from (memoryview(piece) for piece in pieces(data))
+
+
+def _read(storage: Storage, place: str, record: FileRecord) -> bytes:
+    data = storage.read(place)
+    if len(data) != record.size_bytes or hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CheckpointError(
+            f"{place} is damaged: {len(data)} bytes, expected {record.size_bytes} with SHA-256 "
+            f"{record.sha256}; {_REMEDY}"
+        )
+    return data

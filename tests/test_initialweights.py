@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from sparkdl.checkpoint.storage import LocalStorage
+from sparkdl.errors import ConfigError, StorageError
+from sparkdl.initialweights import InitialWeights, load_initial_weights
+from sparkdl.modulefile import save_module
+
+
+def make(classes: int = 2, seed: int = 0) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    return nn.ModuleDict({"body": body, "head": nn.Linear(4, classes)})
+
+
+def equal(one: nn.Module, other: nn.Module, *names: str) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return all(torch.equal(ours[n], theirs[n]) for n in ours if n.startswith(names or ("",)))
+
+
+class Fitted:
+    """Looks like a fitted model, without Spark."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def as_folder(path: Path, module: nn.Module) -> str:
+    save_module(module, None, LocalStorage(path), "model", example_inputs=None, extra={})
+    return str(path)
+
+
+def as_file(path: Path, module: nn.Module) -> str:
+    save_file(module.state_dict(), path / "weights.safetensors")
+    return str(path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["module", "model", "state", "folder", "url", "file", "file url"])
+def test_weights_come_from_whatever_holds_them(tmp_path: Path, kind: str) -> None:
+    source, target = make(seed=1), make(seed=2)
+    source["body"][1].running_mean.fill_(5.0)
+    given: Any = {
+        "module": lambda: source,
+        "model": lambda: Fitted(source),
+        "state": source.state_dict,
+        "folder": lambda: Path(as_folder(tmp_path, source)),
+        "url": lambda: f"file://{as_folder(tmp_path, source)}",
+        "file": lambda: as_file(tmp_path, source),
+        "file url": lambda: f"file://{as_file(tmp_path, source)}",
+    }[kind]()
+    assert not equal(source, target)
+    load_initial_weights(target, InitialWeights(source=given))
+    assert equal(source, target)
+    with torch.no_grad():
+        for value in target.state_dict().values():
+            value.fill_(0)
+    assert not equal(source, target, "head")
+
+
+def test_relative_paths_are_meant_as_seen_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert InitialWeights(source="a/b").source == f"{tmp_path}/a/b"
+    assert InitialWeights(source="s3://a/b").source == "s3://a/b"
+
+
+def test_floating_weights_take_the_modules_dtype() -> None:
+    source, target = make(seed=1), make(seed=2).double()
+    load_initial_weights(target, InitialWeights(source=source))
+    assert target["head"].weight.dtype == torch.float64
+    assert torch.equal(target["head"].weight.float(), source["head"].weight)
+
+
+def test_all_differences_are_told_before_anything_changes() -> None:
+    source, target = make(classes=5, seed=1), make(seed=2)
+    source["extra"] = nn.Linear(1, 1)
+    del source["body"][1]
+    before = make(seed=2)
+    with pytest.raises(ConfigError) as caught:
+        load_initial_weights(target, InitialWeights(source=source))
+    for words in (
+        "differ from the module in 9 place(s): ", "body.1.bias is not in the weights", "; ...",
+        "InitialWeights(source=..., skip=",
+    ):  # fmt: skip
+        assert words in str(caught.value)
+    assert equal(before, target)
+
+
+def test_shapes_and_kinds_are_compared() -> None:
+    with pytest.raises(ConfigError, match=r"head.bias is float32 \(2,\) in .*, float32 \(5"):
+        load_initial_weights(make(), InitialWeights(source=make(classes=5)))
+    state = make().state_dict()
+    state["head.bias"] = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"head.bias is float32 \(2,\) .*int64 \(2,\)"):
+        load_initial_weights(make(), InitialWeights(source=state))
+
+
+def test_what_is_skipped_may_be_missing_left_over_or_of_another_shape() -> None:
+    source, target = make(classes=5, seed=1), make(seed=2)
+    source["old"], target["new"] = nn.Linear(1, 1), nn.Linear(2, 2)
+    head = target["head"].weight.detach().clone()
+    load_initial_weights(target, InitialWeights(source=source, skip=["head", "old.*", "new"]))
+    assert equal(make(seed=1), target, "body")
+    assert torch.equal(target["head"].weight, head)
+
+
+def test_a_skip_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"initialWeights\.skip: .* 'haed'; did you mean 'head'"):
+        load_initial_weights(make(), InitialWeights(source=make(), skip=("haed",)))
+
+
+def test_lazy_layers_take_the_shape_of_the_weights() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    source = nn.Sequential(nn.Linear(3, 4))
+    load_initial_weights(lazy, InitialWeights(source=source))
+    assert torch.equal(lazy[0].weight, source[0].weight)
+
+
+def test_tied_weights_stay_tied() -> None:
+    def tied() -> nn.ModuleDict:
+        module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4)})
+        module["head"].weight = module["embed"].weight
+        return module
+
+    source, target = tied(), tied()
+    load_initial_weights(target, InitialWeights(source=source))
+    assert target["head"].weight is target["embed"].weight
+    assert equal(source, target)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("weights.pt", r"weights\.pt is a pickle.*weights_only=True"),
+        ("a/model.ckpt", "is a pickle"),
+        (42, "must be a fitted model, a module, a state dict, or the path.*received int"),
+        ({1: 2}, "received dict"),
+        (functools.partial(make), "received partial"),
+    ],
+)
+def test_other_sources_are_refused_when_they_are_given(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InitialWeights(source=source)
+
+
+def test_skip_must_be_patterns() -> None:
+    with pytest.raises(ConfigError, match="skip must be a tuple of patterns; received 'head'"):
+        InitialWeights(source={}, skip="head")  # type: ignore[arg-type]
+
+
+def test_damage_and_absence_are_storage_errors(tmp_path: Path) -> None:
+    file = Path(as_file(tmp_path, make()))
+    file.write_bytes(file.read_bytes()[:-1])
+    folder = Path(as_folder(tmp_path / "m", make()))
+    weights = folder / "model" / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    for source, message in (
+        (file, "is no whole file of safetensors"),
+        (folder, "weights.safetensors is damaged"),
+        (tmp_path / "absent.safetensors", "cannot read"),
+        (tmp_path / "absent", "holds no saved module"),
+    ):
+        with pytest.raises(StorageError, match=message):
+            load_initial_weights(make(), InitialWeights(source=source))
