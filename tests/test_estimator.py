@@ -86,6 +86,18 @@ def test_regressor_learns_a_line(points: DataFrame) -> None:
     assert error < 0.1
 
 
+def test_evaluate_repeats_the_validation_of_training(points: DataFrame) -> None:
+    rows = points.withColumn("held_out", F.col("id") % 4 == 0).withColumn("w", F.col("id") % 3)
+    regressor = TorchRegressor(
+        module=make_line, labelCol="target", weightCol="w", loss="l1", epochs=1, numWorkers=2,
+        validationIndicatorCol="held_out", verbose=0,
+    )  # fmt: skip
+    model = regressor.fit(rows)
+    found = model.evaluate(rows.where("held_out"))
+    assert found["loss"] == pytest.approx(model.summary.history[-1]["val_loss"], rel=1e-6)
+    assert found.rows == 50
+
+
 def test_estimator_without_label_reconstructs_its_inputs(points: DataFrame) -> None:
     estimator = TorchEstimator(
         module=nn.Linear(2, 2), epochs=10, learningRate=0.1, batchSize=20, numWorkers=1, verbose=0
