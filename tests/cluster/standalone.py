@@ -53,6 +53,7 @@ def _process(
     environment = {**os.environ, "SPARK_HOME": str(HOME), "PYSPARK_PYTHON": sys.executable}
     environment["SPARK_DAEMON_MEMORY"] = "256m"
     environment.pop("SPARK_LOCAL_IP", None)  # each has a host of its own
+    environment.pop("SPARK_CONF_DIR", None)  # its logs are too short: they are read here
     if disk is not None:
         environment["SPARK_LOCAL_DIRS"] = str(disk)
     command = [str(HOME / "bin/spark-class"), name, *arguments]  # which becomes java
