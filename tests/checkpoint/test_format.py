@@ -23,10 +23,11 @@ from sparkdl.checkpoint.format import (
     load_shared,
     rank_file,
     read_manifest,
+    views,
     write_manifest,
 )
 from sparkdl.checkpoint.storage import MemoryStorage
-from sparkdl.checkpoint.tree import snapshot
+from sparkdl.checkpoint.tree import DTYPES, snapshot
 from sparkdl.errors import CheckpointError, ConfigError
 
 
@@ -67,6 +68,27 @@ def test_other_safetensors_readers_can_read_the_tensors() -> None:
     back = load(b"".join(encode(snapshot(tensors))))
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_views_are_what_decode_gives_without_a_copy() -> None:
+    tree = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tree |= {"empty": torch.empty(0, 3), "number": torch.tensor(7.0), "other": (1, "a")}
+    data = b"".join(encode(snapshot(tree)))
+    seen, copied = views(data, "x"), decode(data, "x")
+    assert seen.keys() == copied.keys() and seen["other"] == (1, "a")
+    for name, tensor in copied.items():
+        if isinstance(tensor, torch.Tensor):
+            assert (seen[name].dtype, seen[name].shape) == (tensor.dtype, tensor.shape)
+            ours, theirs = (t.reshape(-1).view(torch.uint8).tolist() for t in (seen[name], tensor))
+            assert ours == theirs
+    first, again = (views(data, "x")["torch.float64"].data_ptr() for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize("data", [b"", b"12345678", b"\x02" + b"\0" * 7 + b"{}", b"\xff" * 64])
+def test_views_of_something_else_are_damage(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="x is damaged"):
+        views(data, "x")
 
 
 def test_steps_are_ordered_as_numbers_and_the_final_one_is_last() -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.frozen import freeze
 from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.rounds import RoundOutcome, RoundReplica
-from tests.train.runs import make_data, plan_for, run, seeded
+from tests.train.runs import but, make_data, plan_for, run, seeded
 
 CPU = torch.device("cpu")
 CONFIG = TrainConfig(optimizer="adam", learning_rate=0.01, batch_size=4, epochs=2, loss="mse")
@@ -35,6 +36,23 @@ def make_net() -> nn.Module:
 
 def part(step: int, num_steps: int) -> RoundPart:
     return RoundPart(epoch=0, step_in_epoch=step, step=step, num_steps=num_steps)
+
+
+def test_what_is_frozen_is_not_sent_back() -> None:
+    config = but(CONFIG, frozen_layers=("0", "1"))
+    plan = plan_for(SHARDS, config, world_size=3)
+    net = make_net()
+    freeze(net, config.frozen_layers)
+    outcome = (replica := RoundReplica(net, config, plan, CPU)).train(
+        {"model": make_net().state_dict()}, 0, [SHARDS[0]], part(0, 3), NullObserver()
+    )
+    sent = replica.moving(outcome.state)
+    assert list(sent["model"]) == ["3.weight", "3.bias"]
+    assert sent["optimizer"] is outcome.state["optimizer"]
+    assert len(sent["optimizer"]["state"]) == 2
+    whole, plan = make_replica()
+    everything = train(whole, {"model": make_net().state_dict()}, 0, part(0, 3)).state
+    assert list(whole.moving(everything)["model"]) == list(make_net().state_dict())
 
 
 def make_replica(config: TrainConfig = CONFIG) -> tuple[RoundReplica, TrainPlan]:
