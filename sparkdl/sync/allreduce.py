@@ -21,7 +21,7 @@ from sparkdl.comm import Communicator, Pending
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients import Bucket, FlatGradients
+from sparkdl.sync.gradients import Bucket, FlatGradients, bucket_shapes
 
 if TYPE_CHECKING:
     from sparkdl.compress.base import Compression
@@ -110,8 +110,14 @@ class AllReduce(CollectiveStrategy):
         """
         if self.num_backup_workers:
             return None
-        sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
-        return None if sent is None else sent + exchange_bytes(None, [(2,)], 8, world_size)
+        compression = self.resolved_compression()
+        sent = [
+            exchange_bytes(compression, bucket, element_size, world_size)
+            for bucket in bucket_shapes(shapes, element_size, self.bucket_bytes)
+        ]
+        if any(number is None for number in sent):
+            return None
+        return sum(filter(None, sent)) + exchange_bytes(None, [(2,)], 8, world_size)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

@@ -7,10 +7,14 @@ act on it the same way on every rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that the network has something to do early."""
@@ -79,7 +83,8 @@ def make_buckets(
     for (dtype, device), members in groups.items():
         total = sum(parameter.numel() for _, parameter in members)
         rest = allocate(total, dtype, device)
-        for run in _runs(members, bucket_bytes):
+        sizes = [parameter.nbytes for _, parameter in members]
+        for run in _runs(members, sizes, bucket_bytes):
             size = sum(parameter.numel() for _, parameter in run)
             bucket = Bucket([parameter for _, parameter in run], rest[:size])
             placed.append((run[-1][0], bucket))
@@ -92,17 +97,25 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _runs(
-    members: Sequence[tuple[int, nn.Parameter]], bucket_bytes: int
-) -> Iterator[list[tuple[int, nn.Parameter]]]:
+def bucket_shapes(
+    shapes: Sequence[tuple[int, ...]], element_size: int, bucket_bytes: int
+) -> list[list[tuple[int, ...]]]:
+    """Shapes of the parameters of each bucket, if all have one dtype; see `make_buckets`."""
+    backwards = list(reversed(shapes))
+    sizes = [math.prod(shape) * element_size for shape in backwards]
+    return list(_runs(backwards, sizes, bucket_bytes))
+
+
+def _runs(items: Sequence[T], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of about ``bucket_bytes``; the first run may be smaller."""
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    run: list[tuple[int, nn.Parameter]] = []
-    size = 0
-    for place, parameter in members:
-        run.append((place, parameter))
-        size += parameter.numel() * parameter.element_size()
-        if size >= limit:
+    run: list[T] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        run.append(item)
+        total += size
+        if total >= limit:
             yield run
-            run, size, limit = [], 0, bucket_bytes
+            run, total, limit = [], 0, bucket_bytes
     if run:
         yield run

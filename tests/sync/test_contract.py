@@ -13,6 +13,7 @@ from sparkdl.comm import LocalCommunicator
 from sparkdl.compress.onebit import OneBitCompression
 from sparkdl.compress.threshold import ThresholdCompression
 from sparkdl.config import TrainConfig
+from sparkdl.sync.allreduce import AllReduce
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.block_momentum import BlockMomentum
 from sparkdl.sync.diloco import DiLoCo
@@ -111,6 +112,24 @@ def test_bytes_of_compressed_rounds_are_those_of_the_formula(
     expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
     results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
     assert [sent for _, _, sent in results] == [expected] * 3
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(
+    "compression", [None, "fp16", "int8", "twobit", "powersgd", OneBitCompression(warmup_steps=0)]
+)
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_bytes_of_gradients_are_those_of_the_formula(
+    gang3: Gang, compression: Any, bucket_bytes: int, double_buffering: bool
+) -> None:
+    strategy = AllReduce(
+        compression=compression, bucket_bytes=bucket_bytes, double_buffering=double_buffering
+    )
+    expected = strategy.bytes_per_step(SHAPES, 8, 3)
+    assert expected is not None
+    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
+    assert [sent for _, _, sent in results] == [9 * expected] * 3
 
 
 @form
