@@ -195,6 +195,11 @@ class ShardTable:
         self.df.unpersist()
         self.df.persist()
 
+    def note(self, paths: set[str]) -> None:
+        """Take note of where tasks found their shards; what was lost, Spark has written anew."""
+        self._stragglers |= not paths <= self._seen
+        self._seen |= paths
+
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """The spool's columns, after checking that all rows of all shards can be used.
 

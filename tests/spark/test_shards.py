@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyspark.sql import functions as F
 
 from sparkdl.data.spool import open_spool
 from sparkdl.errors import DataError, StorageError
@@ -20,9 +21,7 @@ from sparkdl.spark.columns import prepare, validation_indicator
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import functions as F
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.spark
 
@@ -339,6 +338,19 @@ def test_spools_that_were_not_met_are_looked_for_again(
     table._seen.clear()  # as if all had been removed
     assert looks(table, monkeypatch) == [2]
     table._seen.add("/elsewhere")
+    assert looks(table, monkeypatch) == [2, 3.0, 8]
+
+
+def test_after_a_shard_was_written_anew_its_other_copies_are_waited_for(
+    good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tables(good)
+    paths = {part.shard.path for part in table.collect()}
+    table.note(paths)
+    table._seen.clear()
+    assert looks(table, monkeypatch) == [2]
+    table.note({"/elsewhere"})
+    table._seen.clear()
     assert looks(table, monkeypatch) == [2, 3.0, 8]
 
 
