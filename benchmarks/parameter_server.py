@@ -8,35 +8,26 @@ bytes, of which half is at the other rank.
 from __future__ import annotations
 
 import argparse
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import common
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import Measurements
+from pair import WORLD_SIZE, run_pairs, timed
 from torch import nn
 
-from sparkdl.comm import ProcessGroupCommunicator, process_group
+from sparkdl.comm import ProcessGroupCommunicator
 from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
 
 SIZES = {"4 KB": 4 << 10, "4 MB": 4 << 20, "100 MB": 100 << 20}
 STRATEGIES = {"asynchronous": AsyncSGD(), "bound 0": AsyncSGD(staleness_bound=0)}
-WORLD_SIZE = 2
 
 
 def main() -> None:
     """Measure, several times in turn."""
     options = common.arguments(5)
     found = Measurements()
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(options.runs):
-            common.wait_until_idle(options.patience)
-            run(Path(tempfile.mkdtemp(dir=folder)), found)
+    run_pairs(measure, options, found)
     for size in SIZES:
         for name in STRATEGIES:
             found.ratio(f"{name} / ring, {size}", f"{name}, {size}, ms", f"ring, {size}, ms")
@@ -53,36 +44,17 @@ def report(found: Measurements, options: argparse.Namespace) -> None:
     found.report("parameter_server", options)
 
 
-def run(folder: Path, found: Measurements) -> None:
-    """One pair of processes; all sizes and contenders in turn."""
-    result = folder / "seconds.pt"
-    mp.spawn(measure, (str(folder / "store"), str(result)), nprocs=WORLD_SIZE)
-    for name, seconds in torch.load(result).items():
-        found.add(f"{name}, ms", seconds * 1e3)
-
-
-def measure(rank: int, store: str, result: str) -> None:
+def measure(comm: ProcessGroupCommunicator) -> dict[str, float]:
     """One process: the median seconds of each contender and size, by ``<contender>, <size>``."""
-    torch.set_num_threads(1)
     medians: dict[str, float] = {}
-    with process_group(
-        backend="gloo",
-        store=dist.FileStore(store, WORLD_SIZE),
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout_seconds=60,
-        address="127.0.0.1",
-    ) as options:
-        comm = ProcessGroupCommunicator(options=options)
-        for size, num_bytes in SIZES.items():
-            tensor = torch.zeros(num_bytes // 4)
-            medians[f"ring, {size}"] = timed(comm, lambda: comm.all_reduce(tensor), num_bytes)  # noqa: B023
-            for name, strategy in STRATEGIES.items():
-                medians[f"{name}, {size}"] = steps(comm, strategy, num_bytes, range(WORLD_SIZE))
-            # Of a model of twice the size, whose other half is this rank's, the size is pushed.
-            medians[f"alone, {size}"] = steps(comm, AsyncSGD(), 2 * num_bytes, [0])
-    if rank == 0:
-        torch.save(medians, result)
+    for size, num_bytes in SIZES.items():
+        tensor = torch.zeros(num_bytes // 4)
+        medians[f"ring, {size}"] = timed(comm, lambda: comm.all_reduce(tensor), num_bytes)  # noqa: B023
+        for name, strategy in STRATEGIES.items():
+            medians[f"{name}, {size}"] = steps(comm, strategy, num_bytes, range(WORLD_SIZE))
+        # Of a model of twice the size, whose other half is this rank's, the size is pushed.
+        medians[f"alone, {size}"] = steps(comm, AsyncSGD(), 2 * num_bytes, [0])
+    return medians
 
 
 def steps(
@@ -106,17 +78,6 @@ def step(synchronizer: AsyncSynchronizer) -> None:
     synchronizer.optimizer.step()
     synchronizer.reduce_gradients(torch.ones(2), 2.0)
     synchronizer.after_step(0)
-
-
-def timed(comm: ProcessGroupCommunicator, call: Callable[[], object], num_bytes: int) -> float:
-    """Median seconds of ``call``, which the processes begin together."""
-    seconds = []
-    for _ in range(20 if num_bytes > 1 << 24 else 200):
-        comm.all_reduce(torch.zeros(1))
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

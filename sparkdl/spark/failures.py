@@ -42,6 +42,15 @@ _WOULD_COME_AGAIN = (
 
 _CANCELLED = ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED")
 _CANNOT_READ = "FAILED_READ_FILE"
+_WAITED = "Exception thrown in awaitResult"
+
+LOST = "a worker or executor was lost"
+LOST_REMEDY = (
+    "a process that ends without a word was mostly killed for lack of memory: look into the "
+    "executor's log, then raise spark.executor.memoryOverhead or lower batchSize; where executors "
+    "come and go, raise maxRestarts"
+)
+"""What to do about `LOST`, if it goes on."""
 
 
 class TaskLost(Exception):
@@ -109,10 +118,17 @@ def condition_of(error: Exception) -> str | None:
     return None if condition is None else str(condition)
 
 
+def _message_of(java: Any) -> str:
+    """The message of a Java exception, or of its cause where it only says that it waited for it."""
+    while str(java.getMessage()).startswith(_WAITED) and java.getCause() is not None:
+        java = java.getCause()
+    return str(java.getMessage())
+
+
 def told_by(error: Exception) -> str:
     """What Spark says of a failure, without the stacks: its first lines, joined."""
     java = getattr(error, "java_exception", None)
-    text = str(java.getMessage() if java is not None else error)
+    text = str(error) if java is None else _message_of(java)
     lines = [line.strip() for line in text.splitlines()]
     telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]
     shown = " | ".join(telling) or type(error).__name__

@@ -31,7 +31,7 @@ from sparkdl.roundworker import RoundOrder
 from sparkdl.spark.roundcheckpoints import RoundCheckpoints
 from sparkdl.spark.roundtotals import RoundDone, Totals
 from sparkdl.spark.run import Run, Trained
-from sparkdl.spark.stages import run_stage
+from sparkdl.spark.stages import PATH, run_stage
 from sparkdl.spark.supervise import Limits, Rows, supervise
 from sparkdl.sync.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
@@ -190,7 +190,8 @@ class RoundsDriver(ABC):
         )
         self._restarts += result.restarts
         self._num_jobs += result.restarts + 1
-        return result.rows
+        run.table.note({data.decode() for _, kind, data in result.rows if kind == PATH})
+        return [row for row in result.rows if row[1] != PATH]
 
     def _submit(self, part: RoundPart | None, stage: Stage, attempt: int) -> Callable[[], Rows]:
         run = self._run

@@ -39,8 +39,7 @@ class _Averaging(RoundsDriver):
 
     def _round(self, part: RoundPart) -> RoundDone:
         """See `RoundsDriver._round`."""
-        depth = getattr(self._strategy, "aggregation_depth", 1)
-        rows = self._job_over_all(part, self._state, depth=depth)
+        rows = self._job_over_all(part, self._state, depth=self._strategy.merge_depth)
         reports = {rank: json.loads(data) for rank, kind, data in rows if kind == "result"}
         assert len(reports) == self._run.plan.world_size
         payloads = {rank: data for rank, kind, data in rows if kind == STATE}

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _PASSES = 4
 """Tasks per shard that look for spools which a first round of tasks has not met."""
+_KILL_SECONDS = 3.0
+"""A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 
@@ -128,6 +131,7 @@ class ShardTable:
         self.num_shards = num_shards
         self._seen: set[str] = set()
         self._first: tuple[SpooledShard, ...] | None = None
+        self._stragglers = False
         self.df = self._build(df, validation)
 
     def _build(self, df: DataFrame, validation: SparkColumn | None) -> DataFrame:
@@ -170,8 +174,10 @@ class ShardTable:
             DataError: rows cannot be used, or the source has changed since the first call.
         """
         with described(self._spark, f"sparkdl {self._run_id}: spool"):
+            stragglers, self._stragglers = self._stragglers, True
             # A new query each time: one that has failed gives its failure again, from memory.
             rows = self.df.select("shard_id", "payload").collect()
+            self._stragglers = stragglers
         payloads = {row["shard_id"]: json.loads(row["payload"]) for row in rows}
         self._seen.update(values["path"] for values in payloads.values() if "path" in values)
         shards = tuple(_parse(shard_id, payloads[shard_id]) for shard_id in sorted(payloads))
@@ -188,6 +194,11 @@ class ShardTable:
         """Forget all spools, so that the next job writes them anew."""
         self.df.unpersist()
         self.df.persist()
+
+    def note(self, paths: set[str]) -> None:
+        """Take note of where tasks found their shards; what was lost, Spark has written anew."""
+        self._stragglers |= not paths <= self._seen
+        self._seen |= paths
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """The spool's columns, after checking that all rows of all shards can be used.
@@ -247,7 +258,10 @@ class ShardTable:
             # As many tasks as shards usually meet the executors that spooled; else all slots,
             # or, where Spark does not tell how many there are, several times as many tasks.
             self._clean(self.num_shards)
-            if self._seen:
+            if self._seen or self._stragglers:
+                # Something was lost or cancelled, so tasks that Spark has given up may go on
+                # writing for a moment, and keep the slots from which they would be met.
+                time.sleep(_KILL_SECONDS)
                 self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
 
     def _clean(self, num_tasks: int) -> None:

@@ -38,6 +38,8 @@ _ARROW_SCHEMA = pa.schema(
 )
 _CHUNK_BYTES = 16 << 20
 STATE = "state"
+PATH = "path"
+"""Kind of the row that tells where a task has found its shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class RoundTask:
                 channel=self.channel,
             )
             data = self._state_of(shard_id, chunks)
+            yield from _rows(shard_id, PATH, place.shard.path.encode())
             for kind, result in roundworker.run(place, self.order, data):
                 yield from _rows(shard_id, kind, result)
 

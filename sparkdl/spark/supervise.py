@@ -29,7 +29,7 @@ from sparkdl.errors import (
     WorkerError,
 )
 from sparkdl.progress import View
-from sparkdl.spark.failures import raise_unless_loss, told_by
+from sparkdl.spark.failures import LOST, LOST_REMEDY, raise_unless_loss, told_by
 from sparkdl.spark.session import cancel_jobs, tag_jobs
 
 logger = logging.getLogger(__name__)
@@ -159,14 +159,14 @@ def supervise(
             )
             if heal is not None:
                 heal(attempt)
-    raise TrainingFailed(
-        f"training failed {_times(len(reasons))} (maxRestarts={limits.max_restarts}); "
-        f"last: {reasons[-1]}"
-    )
+    raise _given_up("training", len(reasons), reasons[-1], limits.max_restarts)
 
 
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
+def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
+    often = "once" if times == 1 else f"{times} times"
+    remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) else ""
+    told = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
+    return TrainingFailed(told)
 
 
 def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callable[[], None]) -> T:
@@ -191,12 +191,10 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
             return action()
         except Exception as error:
             raise_unless_loss(error)
-            reason = f"a worker or executor was lost ({told_by(error)})"
+            reason = f"{LOST} ({told_by(error)})"
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
-    raise TrainingFailed(
-        f"spooling failed {_times(max_restarts + 1)} (maxRestarts={max_restarts}); last: {reason}"
-    )
+    raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
 
 
 def _run(
@@ -363,7 +361,7 @@ def _verdict(attempt: Attempt) -> str | None:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
         raise_unless_loss(attempt.spark_error)
-        return f"a worker or executor was lost ({told_by(attempt.spark_error)})"
+        return f"{LOST} ({told_by(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(

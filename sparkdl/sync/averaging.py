@@ -55,6 +55,11 @@ class AveragingStrategy(CollectiveStrategy):
         """What becomes of the optimizers' states at the end of a round."""
         return "average"
 
+    @property
+    def merge_depth(self) -> int:
+        """Levels of the tree by which plain Spark stages merge replicas; 1: all on the driver."""
+        return 1
+
     def why_not_rounds(self) -> str | None:
         """See `SyncStrategy.why_not_rounds`."""
         if self.compression is not None:

@@ -60,6 +60,11 @@ class ParameterAveraging(AveragingStrategy):
         """See `AveragingStrategy.optimizer_state`."""
         return "average" if self.average_optimizer_state else "reset"
 
+    @property
+    def merge_depth(self) -> int:
+        """See `AveragingStrategy.merge_depth`."""
+        return self.aggregation_depth
+
     def make_period(self) -> Period:
         """See `AveragingStrategy.make_period`."""
         if self.averaging_period == "auto":

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from sparkdl.train.losses import loss_of, loss_record, no_sums, part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
+from sparkdl.train.outcome import TrainOutcome
 from sparkdl.train.precision import NumberFormat
 from sparkdl.train.replica import CheckpointSink, Replica, ResumePoint
 from sparkdl.train.rng import deterministic_algorithms, seed_everything
@@ -35,32 +35,6 @@ from sparkdl.train.step import TrainStep
 from sparkdl.train.sync_batch_norm import synchronized
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOutcome:
-    """What one worker knows when training is over. The weights are in the module."""
-
-    history: list[Record]
-    """One record per epoch; equal on all ranks but for ``seconds``."""
-    steps: int
-    """Completed steps of the run, with those before a restart."""
-    rows: int
-    """Samples that all ranks have used, with those before a restart; not those whose gradients came
-    too late."""
-    stopped_early: bool
-    seconds: dict[str, float]
-    """This rank's time in this attempt: data, compute, communication, evaluate, checkpoint.
-
-    On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
-    """
-    rows_per_second: float
-    """Samples of all ranks per second of training steps in this attempt; 0 if it had none."""
-    bytes_sent: int
-    """What this rank's strategy has sent to the others in this attempt."""
-    final: ResumePoint
-    """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
-    the module was given the best ones."""
 
 
 def train(

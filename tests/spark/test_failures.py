@@ -116,3 +116,26 @@ def test_the_telling_lines() -> None:
     assert told_by(error) == "Job aborted: | Lost task 0.0 | cause | fourth"
     assert told_by(PySparkException("")) == "PySparkException"
     assert told_by(PySparkException("x" * 1000)) == "x" * 597 + "..."
+
+
+class JavaError:
+    """As py4j shows an exception of the JVM."""
+
+    def __init__(self, message: str, cause: JavaError | None = None) -> None:
+        self._said, self._cause = message, cause
+
+    def getMessage(self) -> str:
+        return self._said
+
+    def getCause(self) -> JavaError | None:
+        return self._cause
+
+
+def test_what_was_waited_for_is_told_and_not_the_waiting() -> None:
+    error = PySparkException("py4j's text")
+    error.java_exception = JavaError("Exception thrown in awaitResult: ", JavaError("task lost"))  # type: ignore[attr-defined]
+    assert told_by(error) == "task lost"
+    error.java_exception = JavaError("Exception thrown in awaitResult: ")  # type: ignore[attr-defined]
+    assert told_by(error) == "Exception thrown in awaitResult:"
+    error.java_exception = JavaError("job aborted", JavaError("deeper"))  # type: ignore[attr-defined]
+    assert told_by(error) == "job aborted"

@@ -22,7 +22,7 @@ from sparkdl.sync.population import PopulationStrategy
 from sparkdl.sync.population_based import PopulationBasedTraining, Range
 from sparkdl.sync.tournament import Tournament
 from tests.spark import test_rounds
-from tests.spark.test_rounds import Note, equal, request, states
+from tests.spark.test_rounds import Note, assert_about_equal, equal, request
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -85,12 +85,7 @@ def test_one_shot_in_rounds_is_one_shot_in_a_gang(df: DataFrame) -> None:
     in_rounds = wanted(OneShotAveraging(), num_workers=2)
     rounds = fit(df, in_rounds)
     gang = fit(df, dataclasses.replace(in_rounds, execution_mode="gang"))
-    for mine, theirs in zip(states(rounds), states(gang), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    for mine, theirs in zip(rounds.summary.history, gang.summary.history, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine.keys() - {"seconds"}:
-            assert mine[key] == pytest.approx(theirs[key], abs=1e-12), key
+    assert_about_equal(rounds, gang)
 
 
 @pytest.mark.parametrize("strategy", [TOURNAMENT, BASED], ids=repr)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyspark.sql import functions as F
 
 from sparkdl.data.spool import open_spool
 from sparkdl.errors import DataError, StorageError
@@ -318,16 +319,48 @@ def test_closing_never_raises_and_forgets_the_table_even_if_it_cannot_clean(
     assert not Path(spooled.shard.path).exists()
 
 
+def looks(table: ShardTable, monkeypatch: pytest.MonkeyPatch) -> list[int | float]:
+    """What closing does: how many tasks look for spools, and how long it waits between."""
+    done: list[int | float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "num_slots", lambda _: 0)
+        patch.setattr(module.time, "sleep", done.append)
+        patch.setattr(table, "_clean", done.append)
+        table.close()
+    return done
+
+
 def test_spools_that_were_not_met_are_looked_for_again(
     good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tables(good)
-    asked: list[int] = []
-    monkeypatch.setattr(module, "num_slots", lambda _: 0)
-    monkeypatch.setattr(table, "_clean", asked.append)
+    table.collect()
+    table._seen.clear()  # as if all had been removed
+    assert looks(table, monkeypatch) == [2]
     table._seen.add("/elsewhere")
-    table.close()
-    assert asked == [2, 8]
+    assert looks(table, monkeypatch) == [2, 3.0, 8]
+
+
+def test_after_a_shard_was_written_anew_its_other_copies_are_waited_for(
+    good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tables(good)
+    paths = {part.shard.path for part in table.collect()}
+    table.note(paths)
+    table._seen.clear()
+    assert looks(table, monkeypatch) == [2]
+    table.note({"/elsewhere"})
+    table._seen.clear()
+    assert looks(table, monkeypatch) == [2, 3.0, 8]
+
+
+def test_after_a_spooling_that_failed_its_last_tasks_are_waited_for(
+    good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tables(good.where(F.raise_error(F.lit("broken")).isNull()))
+    with pytest.raises(Exception, match="broken"):
+        table.collect()
+    assert looks(table, monkeypatch) == [2, 3.0, 8]
 
 
 def test_shards_whose_files_are_gone_can_be_written_anew(good: DataFrame, tables: Tables) -> None:

@@ -317,12 +317,17 @@ def test_restarts_are_counted_and_end(stage: Stage) -> None:
     with pytest.raises(TrainingFailed) as caught:
         stage.run(lost, lambda: error_rows(PEER_1), lost, max_restarts=2)
     assert stage.submitted == [0, 1, 2]
-    assert str(caught.value).startswith("training failed 3 times (maxRestarts=2); last: a worker")
+    told = str(caught.value)
+    assert told.startswith("training failed 3 times (maxRestarts=2); last: a worker")
+    assert "spark.executor.memoryOverhead or lower batchSize" in told
 
 
 def test_no_restart_at_all(stage: Stage) -> None:
-    with pytest.raises(TrainingFailed, match=r"training failed once \(maxRestarts=0\); last: rank"):
+    with pytest.raises(
+        TrainingFailed, match=r"training failed once \(maxRestarts=0\); last: rank"
+    ) as caught:
         stage.run(lambda: error_rows(PEER_1))
+    assert "memoryOverhead" not in str(caught.value)  # no worker was lost
 
 
 def test_a_failure_while_preparing_counts_too(stage: Stage) -> None:
