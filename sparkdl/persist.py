@@ -12,22 +12,20 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from pyspark.ml.param import Params
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWriter
-from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
+from pyspark.ml.util import MLReadable, MLReader, MLWriter
 from torch import nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import MemoryStorage, Storage, open_storage
+from sparkdl.checkpoint.storage import MemoryStorage, Storage
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.model import TorchModel, example_inputs
 from sparkdl.modulefile import load_module_from, save_module
 from sparkdl.params import OBJECT_PARAMS
 from sparkdl.plan import Column
+from sparkdl.spark.saving import make_way, place_of, read_metadata, write_metadata
 from sparkdl.spark.session import is_connect
 from sparkdl.summary import TrainingSummary
 
@@ -56,25 +54,22 @@ class ParamsWriter(MLWriter):
         """
         files = MemoryStorage()
         described = self._describe(files)
-        _make_way(path, self.shouldOverwrite, self.sparkSession)
+        make_way(path, self.shouldOverwrite, self.sparkSession)
         extra = {"sparkdl": {"format": FORMAT, "version": __version__}}
-        DefaultParamsWriter.saveMetadata(described, path, self.sparkSession, extraMetadata=extra)
-        storage = self._place(path)
+        storage = write_metadata(described, path, self.sparkSession, extra)
+        self._check_place(storage, path)
         for folder in files.list(""):
             for name in files.list(folder):
                 storage.write(f"{folder}/{name}", files.read(f"{folder}/{name}"))
 
-    def _place(self, path: str) -> Storage:
-        """The folder in which Spark has written the metadata."""
-        place = _qualified(path, self.sparkSession)
-        storage = open_storage(place)
+    def _check_place(self, storage: Storage, path: str) -> None:
+        """See that this is the folder in which Spark has written the metadata."""
         if is_connect(self.sparkSession) and not storage.exists("metadata"):
-            _make_way(path, True, self.sparkSession)
+            make_way(path, True, self.sparkSession)
             raise StorageError(
-                f"{place} lies on the host of the Spark Connect server, where this client cannot "
+                f"{storage} lies on the host of the Spark Connect server, where this client cannot "
                 "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
             )
-        return storage
 
     def _describe(self, files: MemoryStorage) -> Params:
         """A twin of the instance whose values are JSON; its files go to ``files``."""
@@ -142,7 +137,7 @@ class ParamsReader(MLReader[P]):
             StorageError: the files are missing, damaged, of another class or a later format.
             ConfigError: the code that a description names cannot be imported here.
         """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = read_metadata(path, self.sparkSession)
         self._check(metadata, path)
         instance: Any = self._make(path)
         instance._resetUid(metadata["uid"])
@@ -178,7 +173,7 @@ class ParamsReader(MLReader[P]):
         if name not in OBJECT_PARAMS:
             return value
         if name == "module" and value == {"folder": _MODULE}:
-            return load_module_from(open_storage(_qualified(path, self.sparkSession)), _MODULE)[0]
+            return load_module_from(place_of(path, self.sparkSession), _MODULE)[0]
         return restore(value)
 
 
@@ -186,7 +181,7 @@ class ModelReader(ParamsReader[M]):
     """Loads what `ModelWriter` saved; nothing is unpickled."""
 
     def _make(self, path: str) -> M:
-        storage = open_storage(_qualified(path, self.sparkSession))
+        storage = place_of(path, self.sparkSession)
         module, extra = load_module_from(storage, _MODEL)
         summary = None
         if storage.exists(_SUMMARY):
@@ -204,28 +199,3 @@ def _describable(factory: Any) -> Any:
     except DescribeError:
         return None
     return factory
-
-
-def _make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
-    """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does."""
-    if is_connect(spark):
-        from pyspark.ml.connect.readwrite import RemoteMLWriter
-
-        RemoteMLWriter.handleOverwrite(path, overwrite)
-        return
-    from pyspark.ml.wrapper import JavaWrapper
-
-    name = "org.apache.spark.ml.util.FileSystemOverwrite"
-    helper: Any = JavaWrapper(JavaWrapper._new_java_obj(name))
-    helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
-
-
-def _qualified(path: str, spark: SparkSession) -> str:
-    """``path`` as Spark resolves it: with scheme and host of the cluster's default file system.
-
-    Spark tells where it reads the metadata from; that works on Spark Connect as well.
-    """
-    row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
-    if row is None:
-        raise StorageError(f"{path}/metadata is empty; save the instance again")
-    return unquote(str(row[0])).rsplit("/metadata/", 1)[0]
