@@ -70,7 +70,7 @@ unit: setup ## the tests alone; TESTS=tests/sync chooses some
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
 ifndef TESTS
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
-		tests/test_estimator.py tests/test_model.py
+		tests/test_estimator.py tests/test_model.py tests/spark/test_rounds.py
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif

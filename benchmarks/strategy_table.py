@@ -22,10 +22,12 @@ def contenders() -> dict[str, Contender]:
     from sparkdl import compress
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
+    from sparkdl.sync.async_sgd import AsyncSGD
     from sparkdl.sync.block_momentum import BlockMomentum
     from sparkdl.sync.diloco import DiLoCo
     from sparkdl.sync.elastic_averaging import ElasticAveraging
     from sparkdl.sync.gossip import Gossip
+    from sparkdl.sync.hogwild import Hogwild
     from sparkdl.sync.local_sgd import LocalSGD
     from sparkdl.sync.parameter_averaging import ParameterAveraging
     from sparkdl.sync.slowmo import SlowMo
@@ -50,6 +52,10 @@ def contenders() -> dict[str, Contender]:
         "DiLoCo, 16": Contender(DiLoCo(averaging_period=16)),
         "elastic averaging, 8": Contender(ElasticAveraging(averaging_period=8)),
         "gossip": Contender(Gossip()),
+        "asynchronous": Contender(AsyncSGD(), PLAIN),
+        "asynchronous, bound 4": Contender(AsyncSGD(staleness_bound=4), PLAIN),
+        "asynchronous, pulls every 8": Contender(AsyncSGD(pull_period=8), PLAIN),
+        "hogwild, 16": Contender(Hogwild(averaging_period=16), PLAIN),
     }
 
 
