@@ -53,11 +53,13 @@ def same_weights(one: TorchClassifierModel, other: TorchClassifierModel) -> bool
 def test_checkpoints_and_resume(
     df: DataFrame, s3_url: str, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # In rounds Spark runs a lost task again, but not where it is its own executor, as here.
     strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=5)
+    strikes = [strike] if mode == "gang" else []
     params: dict[str, Any] = {"checkpointDir": s3_url, "checkpointInterval": 2}
     with caplog.at_level(logging.INFO, "sparkdl"):
-        model = fitted(df, mode, strike, **params)
-        assert (tmp_path / "struck").exists()
+        model = fitted(df, mode, *strikes, **params)
+        assert (tmp_path / "struck").exists() == bool(strikes)
         assert "by way of the driver" not in caplog.text  # workers have credentials of their own
         again = fitted(df, mode, **params)
     assert "going on from the checkpoint of step 9" in caplog.text
