@@ -83,8 +83,8 @@ def scheme_of(path_or_url: str) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """A URL as errors and logs may show it."""
-    return re.sub("//[^/]*@", "//***@", url)
+    """A URL, or a text with URLs in it, as errors and logs may show it."""
+    return re.sub(r"//[^/\s]*@", "//***@", url)
 
 
 def check_writable(storage: Storage) -> None:
@@ -245,9 +245,12 @@ class FsspecStorage:
         """See `Storage.exists`."""
         try:
             self._fs.invalidate_cache()
-            return bool(self._fs.exists(self._at(path)))
+            self._fs.info(self._at(path))  # fsspec's own exists takes every failure for a no
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         except Exception as error:
             raise failure("look for", self._show(path), error) from error
+        return True
 
     def _at(self, path: str) -> str:
         relative = checked(path)
@@ -340,7 +343,7 @@ def failure(action: str, place: str, error: Exception) -> StorageError:
     code: Any = getattr(error, "errno", None)
     cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
     remedy = _REMEDIES.get(code, "check the path and the credentials")
-    return StorageError(f"cannot {action} {place}: {cause}; {remedy}")
+    return StorageError(f"cannot {action} {place}: {without_password(cause)}; {remedy}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -129,10 +129,13 @@ class HadoopStorage:
         """See `Storage.list`."""
         folder = self._at(path)
         try:
-            if not self._fs.exists(folder) or not self._fs.getFileStatus(folder).isDirectory():
+            if not self._fs.getFileStatus(folder).isDirectory():
                 return []
             return sorted(entry.getPath().getName() for entry in self._fs.listStatus(folder))
         except Exception as error:
+            # Others may remove it at any moment, so it is not asked for beforehand.
+            if isinstance(_told_by_java(error), FileNotFoundError | NotADirectoryError):
+                return []
             raise self._failure("list", path, error) from error
 
     def remove(self, path: str) -> None:

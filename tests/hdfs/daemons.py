@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import shutil
@@ -55,7 +56,7 @@ class Hdfs:
     @property
     def webhdfs_url(self) -> str:
         """``webhdfs://`` URL of the root."""
-        return f"webhdfs://127.0.0.1:{self._http_port}"
+        return f"webhdfs://{getpass.getuser()}@127.0.0.1:{self._http_port}"
 
     @property
     def client_conf(self) -> dict[str, str]:

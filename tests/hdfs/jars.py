@@ -32,7 +32,7 @@ _NEEDED = (
     "commons-collections", "commons-configuration", "commons-io", "commons-lang-2",
     "commons-logging", "htrace-core", "protobuf-java", "netty-3", "netty-all", "jackson-core-asl",
     "jackson-mapper-asl", "log4j-1", "slf4j-api", "slf4j-log4j12", "xercesImpl", "leveldbjni-all",
-    "activation",
+    "activation", "httpclient", "httpcore",
 )  # fmt: skip
 _FETCH_SECONDS = 600
 

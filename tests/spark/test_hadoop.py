@@ -105,7 +105,7 @@ def test_a_fit_keeps_checkpoints_where_only_the_driver_can(
     assert sorted(path.name for path in run.iterdir())[-1].endswith("-final")
     with caplog.at_level(logging.INFO, "sparkdl"):
         model = classifier.fit(df)
-    assert "going on from the checkpoint of step 6" in caplog.text
+    assert "going on from the checkpoint of step 8" in caplog.text
     assert "by way of the driver, since executors cannot open it: " in caplog.text
     assert [record["epoch"] for record in model.summary.history] == [1, 2]
 

@@ -62,7 +62,7 @@ def test_checkpoints_and_resume(
         assert (tmp_path / "struck").exists() == bool(strikes)
         assert "by way of the driver" not in caplog.text  # workers have credentials of their own
         again = fitted(df, mode, **params)
-    assert "going on from the checkpoint of step 9" in caplog.text
+    assert "going on from the checkpoint of step 12" in caplog.text
     assert same_weights(model, fitted(df, mode)) and same_weights(again, model)
     assert len(open_storage(s3_url).list("")) == 1  # no marker, no probe
     assert "a-secret-that-no-log-shows" not in caplog.text
