@@ -18,13 +18,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def main(folder: str, batch_size: int, epochs: int, output: str) -> None:
+def main(
+    folder: str, batch_size: int, epochs: int, output: str, memory_format: str = "contiguous"
+) -> None:
     """Train, and let rank 0 write the seconds of each epoch."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = read_images(Path(folder), rank, world_size)
     torch.manual_seed(0)
-    model = DistributedDataParallel(SmallCNN())
+    model = SmallCNN()
+    if memory_format == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loss = nn.CrossEntropyLoss()
     steps = -(-len(labels) // batch_size)
@@ -44,4 +49,4 @@ def main(folder: str, batch_size: int, epochs: int, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -56,7 +56,14 @@ def main() -> None:
     spark.stop()
 
 
-def run_fit(spark, folder: Path, options: argparse.Namespace, found: Measurements, name: str):
+def run_fit(
+    spark,
+    folder: Path,
+    options: argparse.Namespace,
+    found: Measurements,
+    name: str,
+    memory_format: str = "contiguous",
+) -> None:
     """One fit, timed from outside and by its own summary."""
     classifier = TorchClassifier(
         module=SmallCNN(),
@@ -68,6 +75,7 @@ def run_fit(spark, folder: Path, options: argparse.Namespace, found: Measurement
         batchSize=options.batch,
         epochs=options.epochs,
         numWorkers=2,
+        memoryFormat=memory_format,
         verbose=0,
     )
     started = time.perf_counter()
@@ -83,16 +91,23 @@ def run_fit(spark, folder: Path, options: argparse.Namespace, found: Measurement
         found.add(f"{name}, {phase} s", rest)
 
 
-def run_torchrun(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+def run_torchrun(
+    folder: Path,
+    options: argparse.Namespace,
+    found: Measurements,
+    name: str = "torchrun",
+    memory_format: str = "contiguous",
+) -> None:
     """One run of torchrun, from nothing."""
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "seconds.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--standalone", "--local-addr", "127.0.0.1", *ddp(folder, options, output)]
+        command += ["--standalone", "--local-addr", "127.0.0.1"]
+        command += [*ddp(folder, options, output), memory_format]
         started = time.perf_counter()
         # torch sometimes aborts when a process ends, its work done; without its output `note` fails
         subprocess.run(command, check=False)
-        note(found, "torchrun", output, time.perf_counter() - started)
+        note(found, name, output, time.perf_counter() - started)
 
 
 def run_distributor(folder: Path, options: argparse.Namespace, found: Measurements) -> None:

@@ -27,6 +27,7 @@ from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 
 WORLD_SIZE = 2
+FORMATS = {"": "contiguous", ", channels last": "channels_last"}
 
 
 def main() -> None:
@@ -43,26 +44,37 @@ def main() -> None:
     fit.run_fit(spark, folder, options, Measurements(), "first")  # starts Spark's workers
     for _ in range(options.runs):
         common.wait_until_idle(options.patience)
-        fit.run_torchrun(folder, options, found)
-        fit.run_fit(spark, folder, options, found, "fit")
-        run_apart(folder, options, found)
-    found.ratio("fit / torchrun", "fit steps/s", "torchrun steps/s")
-    found.ratio("fit / apart", "fit steps/s", "apart steps/s")
-    found.ratio("apart / torchrun", "apart steps/s", "torchrun steps/s")
+        for ending, memory_format in FORMATS.items():
+            fit.run_torchrun(folder, options, found, f"torchrun{ending}", memory_format)
+            fit.run_fit(spark, folder, options, found, f"fit{ending}", memory_format)
+            run_apart(folder, options, found, f"apart{ending}", memory_format)
+    for ending in FORMATS:
+        for above, below in (("fit", "torchrun"), ("fit", "apart"), ("apart", "torchrun")):
+            name = f"{above} / {below}{ending}"
+            found.ratio(name, f"{above}{ending} steps/s", f"{below}{ending} steps/s")
+    found.ratio("fit, channels last / torchrun", "fit, channels last steps/s", "torchrun steps/s")
     found.report("loop", options)
     spark.stop()
 
 
-def run_apart(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+def run_apart(
+    folder: Path,
+    options: argparse.Namespace,
+    found: Measurements,
+    name: str,
+    memory_format: str,
+) -> None:
     """Two processes that begin together; the mean of their steps per second."""
     with tempfile.TemporaryDirectory() as place:
         begin = mp.get_context("spawn").Barrier(WORLD_SIZE)
-        mp.spawn(train_apart, (folder, options, begin, place), nprocs=WORLD_SIZE)
+        mp.spawn(train_apart, (folder, options, memory_format, begin, place), nprocs=WORLD_SIZE)
         speeds = [json.loads(path.read_text()) for path in Path(place).iterdir()]
-    found.add("apart steps/s", sum(speeds) / WORLD_SIZE)
+    found.add(f"{name} steps/s", sum(speeds) / WORLD_SIZE)
 
 
-def train_apart(rank: int, folder: Path, options: argparse.Namespace, begin, place: str) -> None:
+def train_apart(
+    rank: int, folder: Path, options: argparse.Namespace, memory_format: str, begin, place: str
+) -> None:
     """One of the processes."""
     with tuned_allocator(), torch_threads(1):
         pixels, labels = read_images(folder, rank, WORLD_SIZE)
@@ -75,6 +87,7 @@ def train_apart(rank: int, folder: Path, options: argparse.Namespace, begin, pla
             learning_rate=0.01,
             batch_size=options.batch,
             epochs=options.epochs,
+            memory_format=memory_format,
         )
         plan = make_plan(
             columns=[

@@ -2,12 +2,13 @@
 
 A round of one step on a network of a given size, with one sample per shard, is nearly all overhead:
 the job, the state to every shard, the states back, their mean. The empty job runs over the same
-cached shard table in the same session.
+cached shard table in the same session, and so does one that carries as many bytes both ways.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import common
 import pyarrow as pa
@@ -41,22 +42,39 @@ def measure(spark, megabytes: int, options: argparse.Namespace, found: Measureme
         took = seconds(lambda: original(driver))
         table = driver._run.table.df
         empty = seconds(lambda: table.mapInArrow(count, "rows long").collect())
-        ran.append((took, empty))
+        data = os.urandom(megabytes << 20)
+        carrying = seconds(lambda: carry(spark, table, data))
+        ran.append((took, empty, carrying))
 
     RoundsDriver._train_round = timed
     try:
         fit(spark, megabytes, options)
     finally:
         RoundsDriver._train_round = original
-    for took, empty in ran[3:]:  # the first ones start processes and import torch
+    for took, empty, carrying in ran[3:]:  # the first ones start processes and import torch
         found.add(f"{name}, round s", took)
         found.add(f"{name}, empty job s", empty)
+        found.add(f"{name}, job with the bytes s", carrying)
     found.ratio(f"{name}, round / empty job", f"{name}, round s", f"{name}, empty job s")
+    found.ratio(f"{name}, round / job with the bytes", f"{name}, round s",
+                f"{name}, job with the bytes s")  # fmt: skip
 
 
 def count(batches):
     """An empty job's task."""
     yield pa.RecordBatch.from_pydict({"rows": [sum(batch.num_rows for batch in batches)]})
+
+
+def carry(spark, table, data: bytes) -> None:
+    """A job whose tasks get as many bytes as the parameters have, give them back, and no more."""
+    broadcast = spark.sparkContext.broadcast(data)
+
+    def give_back(batches):
+        rows = sum(batch.num_rows for batch in batches)
+        yield pa.RecordBatch.from_pydict({"rows": [rows], "data": [broadcast.value]})
+
+    table.mapInArrow(give_back, "rows long, data binary").toArrow()
+    broadcast.destroy()
 
 
 def fit(spark, megabytes: int, options: argparse.Namespace) -> None:

@@ -187,7 +187,7 @@ def plot(rows: list[dict[str, object]], links: list[str], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("seconds of training until the held-out accuracy is reached (log scale)")
     axes.grid(axis="x", which="both", alpha=0.25)
-    axes.legend(title="link between the two workers", loc="lower right")
+    axes.legend(title="link between the two workers", loc="upper right")
     figure.savefig(path, dpi=140)
 
 

@@ -37,6 +37,7 @@ class EstimatorArguments(TypedDict, total=False):
     executionMode: str
     syncBatchNorm: bool
     precision: str
+    memoryFormat: str
     gradientAccumulationSteps: int
     gradientClipNorm: float | None
     divergenceFactor: float | None

@@ -84,6 +84,7 @@ class Hub:
         """Make an empty hub; without ``keeps_events`` what workers report is thrown away."""
         self.keeps_events = keeps_events
         self._keys: dict[str, bytes] = {}
+        self._heard: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -116,6 +117,15 @@ class Hub:
         """Remove a key. Returns whether it was there."""
         with self._changed:
             return self._keys.pop(key, None) is not None
+
+    def hear(self, attempt: int, rank: int) -> None:
+        """Note that a worker has reported."""
+        self._heard[rank] = (attempt, time.monotonic())
+
+    def silence(self, attempt: int, rank: int) -> float | None:
+        """Seconds since a worker's last report; None if it has made none in this attempt."""
+        last, moment = self._heard.get(rank, (-1, 0.0))
+        return time.monotonic() - moment if last == attempt else None
 
     def clear(self, prefix: str) -> None:
         """Remove all keys that start with ``prefix``."""
@@ -182,6 +192,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         return json.dumps(self._hub.delete(header["key"])).encode()
 
     def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
+        self._hub.hear(header["attempt"], header["rank"])
         if not self._hub.keeps_events:
             return b""
         now = time.monotonic()
@@ -190,6 +201,9 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
                 Event(attempt=header["attempt"], rank=header["rank"], received=now, body=body)
             )
         return b""
+
+    def _on_silence(self, header: dict[str, Any], payload: bytes) -> bytes:
+        return json.dumps(self._hub.silence(header["attempt"], header["rank"])).encode()
 
     def _on_list(self, header: dict[str, Any], payload: bytes) -> bytes:
         return json.dumps(self._storage().list(header["path"])).encode()
@@ -257,6 +271,12 @@ class ChannelClient:
         """Tell the driver what happened; values that are not JSON go as their text."""
         payload = json.dumps(events, default=str).encode()
         self._ask("report", {"attempt": attempt, "rank": rank}, payload)
+
+    def silence(self, *, attempt: int, rank: int) -> float | None:
+        """Seconds since a worker's last report; None if it has made none in this attempt."""
+        answer = self._ask("silence", {"attempt": attempt, "rank": rank})
+        seconds: float | None = json.loads(answer)
+        return seconds
 
     def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
         try:

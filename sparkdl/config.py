@@ -14,8 +14,10 @@ from sparkdl.errors import ConfigError
 
 Task = Literal["classification", "regression", "custom"]
 Precision = Literal["fp32", "bf16", "fp16"]
+MemoryFormat = Literal["contiguous", "channels_last"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+MEMORY_FORMATS = ("contiguous", "channels_last")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -86,6 +88,7 @@ class TrainConfig:
     batch_size: int = 32
     seed: int = 0
     precision: Precision = "fp32"
+    memory_format: MemoryFormat = "contiguous"
     gradient_accumulation_steps: int = 1
     """Micro-batches into which each batch is cut."""
     gradient_clip_norm: float | None = None
@@ -116,6 +119,10 @@ class TrainConfig:
             )
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision must be one of {PRECISIONS}; received {self.precision!r}")
+        if self.memory_format not in MEMORY_FORMATS:
+            raise ConfigError(
+                f"memoryFormat must be one of {MEMORY_FORMATS}; received {self.memory_format!r}"
+            )
         if self.device not in DEVICES:
             raise ConfigError(f"device must be one of {DEVICES}; received {self.device!r}")
         if self.learning_rate is not None and not self.learning_rate > 0:

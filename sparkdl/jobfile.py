@@ -120,6 +120,7 @@ class EstimatorSection:
     execution_mode: str | None = None
     sync_batch_norm: bool | None = None
     precision: str | None = None
+    memory_format: str | None = None
     gradient_accumulation_steps: int | None = None
     gradient_clip_norm: float | None = None
     divergence_factor: float | None = None

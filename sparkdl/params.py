@@ -142,6 +142,12 @@ class TrainParams(InputParams, HasWeightCol, HasSeed, HasPredictionCol):
         "arithmetic of the forward pass: 'fp32', 'bf16', or 'fp16' with loss scaling.",
         TypeConverters.toString,
     )
+    memoryFormat = declare(
+        "memoryFormat",
+        "order of the values that convolutions work on: 'contiguous', or 'channels_last', which is "
+        "often much faster and gives the same results but for rounding.",
+        TypeConverters.toString,
+    )
     gradientAccumulationSteps = declare(
         "gradientAccumulationSteps",
         "micro-batches into which each batch is cut, to save memory (>= 1).",
@@ -308,6 +314,7 @@ FIELDS: Mapping[str, Field] = {
     "batchSize": Field("config", "batch_size"),
     "seed": Field("config", "seed"),
     "precision": Field("config", "precision"),
+    "memoryFormat": Field("config", "memory_format"),
     "gradientAccumulationSteps": Field("config", "gradient_accumulation_steps"),
     "gradientClipNorm": Field("config", "gradient_clip_norm"),
     "divergenceFactor": Field("config", "divergence_factor"),

@@ -2,14 +2,16 @@
 
 It trains or evaluates one shard, from the state that it is given, and yields what came of it. It
 never raises for what the user's code does; it raises if the shard's files are not on this host,
-so that Spark runs it elsewhere. The process keeps module and memory for the next round. Like
-`worker`, this knows nothing of Spark.
+so that Spark runs it elsewhere, unless it is a copy of a task that is at work where they are, as
+speculation starts them: then it waits to be told that it is not needed. The process keeps module
+and memory for the next round. Like `worker`, this knows nothing of Spark.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from sparkdl.checkpoint.tree import Snapshot
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
+
+_SILENT_SECONDS = 5.0
+"""A task that works says so several times a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +91,14 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
         ShardLost: the shard's files are not on this host.
     """
     shard = place.shard
-    if shard.num_rows + shard.num_validation_rows and not Path(shard.path).is_dir():
-        raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
     with contextlib.ExitStack() as stack:
         client = None
         if place.channel is not None:
             client = ChannelClient(place.channel, scope=f"{order.run_id}/{order.attempt}/")
             stack.enter_context(contextlib.closing(client))
+        if shard.num_rows + shard.num_validation_rows and not Path(shard.path).is_dir():
+            _wait_for_the_other(client, order.attempt, shard.shard_id)
+            raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
         reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id)
         stack.enter_context(reporter)
         stack.enter_context(captured_output(reporter))
@@ -104,6 +110,18 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
             reporter.send({"kind": "error", "failure": failure})
             results = [("error", json.dumps(failure).encode())]
     yield from results
+
+
+def _wait_for_the_other(client: ChannelClient | None, attempt: int, shard_id: int) -> None:
+    """Return when no other task works on the shard; Spark ends this one if another succeeds.
+
+    To raise at once would count as a failure of the task, of which a job stands few.
+    """
+    while client is not None:
+        silence = client.silence(attempt=attempt, rank=shard_id)
+        if silence is None or silence > _SILENT_SECONDS:
+            return
+        time.sleep(0.5)
 
 
 def _work(

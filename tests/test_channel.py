@@ -72,6 +72,18 @@ def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
     assert second.body["lines"] == ["ä"]
 
 
+def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
+    assert client.silence(attempt=1, rank=2) is None
+    client.report(attempt=1, rank=2, events=[])
+    time.sleep(0.05)
+    silence = client.silence(attempt=1, rank=2)
+    assert silence is not None
+    assert 0.05 <= silence < 5
+    assert client.silence(attempt=2, rank=2) is None
+    client.report(attempt=2, rank=2, events=[])
+    assert client.silence(attempt=1, rank=2) is None
+
+
 def test_without_the_secret_nothing_is_answered(server: ChannelServer) -> None:
     intruder = ChannelStorage(replace(server.address, token="guess"))
     with pytest.raises(StorageError, match="secret"):

@@ -21,6 +21,7 @@ from sparkdl.errors import ConfigError
         ({"max_steps": 0}, "maxSteps must be at least 1, or -1 for no limit; received 0"),
         ({"max_steps": -2}, "maxSteps must be at least 1, or -1 for no limit; received -2"),
         ({"precision": "fp8"}, "precision must be one of .*; received 'fp8'"),
+        ({"memory_format": "nhwc"}, "memoryFormat must be one of .*; received 'nhwc'"),
         ({"device": "tpu"}, "device must be one of .*; received 'tpu'"),
         ({"learning_rate": 0.0}, "learningRate must be positive; received 0.0"),
         ({"learning_rate": float("nan")}, "learningRate must be positive; received nan"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl import roundworker
-from sparkdl.channel import Address
+from sparkdl.channel import Address, ChannelClient
 from sparkdl.checkpoint.format import decode, encode
 from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
@@ -114,6 +118,29 @@ def test_what_the_user_raises_is_reported_not_raised(plan: TrainPlan, driver: Dr
 def test_a_shard_that_is_not_here_sends_the_task_elsewhere(plan: TrainPlan) -> None:
     with pytest.raises(ShardLost, match="shard 0 is not at /nowhere"):
         work(place(plan, path="/nowhere"), order(plan, Net()))
+
+
+def test_a_copy_waits_while_the_original_works_elsewhere(
+    plan: TrainPlan, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roundworker, "_SILENT_SECONDS", 1.0)
+    address = driver.server.address
+    with contextlib.closing(ChannelClient(address)) as client:
+        report = partial(client.report, attempt=0, rank=0, events=[])
+        timers = [threading.Timer(seconds, report) for seconds in (0.7, 1.4, 2.1)]
+        report()
+        for timer in timers:
+            timer.start()
+        started = time.monotonic()
+        with pytest.raises(ShardLost):
+            work(place(plan, address, path="/nowhere"), order(plan, Net()))
+        assert time.monotonic() - started > 3.0
+        for timer in timers:
+            timer.join()
+        started = time.monotonic()
+        with pytest.raises(ShardLost):  # nobody works on it in this attempt
+            work(place(plan, address, path="/nowhere"), order(plan, Net(), attempt=1))
+        assert time.monotonic() - started < 1.0
 
 
 def test_another_source_is_an_error(plan: TrainPlan) -> None:

@@ -23,6 +23,7 @@ from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
 from sparkdl.train.loss import resolve_loss
+from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
 from sparkdl.train.precision import NumberFormat
@@ -100,6 +101,7 @@ def train(
         strategy = sync.resolve(config.sync_strategy)
         topology = strategy.topology if isinstance(strategy, CollectiveStrategy) else "auto"
         comm = stack.enter_context(contextlib.closing(arrange(comm, topology, device=device)))
+        stack.enter_context(in_memory_format(module, config.memory_format))
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
         trainer = _Trainer(

@@ -26,6 +26,7 @@ from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.evaluate import measure
 from sparkdl.train.hyperparameters import set_values
 from sparkdl.train.loss import resolve_loss
+from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
 from sparkdl.train.precision import NumberFormat
@@ -119,6 +120,7 @@ class RoundReplica:
         with (
             contextlib.closing(batches),
             deterministic_algorithms(self._config.deterministic),
+            in_memory_format(self._module, self._config.memory_format),
         ):
             for number in range(part.num_steps):
                 batch = next(batches)
@@ -144,14 +146,15 @@ class RoundReplica:
             The sums that `train.evaluate.measure` gives, and the metrics' states.
         """
         self._module.load_state_dict(state["model"])
-        sums = measure(
-            self._module,
-            sequential_batches(validation, self._plan),
-            self._loss,
-            self._metrics,
-            self._format,
-            self._device,
-        )
+        with in_memory_format(self._module, self._config.memory_format):
+            sums = measure(
+                self._module,
+                sequential_batches(validation, self._plan),
+                self._loss,
+                self._metrics,
+                self._format,
+                self._device,
+            )
         loss_sum, weight = sums.tolist()
         return (loss_sum, weight), self._metrics.states()
 

@@ -101,3 +101,10 @@ class Slow(Callback):
 
     def on_step_end(self, state: CallbackState) -> None:
         time.sleep(self.seconds)
+
+
+class Straggle(Fault):
+    """Takes long, as on a slow host, without being hung: Spark may run the task a second time."""
+
+    def strike(self) -> None:
+        time.sleep(12)
