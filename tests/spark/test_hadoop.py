@@ -1,0 +1,132 @@
+"""Does the driver open what Hadoop knows through the JVM, and do workers get there through it?
+
+viewfs, which leads to a local folder here, is known to Hadoop and not to Python; tests/hdfs does
+the same with a real HDFS.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sparkdl.checkpoint.storage import FsspecStorage, LocalStorage, Storage, open_storage
+from sparkdl.errors import StorageError
+from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
+from tests.checkpoint.contract import StorageContract
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.classic]
+
+
+@pytest.fixture
+def url(spark: SparkSession, tmp_path: Path) -> Iterator[str]:
+    entry = f"fs.viewfs.mounttable.{tmp_path.name}.link./here"
+    spark.conf.set(entry, f"file://{tmp_path}/root")
+    (tmp_path / "root").mkdir()
+    yield f"viewfs://{tmp_path.name}/here"
+    spark.conf.unset(entry)
+
+
+@pytest.fixture
+def storage(spark: SparkSession, url: str) -> Storage:
+    return open_on_driver(spark, url)
+
+
+class TestContract(StorageContract):
+    """The JVM's file systems."""
+
+
+def test_hadoop_opens_what_it_knows_and_python_the_rest(
+    spark: SparkSession, url: str, tmp_path: Path
+) -> None:
+    opened = open_on_driver(spark, url)
+    assert isinstance(opened, HadoopStorage) and opened.url == url == str(opened)
+    assert isinstance(open_on_driver(spark, str(tmp_path)), LocalStorage)
+    assert isinstance(open_on_driver(spark, f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(open_on_driver(spark, "memory://x"), FsspecStorage)
+    known = {scheme: knows_scheme(spark, scheme) for scheme in ("hdfs", "s3", "s3a", "memory")}
+    assert known == {"hdfs": True, "s3": False, "s3a": False, "memory": False}
+
+
+def test_a_name_node_that_is_not_there_is_told(spark: SparkSession) -> None:
+    spark.conf.set("ipc.client.connect.max.retries", "0")
+    try:
+        with pytest.raises(StorageError, match=r"cannot look for hdfs://127.0.0.1:9/x/a: Connect"):
+            open_on_driver(spark, "hdfs://127.0.0.1:9/x").exists("a")
+    finally:
+        spark.conf.unset("ipc.client.connect.max.retries")
+
+
+def test_nothing_stays_in_the_drivers_temporary_folder(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    storage.write("a", b"x")
+    assert storage.read("a") == b"x"
+    with pytest.raises(StorageError):
+        storage.read("absent")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert [path.name for path in (tmp_path / "root").iterdir() if path.name[0] != "."] == ["a"]
+
+
+def test_passwords_in_urls_are_not_shown(spark: SparkSession) -> None:
+    with pytest.raises(StorageError) as caught:
+        open_on_driver(spark, "hdfs://user:secret@127.0.0.1:port/x").exists("a")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.gang
+@pytest.mark.slow
+def test_a_fit_keeps_checkpoints_where_only_the_driver_can(
+    spark: SparkSession, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pyspark.sql import functions as F
+
+    from sparkdl import TorchClassifier
+
+    with pytest.raises(StorageError, match="Protocol not known"):
+        open_storage(url)
+    df = spark.range(0, 60, 1, 2).select(
+        F.array(F.col("id").cast("float")).alias("features"), (F.col("id") % 2).alias("label")
+    )
+    entries: dict[str, Any] = {"checkpointDir": url, "checkpointInterval": 2}
+    classifier = TorchClassifier(
+        module=make_net, batchSize=10, epochs=2, numWorkers=2, verbose=0, **entries
+    )
+    classifier.fit(df)
+    (run,) = [path for path in (tmp_path / "root").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in run.iterdir())[-1].endswith("-final")
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        model = classifier.fit(df)
+    assert "going on from the checkpoint of step 8" in caplog.text
+    assert "by way of the driver, since executors cannot open it: " in caplog.text
+    assert [record["epoch"] for record in model.summary.history] == [1, 2]
+
+
+@pytest.mark.gang
+def test_without_a_channel_nothing_can_be_passed_on(spark: SparkSession, url: str) -> None:
+    from pyspark.sql import functions as F
+
+    from sparkdl import TorchClassifier
+
+    df = spark.range(4).select(F.array(F.col("id")).alias("features"), F.lit(0).alias("label"))
+    classifier = TorchClassifier(module=make_net, numWorkers=2, verbose=0, checkpointDir=url)
+    spark.conf.set("spark.sparkdl.channel", "workers")
+    try:
+        with pytest.raises(StorageError, match=r"Protocol not known.*Nor can the driver pass fil"):
+            classifier.fit(df)
+    finally:
+        spark.conf.unset("spark.sparkdl.channel")
+
+
+def make_net() -> Any:
+    from torch import nn
+
+    return nn.Linear(1, 2)
