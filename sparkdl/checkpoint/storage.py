@@ -172,6 +172,36 @@ class LocalStorage:
         return self._root / checked(path)
 
 
+def open_url(url: str) -> tuple[Any, str]:
+    """The file system of fsspec's form behind a URL ``scheme://...``, and the path in it.
+
+    The one place where Python opens URLs, for all who read and write in other ways than `Storage`
+    too: with our time-outs, S3's server, and errors that name the remedy.
+
+    Raises:
+        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    """
+    import fsspec
+
+    scheme, name = scheme_of(url), without_password(url)
+    try:
+        if scheme in s3.SCHEMES:
+            return s3.open_s3(url)
+        files, path = fsspec.core.url_to_fs(url)
+        if scheme == "webhdfs":
+            webhdfs.bound(files)
+    except StorageError:
+        raise
+    except ImportError as error:
+        raise StorageError(
+            f"cannot open {name}: {error}; install that package on driver and executors"
+        ) from error
+    except Exception as error:  # each file system of fsspec has its own exception types
+        remedy = _WITHOUT_LIBHDFS if scheme == "hdfs" else None
+        raise failure("open", name, error, remedy) from error
+    return files, path
+
+
 class FsspecStorage:
     """A folder behind any URL that fsspec knows: ``gs://``, ``abfs://``, ``hdfs://``, or S3.
 
@@ -180,25 +210,9 @@ class FsspecStorage:
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
         self._name = without_password(url)
         self._has_folders = scheme_of(url) not in s3.SCHEMES
-        self._fs: Any
-        self._root: str
-        try:
-            opened = fsspec.core.url_to_fs(url) if self._has_folders else s3.open_s3(url)
-        except StorageError:
-            raise
-        except ImportError as error:
-            raise StorageError(
-                f"cannot open {self._name}: {error}; install that package on driver and executors"
-            ) from error
-        except Exception as error:  # each file system of fsspec has its own exception types
-            raise failure("open", self._name, error) from error
-        self._fs, self._root = opened
-        if scheme_of(url) == "webhdfs":
-            webhdfs.bound(self._fs)
+        self._fs, self._root = open_url(url)
 
     def __str__(self) -> str:
         return self._name
@@ -338,14 +352,19 @@ _REMEDIES = {
     errno.EEXIST: "choose a path whose parents are folders",
     errno.ENOENT: "check the path, and that all hosts see the same storage",
 }
+_WITHOUT_LIBHDFS = (
+    "without libhdfs (HADOOP_HOME, CLASSPATH) Python reaches HDFS by webhdfs:// only; the driver "
+    "of classic Spark needs neither"
+)
 
 
-def failure(action: str, place: str, error: Exception) -> StorageError:
+def failure(action: str, place: str, error: Exception, remedy: str | None = None) -> StorageError:
     """What to raise when a file system has failed: the place, the cause and the remedy."""
     code: Any = getattr(error, "errno", None)
-    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    remedy = _REMEDIES.get(code, "check the path and the credentials")
-    return StorageError(f"cannot {action} {place}: {without_password(cause)}; {remedy}")
+    cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    remedy = remedy or _REMEDIES.get(code, "check the path and the credentials")
+    shown = without_password(cause.splitlines()[0])  # libhdfs lists all places that it looks at
+    return StorageError(f"cannot {action} {place}: {shown}; {remedy}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+from pyspark.errors import AnalysisException
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.checkpoint.storage import Storage, open_storage, scheme_of, without_password
+from sparkdl.describe import import_object
 from sparkdl.errors import StorageError
 from sparkdl.spark.failures import is_spark_error
 from sparkdl.spark.hadoop import knows_scheme, open_on_driver
@@ -100,6 +102,37 @@ def damaged(path: str, why: str) -> StorageError:
     """What to raise where ``<path>/metadata`` is not what was written."""
     place = f"{without_password(path)}/metadata"
     return StorageError(f"{place} is damaged: {why}; save it again, or take an intact copy")
+
+
+def is_there(path: str, spark: SparkSession) -> bool:
+    """Whether there is something at ``path``, on whatever file system Spark or Python reaches."""
+    if _is_ours(path, spark):
+        return bool(open_storage(path).list(""))
+    try:
+        spark.read.format("binaryFile").load(path).schema  # noqa: B018
+    except AnalysisException as error:
+        if error.getCondition() == "PATH_NOT_FOUND":
+            return False
+        raise
+    return True
+
+
+def load_instance(path: str, spark: SparkSession) -> Any:
+    """A saved instance of whatever class.
+
+    Raises:
+        StorageError: it cannot be read, is damaged, or is Spark's own where Spark cannot read.
+    """
+    if not _is_ours(path, spark):
+        return DefaultParamsReader.loadParamsInstance(path, spark)
+    name = read_metadata(path, spark)["class"]
+    if name.startswith("pyspark."):
+        raise StorageError(
+            f"{without_password(path)} holds a {name}, whose files only Spark can read, and this "
+            f"one has no file system for {scheme_of(path)}://; add one, such as hadoop-aws"
+        )
+    module, _, cls = name.rpartition(".")
+    return import_object(f"{module}:{cls}").load(path)
 
 
 def place_of(path: str, spark: SparkSession) -> Storage:

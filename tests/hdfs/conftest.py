@@ -27,17 +27,18 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 
 @pytest.fixture(scope="session")
 def spark(hdfs: Hdfs) -> Iterator[SparkSession]:
-    """`local-cluster[2,1,1024]`, which finds HDFS by URL."""
+    """`local-cluster[1,2,1024]`, which finds HDFS by URL."""
     from pyspark.sql import SparkSession
 
     builder = (
-        SparkSession.builder.master("local-cluster[2,1,1024]")
+        SparkSession.builder.master("local-cluster[1,2,1024]")
         .appName("sparkdl HDFS tests")
         .config("spark.ui.enabled", "false")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
         .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.python.daemon.module", "sparkdl.spark.daemon")
     )
     for key, value in hdfs.client_conf.items():
         builder = builder.config(f"spark.hadoop.{key}", value)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sparkdl.errors import StorageError
+from sparkdl.initialweights import InitialWeights
 from tests.cluster import faults
 from tests.hdfs.daemons import Hdfs
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODES = ("gang", "rounds")
+LAST = 18
+"""The last step of `fitted`."""
 
 
 def make_net() -> nn.Module:
@@ -37,11 +41,11 @@ def make_net() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def df(spark: SparkSession, hdfs: Hdfs) -> DataFrame:
-    """Parquet on HDFS."""
+    """Parquet on HDFS: each epoch has nine steps."""
     from pyspark.sql import functions as F
 
     features = [((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)]
-    rows = spark.range(0, 1000, 1, 3).select(
+    rows = spark.range(0, 240, 1, 3).select(
         F.array(*features).alias("features"), (F.col("id") % 3).alias("label")
     )
     rows.write.parquet(f"{hdfs.url}/rows")
@@ -52,12 +56,12 @@ def fitted(df: DataFrame, mode: str, *callbacks: Any, **changes: Any) -> TorchCl
     from sparkdl import ParameterAveraging, TorchClassifier
 
     strategy = {"gang": "allreduce", "rounds": ParameterAveraging(averaging_period=4)}[mode]
-    params = {"epochs": 3, "checkpointInterval": 4, **changes}
+    params = {"epochs": 2, "checkpointInterval": 4, **changes}
     classifier = TorchClassifier(
         module=make_net,
         syncStrategy=strategy,
         executionMode=mode,
-        batchSize=32,
+        batchSize=16,
         seed=7,
         numWorkers=2,
         verbose=0,
@@ -67,8 +71,9 @@ def fitted(df: DataFrame, mode: str, *callbacks: Any, **changes: Any) -> TorchCl
     return classifier.fit(df)
 
 
-def digest(model: TorchClassifierModel) -> str:
-    data = b"".join(tensor.numpy().tobytes() for tensor in model.module.state_dict().values())
+def digest(model: Any) -> str:
+    module = getattr(model, "module", model)
+    data = b"".join(tensor.numpy().tobytes() for tensor in module.state_dict().values())
     return hashlib.sha256(data).hexdigest()
 
 
@@ -78,42 +83,45 @@ def undisturbed(df: DataFrame) -> dict[str, TorchClassifierModel]:
     return {mode: fitted(df, mode) for mode in MODES}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_killed_worker_changes_no_bit_and_a_finished_run_is_found_again(
-    df: DataFrame, undisturbed: Models, url: str, tmp_path: Path, mode: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    caplog.set_level(logging.INFO, "sparkdl")
-    strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=13)
-    model = fitted(df, mode, strike, faults.Slow(), checkpointDir=url)
-    assert (tmp_path / "struck").exists()
-    assert digest(model) == digest(undisturbed[mode])
-    relayed = f"checkpoints reach {url} by way of the driver, since executors cannot open it"
-    assert (relayed in caplog.text) == (mode == "gang")
-    assert model.summary.restarts == (1 if mode == "gang" else 0)
-
-    never = faults.Fail(marker=str(tmp_path / "never"), rank=0, step=1)
-    assert digest(fitted(df, mode, never, checkpointDir=url)) == digest(model)
-    assert "going on from the checkpoint of step 54" in caplog.text
-
-
-def test_a_torn_checkpoint_is_passed_over(
-    spark: SparkSession, df: DataFrame, undisturbed: Models, url: str,
+def test_in_a_gang_a_killed_worker_and_a_torn_checkpoint_change_no_bit(
+    spark: SparkSession, df: DataFrame, undisturbed: Models, url: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from sparkdl.spark.hadoop import open_on_driver
 
     caplog.set_level(logging.INFO, "sparkdl")
-    fitted(df, "gang", epochs=2, checkpointDir=url)
+    strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=15)
+    model = fitted(df, "gang", strike, faults.Slow(0.1), checkpointDir=url)
+    assert (tmp_path / "struck").exists() and model.summary.restarts == 1
+    assert digest(model) == digest(undisturbed["gang"])
+    assert f"checkpoints reach {url} by way of the driver, since executors cannot" in caplog.text
+    assert "going on from the checkpoint of step " in caplog.text
+
     storage = open_on_driver(spark, url)
     (key,) = storage.list("")  # no marker, no probe
     newest = f"{key}/{storage.list(key)[-1]}"
-    assert newest.endswith("step-00000036-final")
+    assert newest.endswith(f"step-{LAST:08}-final")
     manifest = storage.read(f"{newest}/manifest.json")
     storage.write(f"{newest}/manifest.json", manifest[: len(manifest) // 2])
-    assert digest(fitted(df, "gang", checkpointDir=url)) == digest(undisturbed["gang"])
+    caplog.clear()
+    assert digest(fitted(df, "gang", checkpointDir=url)) == digest(model)
     assert f"passed over {newest}: " in caplog.text
-    assert "going on from the checkpoint of step 3" in caplog.text  # 36, or 32
+    assert "going on from the checkpoint of step " in caplog.text
+
+
+def test_in_rounds_a_killed_worker_changes_no_bit_and_a_finished_run_is_found_again(
+    df: DataFrame, undisturbed: Models, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "sparkdl")
+    strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=7)
+    model = fitted(df, "rounds", strike, checkpointDir=url)
+    assert (tmp_path / "struck").exists() and model.summary.restarts == 0
+    assert digest(model) == digest(undisturbed["rounds"])
+    assert "by way of the driver" not in caplog.text  # only the driver writes
+
+    never = faults.Fail(marker=str(tmp_path / "never"), rank=0, step=1)
+    assert digest(fitted(df, "rounds", never, checkpointDir=url)) == digest(model)
+    assert f"going on from the checkpoint of step {LAST}" in caplog.text
 
 
 class DataNodeKiller:
@@ -153,13 +161,13 @@ def test_a_data_node_that_dies_in_mid_fit_changes_no_bit(
 
     storage = open_on_driver(spark, url)
     with contextlib.closing(DataNodeKiller(hdfs, storage)) as killer:
-        model = fitted(df, mode, faults.Slow(), checkpointDir=url)
-        assert killer.struck_at is not None and killer.struck_at < "step-00000050"  # of 54
+        model = fitted(df, mode, faults.Slow(0.2), checkpointDir=url)
+        assert killer.struck_at is not None and killer.struck_at < f"step-{LAST - 4:08}"
         assert digest(model) == digest(undisturbed[mode])
         assert model.summary.restarts == 0
         # What was written with one data node left is read with it.
         last = latest(storage, storage.list("")[0])
-        assert last is not None and last.step == 54 and last.complete
+        assert last is not None and last.step == LAST and last.complete
         assert load_shared(last)["state"] and load_rank(last, 0) is not None
 
 
@@ -178,11 +186,65 @@ def test_models_estimators_and_pipelines_are_saved_and_loaded(
     model.write().overwrite().save(f"{url}/model")
     loaded = TorchClassifierModel.load(f"{url}/model")
     assert digest(loaded) == digest(model)
+    assert loaded.summary == model.summary
     assert loaded.transform(df).select("prediction").collect() == expected
 
-    TorchClassifier(module=make_net(), epochs=7).save(f"{url}/estimator")
-    assert TorchClassifier.load(f"{url}/estimator").getEpochs() == 7
+    weights = InitialWeights(source=f"{url}/model", skip=("3.*",))
+    TorchClassifier(module=make_net(), epochs=7, initialWeights=weights).save(f"{url}/estimator")
+    estimator = TorchClassifier.load(f"{url}/estimator")
+    assert estimator.getEpochs() == 7 and estimator.getInitialWeights() == weights
 
     PipelineModel([model]).save(f"{url}/pipeline")
     (stage,) = PipelineModel.load(f"{url}/pipeline").stages
     assert digest(stage) == digest(model)
+
+
+def test_modules_are_loaded_without_a_session_at_hand_and_checked(
+    spark: SparkSession, undisturbed: Models, url: str
+) -> None:
+    from sparkdl import load_module, load_signature
+    from sparkdl.initialweights import load_initial_weights
+    from sparkdl.spark.hadoop import open_on_driver
+
+    model = undisturbed["gang"]
+    model.save(f"{url}/model")
+    assert digest(load_module(f"{url}/model")) == digest(model)
+    assert load_signature(f"{url}/model").inputs == model.columns
+    storage = open_on_driver(spark, f"{url}/model/model")
+    for source in (f"{url}/model", f"{url}/model/model/weights.safetensors"):
+        module = make_net()
+        load_initial_weights(module, InitialWeights(source=source))
+        assert digest(module) == digest(model)
+    content = storage.read("weights.safetensors")
+    storage.write("weights.safetensors", content[:-1])
+    for load in (load_module, type(model).load):
+        with pytest.raises(StorageError, match=r"weights\.safetensors is damaged"):
+            load(f"{url}/model")
+
+
+def test_training_starts_from_weights_on_hdfs(df: DataFrame, undisturbed: Models, url: str) -> None:
+    model = undisturbed["gang"]
+    model.save(f"{url}/model")
+    start = {"learningRate": 1e-30, "epochs": 1}
+    by_url = fitted(df, "rounds", initialWeights=InitialWeights(source=f"{url}/model"), **start)
+    assert digest(by_url) == digest(model)
+
+
+def test_jobs_read_and_write_by_url(
+    spark: SparkSession, df: DataFrame, hdfs: Hdfs, undisturbed: Models, url: str
+) -> None:
+    from sparkdl.errors import ConfigError
+    from sparkdl.job import run_predict
+    from sparkdl.jobfile import DataSection, PredictJob, PredictOutput, SavedModel
+
+    model = undisturbed["gang"]
+    model.save(f"{url}/model")
+    job = PredictJob(
+        data=DataSection(path=f"{hdfs.url}/rows"),
+        model=SavedModel(path=f"{url}/model"),
+        output=PredictOutput(path=f"{url}/predictions", columns=("prediction",)),
+    )
+    written = sorted(row.prediction for row in run_predict(job, spark).collect())
+    assert written == sorted(row.prediction for row in model.transform(df).collect())
+    with pytest.raises(ConfigError, match="there is something at hdfs://"):
+        run_predict(job, spark)
