@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -93,13 +94,13 @@ def gang4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
     """What `s3.ENVIRONMENT` points to, with the bucket `s3.BUCKET`."""
-    with s3.started_server(tmp_path_factory.mktemp("s3") / "log"):
-        yield
+    with s3.started_server(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
 
 
 @pytest.fixture
-def s3_url(s3_server: None) -> str:
+def s3_url(s3_server: subprocess.Popen[bytes]) -> str:
     """A folder of the bucket that no other test uses."""
     return f"s3://{s3.BUCKET}/{uuid.uuid4().hex}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def started_server(log: Path) -> Iterator[None]:
+def started_server(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """moto's server, with an empty bucket."""
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1",
                "-p", str(_PORT)]  # fmt: skip
@@ -42,8 +43,9 @@ def started_server(log: Path) -> Iterator[None]:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         _make_bucket(process, log)
-        yield
+        yield process
     finally:
+        process.send_signal(signal.SIGCONT)
         process.terminate()
         try:
             process.wait(15)

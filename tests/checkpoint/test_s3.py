@@ -33,7 +33,7 @@ def test_hadoops_name_for_s3_is_the_same_place(storage: Storage, s3_url: str) ->
     assert storage.read("a") == b"x" and storage.list("") == ["a"]
 
 
-def test_a_wrong_bucket_is_told(s3_server: None) -> None:
+def test_a_wrong_bucket_is_told(s3_url: str) -> None:
     with pytest.raises(
         StorageError, match=r"cannot write s3://absent/x/a: .*; check the path, and"
     ):

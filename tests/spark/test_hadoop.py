@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 from sparkdl.checkpoint.storage import FsspecStorage, LocalStorage, Storage, open_storage
 from sparkdl.errors import StorageError
+from sparkdl.places import open_place
+from sparkdl.plan import Column
 from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
 from tests.checkpoint.contract import StorageContract
 
@@ -52,6 +55,49 @@ def test_hadoop_opens_what_it_knows_and_python_the_rest(
     assert isinstance(open_on_driver(spark, "memory://x"), FsspecStorage)
     known = {scheme: knows_scheme(spark, scheme) for scheme in ("hdfs", "s3", "s3a", "memory")}
     assert known == {"hdfs": True, "s3": False, "s3a": False, "memory": False}
+
+
+def test_what_has_no_session_at_hand_takes_that_of_the_process(
+    spark: SparkSession, url: str
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    assert isinstance(open_place(url), HadoopStorage)
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(open_place, url).result(60), HadoopStorage)
+    (told,) = spark.range(0, 1, 1, 1).mapInArrow(in_a_worker(url), "told string").collect()
+    assert told.told == f"cannot open {url}: Protocol not known: viewfs"
+
+
+def in_a_worker(url: str) -> Any:
+    def open_there(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        list(batches)
+        with pytest.raises(StorageError) as caught:
+            open_place(url)
+        yield pa.RecordBatch.from_pydict({"told": [str(caught.value).partition(";")[0]]})
+
+    return open_there
+
+
+def test_modules_and_weights_are_found_there(spark: SparkSession, url: str) -> None:
+    from sparkdl import InitialWeights, TorchModel, load_module, load_signature
+    from sparkdl.initialweights import load_initial_weights
+
+    column = Column(name="x", role="feature", dtype="float32", shape=(1,))
+    model = TorchModel(make_net(), [column])
+    model.save(f"{url}/model")
+    expected = model.module.state_dict()
+    module = make_net()
+    load_initial_weights(module, InitialWeights(source=f"{url}/model"))
+    for found in (module, load_module(f"{url}/model"), TorchModel.load(f"{url}/model").module):
+        state = found.state_dict()
+        assert all(state[name].equal(value) for name, value in expected.items())
+    assert load_signature(f"{url}/model").inputs == (column,)
+    storage = open_on_driver(spark, f"{url}/model/model")
+    storage.write("module.json", storage.read("module.json").replace(b"float32", b"float64"))
+    for load in (load_module, load_signature, TorchModel.load):
+        with pytest.raises(StorageError, match=r"module\.json is damaged"):
+            load(f"{url}/model")
 
 
 def test_a_name_node_that_is_not_there_is_told(spark: SparkSession) -> None:
