@@ -42,6 +42,9 @@ class Storage(Protocol):
     def remove(self, path: str) -> None:
         """Delete a file, or a folder with all it holds; nothing if absent."""
 
+    def move(self, source: str, target: str) -> None:
+        """Give a file another path, replacing what was there; makes the folders."""
+
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""
 
@@ -152,6 +155,16 @@ class LocalStorage:
         except OSError as error:
             raise _failure("remove", str(target), error) from error
 
+    def move(self, source: str, target: str) -> None:
+        """See `Storage.move`."""
+        place = self._at(target)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._at(source).replace(place)
+            _sync_folder(place.parent)
+        except OSError as error:
+            raise _failure("move to", str(place), error) from error
+
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
         return self._at(path).exists()
@@ -222,6 +235,16 @@ class FsspecStorage:
         except Exception as error:
             raise _failure("remove", self._show(path), error) from error
 
+    def move(self, source: str, target: str) -> None:
+        """See `Storage.move`."""
+        self.remove(target)  # not every file system replaces
+        try:
+            place = self._at(target)
+            self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
+            self._fs.mv(self._at(source), place)
+        except Exception as error:
+            raise _failure("move to", self._show(target), error) from error
+
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
         try:
@@ -276,6 +299,13 @@ class MemoryStorage:
         with self._lock:
             for name in [n for n in self._files if n == gone or n.startswith(f"{gone}/")]:
                 del self._files[name]
+
+    def move(self, source: str, target: str) -> None:
+        """See `Storage.move`."""
+        content = self.read(source)
+        with self._lock:
+            self._files[checked(target)] = content
+            del self._files[checked(source)]
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""

@@ -6,7 +6,9 @@ scaling are only transposed.
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -131,10 +133,21 @@ def _from_struct(
 
 
 def _decode(data: Any, specification: Image) -> Array:
+    with opened(data) as image:
+        return _fitted(image, specification)
+
+
+@contextlib.contextmanager
+def opened(data: Any) -> Iterator[Any]:
+    """An encoded image as Pillow's object; what is done with it inside is part of decoding it.
+
+    Raises:
+        BadImage: it cannot be decoded.
+    """
     pillow = require_pillow()
     try:
         with pillow.open(io.BytesIO(data)) as image:
-            return _fitted(image, specification)
+            yield image
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         # Without the address of the buffer, which Pillow's message has: equal causes count.
         text = str(error).split(" <_io.")[0]

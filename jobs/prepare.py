@@ -1,0 +1,64 @@
+"""Make Parquet of a folder of image files, as a job file says; a killed run goes on."""
+
+from __future__ import annotations
+
+import sys
+
+from sparkdl.cli import run_job
+from sparkdl.job import make_session, run_prepare
+from sparkdl.prepare.ledger import BAD_FILES, Report
+from sparkdl.prepare.options import PrepareJob
+
+BAD_FILES_SHOWN = 5
+CLASSES_SHOWN = 12
+
+
+def prepare(job: PrepareJob) -> None:
+    """Do the job; print what was made and how to train on it."""
+    spark = make_session(job.spark, "sparkdl prepare")
+    try:
+        report = run_prepare(job, spark)
+    finally:
+        spark.stop()
+    print("\n".join(lines(report)))
+
+
+def lines(report: Report) -> list[str]:
+    """The report for a terminal."""
+    text = [f"\n{report.path}"]
+    for split, rows in report.rows.items():
+        files = report.files[split]
+        text.append(f"  {split:<10} {rows:>9,} images in {files:,} file{'s' * (files != 1)}")
+    classes = report.rows_by_label.get("train", {})
+    if classes:
+        text.append(f"  labels: {len(classes)} classes, numbered in this order")
+        shown = list(classes.items())[:CLASSES_SHOWN]
+        text += [f"    {n:>3} {name:<20} {rows:>9,}" for n, (name, rows) in enumerate(shown)]
+        text += [f"    ... all in {report.path}/labels.json"] * (len(classes) > CLASSES_SHOWN)
+    if report.bad:
+        text.append(f"  {len(report.bad):,} bad files skipped, listed in {BAD_FILES}:")
+        text += [f"    {path}: {why}" for path, why in report.bad[:BAD_FILES_SHOWN]]
+        text += [f"    and {len(report.bad) - BAD_FILES_SHOWN:,} more"] * (
+            len(report.bad) > BAD_FILES_SHOWN
+        )
+    train = f"{report.path}/train".removeprefix("file:")
+    return [
+        *text,
+        "next:",
+        f'  TorchClassifier(inputs=[sparkdl.Image("image")], ...).fit(spark.read.parquet("{train}"))',
+        f"  spark-submit jobs/train.py --config conf/images.toml --set data.path={train}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(
+        run_job(
+            PrepareJob,
+            prepare,
+            description=__doc__.splitlines()[0],
+            example=(
+                "spark-submit jobs/prepare.py --config conf/prepare.toml "
+                "--set image.shorter_side=256 --set image.encoding=jpeg"
+            ),
+        )
+    )

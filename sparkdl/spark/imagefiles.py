@@ -1,0 +1,126 @@
+"""How does Spark list and read a folder of image files, wherever it lies?"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.errors import DataError
+from sparkdl.prepare.options import FolderSection
+from sparkdl.spark.session import conf, is_connect, num_slots
+
+_GLOB = frozenset("[]{}*?\\")
+_TASKS_ON_CONNECT = 16
+"""Tasks that look for files, where the number of slots is not known."""
+
+
+def qualified(spark: SparkSession, path: str) -> str:
+    """A path as Spark takes it, with scheme and host: of the default file system without them.
+
+    A Spark Connect client cannot ask Spark; there a path without a scheme is a local one.
+    """
+    if not is_connect(spark):
+        session: Any = spark
+        place = session._jvm.org.apache.hadoop.fs.Path(path)
+        system = place.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+        return str(system.makeQualified(place).toString())
+    return path if ":" in path else f"file:{Path(path).expanduser().absolute()}"
+
+
+@contextlib.contextmanager
+def tuned(spark: SparkSession) -> Iterator[None]:
+    """Settings for many large files, inside; afterwards those that there were."""
+    tasks = 2 * num_slots(spark) or _TASKS_ON_CONNECT
+    settings = {
+        # Images are large: 10,000 in a record batch, the default, would be gigabytes.
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "64",
+        # Spark looks for the files that are named, with a task for each unless it is told.
+        "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(tasks),
+    }
+    before = {key: conf(spark, key) for key in settings}
+    for key, value in settings.items():
+        spark.conf.set(key, value)
+    try:
+        yield
+    finally:
+        for key, earlier in before.items():
+            if earlier is None:
+                spark.conf.unset(key)
+            else:
+                spark.conf.set(key, earlier)
+
+
+def list_files(spark: SparkSession, section: FolderSection) -> tuple[str, pa.Table, int]:
+    """The image files in a folder and below it.
+
+    Returns:
+        The folder's URL; a table with the columns ``path`` (below the folder), ``length`` (bytes)
+        and ``modified`` (microseconds since 1970), sorted by path; the number of other files.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    root = qualified(spark, section.path)
+    reader = spark.read.format("binaryFile").option("recursiveFileLookup", True)
+    try:
+        # Without the column ``content`` no file is opened.
+        listed = reader.load(escaped(root)).select("path", "length", "modificationTime").toArrow()
+    except AnalysisException as error:
+        raise DataError(f"cannot read {section.path}: {str(error).splitlines()[0]}") from error
+    urls = listed["path"].to_pylist()
+    root, paths = below(root, urls)
+    endings = tuple(ending.lower() for ending in section.extensions)
+    rows = [row for row, path in enumerate(paths) if path.lower().endswith(endings)]
+    rows.sort(key=lambda row: paths[row])
+    chosen = listed.take(pa.array(rows, pa.int64()))
+    modified = np.asarray(chosen["modificationTime"].cast(pa.timestamp("us", "UTC")).cast("int64"))
+    table = pa.table(
+        {
+            "path": pa.array([paths[row] for row in rows], pa.string()),
+            "length": chosen["length"],
+            "modified": pa.array(modified),
+        }
+    )
+    return root, table, len(paths) - len(rows)
+
+
+def read_files(spark: SparkSession, urls: Sequence[str]) -> DataFrame:
+    """Columns ``path`` (the URL) and ``content`` of the files named.
+
+    Raises:
+        DataError: one of them is not there any more.
+    """
+    reader = spark.read.format("binaryFile")
+    try:
+        return reader.load([escaped(url) for url in urls]).select("path", "content")
+    except AnalysisException as error:
+        raise DataError(
+            f"a file has vanished since it was listed: {str(error).splitlines()[0]}; run again "
+            "once nothing changes data.path any more"
+        ) from error
+
+
+def below(root: str, urls: Sequence[str]) -> tuple[str, list[str]]:
+    """The folder as the files' own URLs have it, and their paths below it."""
+    if not urls:
+        return root, []
+    common = posixpath.commonpath([posixpath.dirname(url) for url in urls]) + "/"
+    # Spark may add scheme, host or home folder in front of what it was given.
+    name = "/" + root.split(":", 1)[-1].strip("/") + "/"
+    start = common.find(name)
+    assert start >= 0, f"{common} is not below {root}"
+    cut = start + len(name)
+    return common[: cut - 1], [url[cut:] for url in urls]
+
+
+def escaped(url: str) -> str:
+    """A path in which Hadoop shall see no pattern."""
+    return "".join(f"\\{letter}" if letter in _GLOB else letter for letter in url)
