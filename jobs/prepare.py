@@ -41,13 +41,13 @@ def lines(report: Report) -> list[str]:
         text += [f"    and {len(report.bad) - BAD_FILES_SHOWN:,} more"] * (
             len(report.bad) > BAD_FILES_SHOWN
         )
-    train = f"{report.path}/train".removeprefix("file:")
-    return [
-        *text,
-        "next:",
-        f'  TorchClassifier(inputs=[sparkdl.Image("image")], ...).fit(spark.read.parquet("{train}"))',
-        f"  spark-submit jobs/train.py --config conf/images.toml --set data.path={train}",
-    ]
+    text.append("next:")
+    sections = {"train": "data", "validation": "validation", "test": "test"}
+    settings = [f"--set {sections[split]}.path={report.path}/{split}" for split in report.rows]
+    if classes:
+        settings.append(f"--set model.args.num_classes={len(classes)}")
+    command = "spark-submit jobs/train.py --config conf/images.toml"
+    return [*text, " \\\n      ".join([f"  {command}", *settings])]
 
 
 if __name__ == "__main__":

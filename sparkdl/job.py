@@ -1,7 +1,7 @@
 """What do the job scripts do with a job file?
 
-`run_prepare`, `run_train`, `run_evaluate` and `run_predict` take a job and a session, and give back what there
-is to report; the scripts in ``jobs/`` only read arguments and print.
+`run_prepare`, `run_train`, `run_evaluate` and `run_predict` take a job and a session, and give
+back what there is to report; the scripts in ``jobs/`` only read arguments and print.
 """
 
 from __future__ import annotations

@@ -111,4 +111,3 @@ def _below(path: str, roots: Sequence[str]) -> str:
             path = path[len(root.rstrip("/")) + 1 :]
             break
     return posixpath.normpath(path)
-
