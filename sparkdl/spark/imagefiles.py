@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sparkdl.prepare.options import FolderSection
 from sparkdl.spark.session import conf, is_connect, num_slots
 
 _GLOB = frozenset("[]{}*?\\")
+_HOST = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//[^/]*)?")
 _TASKS_ON_CONNECT = 16
 """Tasks that look for files, where the number of slots is not known."""
 
@@ -112,13 +114,19 @@ def below(root: str, urls: Sequence[str]) -> tuple[str, list[str]]:
     """The folder as the files' own URLs have it, and their paths below it."""
     if not urls:
         return root, []
-    common = posixpath.commonpath([posixpath.dirname(url) for url in urls]) + "/"
+    host = _end_of_host(urls[0])
+    common = posixpath.commonpath([posixpath.dirname(url[host:]) for url in urls]) + "/"
     # Spark may add scheme, host or home folder in front of what it was given.
-    name = "/" + root.split(":", 1)[-1].strip("/") + "/"
-    start = common.find(name)
-    assert start >= 0, f"{common} is not below {root}"
-    cut = start + len(name)
-    return common[: cut - 1], [url[cut:] for url in urls]
+    name = f"/{root[_end_of_host(root) :].strip('/')}/"
+    assert name in common, f"{common} is not below {root}"
+    cut = host + common.index(name) + len(name)
+    return urls[0][: cut - 1], [url[cut:] for url in urls]
+
+
+def _end_of_host(url: str) -> int:
+    """Where the path of a URL begins."""
+    found = _HOST.match(url)
+    return found.end() if found is not None else 0
 
 
 def escaped(url: str) -> str:

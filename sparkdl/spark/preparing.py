@@ -105,9 +105,9 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
         num_others=num_others,
     )
     if source.num_others:
-        logger.warning("%d files have other endings and are left alone", source.num_others)
+        logger.warning("left alone for their endings: %d file(s)", source.num_others)
     if source.num_unlabelled:
-        logger.warning("%d files are in no row of the table: left out", source.num_unlabelled)
+        logger.warning("left out, as the table lacks them: %d file(s)", source.num_unlabelled)
     return source
 
 
