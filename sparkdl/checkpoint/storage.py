@@ -42,14 +42,18 @@ class Storage(Protocol):
     def remove(self, path: str) -> None:
         """Delete a file, or a folder with all it holds; nothing if absent."""
 
-    def move(self, source: str, target: str) -> None:
-        """Give a file another path, replacing what was there; makes the folders."""
-
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""
 
 
-def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+class Folder(Storage, Protocol):
+    """A storage that can move its files: all but those that pass files on to others."""
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file another path, replacing what was there; makes the folders."""
+
+
+def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
     """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
 
     As in Hadoop, ``scheme:/path`` is a URL too: ``hdfs:/models`` lies on the default name node.
@@ -156,7 +160,7 @@ class LocalStorage:
             raise _failure("remove", str(target), error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage.move`."""
+        """See `Folder.move`."""
         place = self._at(target)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +240,7 @@ class FsspecStorage:
             raise _failure("remove", self._show(path), error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage.move`."""
+        """See `Folder.move`."""
         self.remove(target)  # not every file system replaces
         try:
             place = self._at(target)
@@ -301,7 +305,7 @@ class MemoryStorage:
                 del self._files[name]
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage.move`."""
+        """See `Folder.move`."""
         content = self.read(source)
         with self._lock:
             self._files[checked(target)] = content

@@ -58,14 +58,13 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
         return buffer.getvalue()
 
 
-def reason(data: bytes | None) -> str:
+def reason(data: bytes, options: ImageSection) -> str:
     """Why a file holds no image that can be used."""
     try:
-        with opened(data or b"") as image:
-            image.load()
+        convert(data, options)
     except BadImage as error:
-        return "the file is empty" if not data else str(error)
-    return "cannot be converted"
+        return str(error)
+    return "could not be read at first, but could later; run again"
 
 
 def _upright(image: Any) -> Any:

@@ -110,9 +110,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if before["labels"] != now["labels"]:
         return f"the classes were {before['labels']} and are {now['labels']} now"
     if before["source"] != now["source"]:
-        return (
-            f"the source has changed: {before['files']:,} files before, {now['files']:,} now"
-            + ", with other names, sizes, times of change or labels"
-            * (before["files"] == now["files"])
-        )
+        changed = f"the source has changed: {before['files']:,} files before, {now['files']:,} now"
+        if before["files"] == now["files"]:
+            changed += ", with other names, sizes, times of change or labels"
+        return changed
     return None

@@ -19,12 +19,8 @@ class Source:
     """The folder's URL; ``<root>/<path>`` is a file."""
     names: tuple[str, ...] = ()
     """The classes; empty where labels are numbers, or there are none."""
-    absent: tuple[str, ...] = ()
-    """Files that the table of labels names and the folder lacks."""
-    num_unlabelled: int = 0
-    """Files that the table of labels does not name; they are left out."""
-    num_others: int = 0
-    """Files with other endings; they are left alone."""
+    unusable: tuple[tuple[str, str], ...] = ()
+    """Path and reason of files that are not in the table, since there is nothing to read."""
 
     @property
     def label_type(self) -> pa.DataType | None:

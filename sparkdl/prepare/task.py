@@ -50,13 +50,16 @@ class ConvertTask:
         return pa.RecordBatch.from_arrays(arrays, names=["image", *kept.schema.names])
 
 
+@dataclass(frozen=True)
 class ExplainTask:
     """Says of each file, given by ``content`` and ``path``, why it cannot be used."""
+
+    options: ImageSection
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield rows with ``path`` and ``reason``."""
         for batch in batches:
-            reasons = [reason(data.as_py()) for data in batch["content"]]
+            reasons = [reason(data.as_py(), self.options) for data in batch["content"]]
             arrays = [batch["path"], pa.array(reasons, pa.string())]
             yield pa.RecordBatch.from_arrays(arrays, names=["path", "reason"])
 

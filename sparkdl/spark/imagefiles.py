@@ -6,10 +6,11 @@ import contextlib
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
@@ -60,12 +61,23 @@ def tuned(spark: SparkSession) -> Iterator[None]:
                 spark.conf.set(key, earlier)
 
 
-def list_files(spark: SparkSession, section: FolderSection) -> tuple[str, pa.Table, int]:
-    """The image files in a folder and below it.
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """What is in a folder of image files."""
 
-    Returns:
-        The folder's URL; a table with the columns ``path`` (below the folder), ``length`` (bytes)
-        and ``modified`` (microseconds since 1970), sorted by path; the number of other files.
+    root: str
+    """The folder's URL."""
+    table: pa.Table
+    """Columns ``path`` (below the folder), ``length`` (bytes) and ``modified`` (microseconds since
+    1970), sorted by path."""
+    empty: tuple[str, ...]
+    """Image files without a byte, sorted."""
+    num_others: int
+    """Files with other endings."""
+
+
+def list_files(spark: SparkSession, section: FolderSection) -> Listed:
+    """The files in a folder and below it; none is opened.
 
     Raises:
         DataError: there is no such folder.
@@ -74,24 +86,30 @@ def list_files(spark: SparkSession, section: FolderSection) -> tuple[str, pa.Tab
     reader = spark.read.format("binaryFile").option("recursiveFileLookup", True)
     try:
         # Without the column ``content`` no file is opened.
-        listed = reader.load(escaped(root)).select("path", "length", "modificationTime").toArrow()
+        rows = reader.load(escaped(root)).select("path", "length", "modificationTime")
+        listed = rows.toArrow()
     except AnalysisException as error:
         raise DataError(f"cannot read {section.path}: {str(error).splitlines()[0]}") from error
-    urls = listed["path"].to_pylist()
-    root, paths = below(root, urls)
+    # Spark has no row for a file without bytes, but knows its name, as a URL with escapes.
+    _, all_paths = below(root, [unquote(url) for url in rows.inputFiles()])
+    root, paths = below(root, listed["path"].to_pylist())
     endings = tuple(ending.lower() for ending in section.extensions)
-    rows = [row for row, path in enumerate(paths) if path.lower().endswith(endings)]
-    rows.sort(key=lambda row: paths[row])
-    chosen = listed.take(pa.array(rows, pa.int64()))
-    modified = np.asarray(chosen["modificationTime"].cast(pa.timestamp("us", "UTC")).cast("int64"))
+    chosen = sorted(
+        (row for row, path in enumerate(paths) if path.lower().endswith(endings)),
+        key=lambda row: paths[row],
+    )
+    empty = sorted(path for path in set(all_paths) - set(paths) if path.lower().endswith(endings))
+    files = listed.take(pa.array(chosen, pa.int64()))
+    modified = files["modificationTime"].cast(pa.timestamp("us", "UTC")).cast("int64")
     table = pa.table(
         {
-            "path": pa.array([paths[row] for row in rows], pa.string()),
-            "length": chosen["length"],
-            "modified": pa.array(modified),
+            "path": pa.array([paths[row] for row in chosen], pa.string()),
+            "length": files["length"],
+            "modified": modified,
         }
     )
-    return root, table, len(paths) - len(rows)
+    num_others = len(all_paths) - len(chosen) - len(empty)
+    return Listed(root=root, table=table, empty=tuple(empty), num_others=num_others)
 
 
 def read_files(spark: SparkSession, urls: Sequence[str]) -> DataFrame:

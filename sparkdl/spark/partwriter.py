@@ -16,7 +16,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.checkpoint.storage import Storage
+from sparkdl.checkpoint.storage import Folder
 from sparkdl.prepare.ledger import WORK, Record
 from sparkdl.prepare.options import ImageSection
 from sparkdl.prepare.plan import Part
@@ -45,7 +45,7 @@ class PartWriter:
         source: Source,
         options: ImageSection,
         place: str,
-        storage: Storage,
+        storage: Folder,
     ) -> None:
         self._spark = spark
         self._source = source
@@ -72,7 +72,7 @@ class PartWriter:
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
         ordered = gathered.sortWithinPartitions("part", "position")
-        columns = ["image", *self._label_columns(), "path", "part"]
+        columns = [F.col("image"), *self._label_columns(), F.col("path"), F.col("part")]
         writer = ordered.select(*columns).write.mode("overwrite").partitionBy("part")
         writer.parquet(self._url)
         return self._look(parts)
@@ -153,5 +153,5 @@ class PartWriter:
             return {}
         urls = {f"{self._source.root}/{path}": path for path in paths}
         files = read_files(self._spark, list(urls))
-        told = files.mapInArrow(ExplainTask(), "path string, reason string").collect()
+        told = files.mapInArrow(ExplainTask(self._options), "path string, reason string").collect()
         return {urls[row["path"]]: row["reason"] for row in told}

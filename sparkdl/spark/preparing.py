@@ -26,12 +26,13 @@ from sparkdl.prepare.options import PrepareJob
 from sparkdl.prepare.plan import Part, digest_of, make_parts
 from sparkdl.prepare.source import Source
 from sparkdl.spark.columns import quoted
-from sparkdl.spark.imagefiles import list_files, qualified, tuned
+from sparkdl.spark.imagefiles import Listed, list_files, qualified, tuned
 from sparkdl.spark.partwriter import PartWriter
 from sparkdl.spark.session import described, num_slots
 
 logger = logging.getLogger(__name__)
 
+_EMPTY = "the file is empty"
 _ABSENT = "named in the table of labels, but not in the folder"
 
 
@@ -68,7 +69,7 @@ def prepare(
     writer = PartWriter(spark, source, job.image, place, storage)
     with tuned(spark), described(spark, f"sparkdl prepare {place}"):
         records = _write_all(spark, job, source, ledger, writer, shows_progress=shows_progress)
-    return ledger.finish(records, [(path, _ABSENT) for path in source.absent], source.names)
+    return ledger.finish(records, source.unusable, source.names)
 
 
 def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> Source:
@@ -77,38 +78,35 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
     Raises:
         DataError: there are no files, or labels are wrong.
     """
-    root, files, num_others = list_files(spark, job.data)
-    paths = files["path"].to_pylist()
+    listed = list_files(spark, job.data)
+    paths = listed.table["path"].to_pylist()
     if not paths:
         raise DataError(
-            f"there are no image files below {job.data.path} ({num_others:,} files with other "
-            "endings); check data.path and data.extensions"
+            f"there are no image files below {job.data.path} ({listed.num_others:,} files with "
+            f"other endings, {len(listed.empty):,} empty ones); check data.path and data.extensions"
         )
-    labelled = _labelled(job, paths, label_table, root)
+    labelled = _labelled(job, paths, label_table, listed.root)
     if not len(labelled.rows):
         raise DataError("the table of labels names none of the files; check labels.path_col")
-    if labelled.absent and job.output.on_error == "fail":
-        raise DataError(
-            f"the table of labels names {len(labelled.absent):,} files that are not below "
-            f"{job.data.path} (first: {labelled.absent[0]}); drop them there, or go on without "
-            "them: --set output.on_error=skip"
-        )
-    table = files.take(pa.array(labelled.rows))
+    unusable = _unusable(job, listed, labelled)
+    if unusable and job.output.on_error == "fail":
+        raise DataError(_refusal(unusable))
+    table = listed.table.take(pa.array(labelled.rows))
     if labelled.labels is not None:
         table = table.append_column("label", pa.array(labelled.labels))
-    source = Source(
-        table=table,
-        root=root,
-        names=labelled.names,
-        absent=labelled.absent,
-        num_unlabelled=len(paths) - len(labelled.rows),
-        num_others=num_others,
-    )
-    if source.num_others:
-        logger.warning("left alone for their endings: %d file(s)", source.num_others)
-    if source.num_unlabelled:
-        logger.warning("left out, as the table lacks them: %d file(s)", source.num_unlabelled)
-    return source
+    if listed.num_others:
+        logger.warning("left alone for their endings: %d file(s)", listed.num_others)
+    if len(labelled.rows) < len(paths):
+        num_unlabelled = len(paths) - len(labelled.rows)
+        logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
+    return Source(table=table, root=listed.root, names=labelled.names, unusable=unusable)
+
+
+def _unusable(job: PrepareJob, listed: Listed, labelled: Labelled) -> tuple[tuple[str, str], ...]:
+    """Path and reason of files of which nothing can be read."""
+    empty = set(listed.empty)
+    wanted = labelled.absent if job.labels.source == "table" else listed.empty
+    return tuple((path, _EMPTY if path in empty else _ABSENT) for path in wanted)
 
 
 def _check_apart(data: str, output: str) -> None:
@@ -203,7 +201,7 @@ def _refusal(bad: Sequence[tuple[str, str]]) -> str:
     shown = "".join(f"\n  {path}: {why}" for path, why in bad[:SHOWN])
     more = f"\n  and {len(bad) - SHOWN:,} more" * (len(bad) > SHOWN)
     return (
-        f"{len(bad):,} of the files read last cannot be used:{shown}{more}\nGo on without such "
+        f"{len(bad):,} files cannot be used:{shown}{more}\nGo on without such "
         "files, from here: --set output.on_error=skip. Or mend or remove them and begin anew: "
         "--set output.overwrite=true."
     )

@@ -113,7 +113,7 @@ def test_labels_of_a_table(
     assert {row.path: row.label for row in rows} == {path: labels[path] / 2 for path in paths}
     assert report.rows_by_label == {"train": {}}
     more = table.union(spark.createDataFrame([("none.png", 1.0)], table.schema))
-    with pytest.raises(DataError, match=r"names 1 files that are not below .*first: none\.png"):
+    with pytest.raises(DataError, match=r"1 files cannot be used:\n  none.png: named in the table"):
         prepare(spark, job(root, tmp_path / "p", labels=section), more, shows_progress=False)
     skipping = job(root, tmp_path / "p", labels=section, output_on_error="skip")
     report = prepare(spark, skipping, more, shows_progress=False)
@@ -143,21 +143,33 @@ def test_bad_files_are_skipped_and_listed_on_request(
     root, bad = spoilt
     output = tmp_path / "o"
     options: dict[str, Any] = {"output_rows_per_file": 5}
+    with pytest.raises(DataError, match=r"1 files cannot be used:\n  .*: the file is empty\n"):
+        run(spark, root, output, **options)
+    next(path for path in root.rglob("*.png") if not path.stat().st_size).unlink()
     with pytest.raises(DataError, match=r"(?s)cannot be used:.*--set output.on_error=skip") as told:
         run(spark, root, output, **options)
     assert any(f"  {path}: " in str(told.value) for path in bad)
     assert (output / "_prepare" / "plan.json").exists()
+    bad = {path for path in bad if (root / path).exists()}
     report = run(spark, root, output, **options, output_on_error="skip")
     assert {path for path, _ in report.bad} == bad
     reasons = dict(report.bad)
     assert reasons["0/text.jpg"].startswith("cannot be decoded (UnidentifiedImageError")
-    assert "the file is empty" in reasons.values()
     rows = spark.read.parquet(str(output / "train")).collect()
     assert len(rows) == report.rows["train"] == 28
     assert not bad & {row.path for row in rows}
     lines = (output / "bad_files.jsonl").read_text().splitlines()
     assert {json.loads(line)["path"] for line in lines} == bad
     assert not (output / "_prepare").exists()
+
+
+def test_empty_files_are_bad_files(
+    spark: SparkSession, spoilt: tuple[Path, set[str]], tmp_path: Path
+) -> None:
+    root, bad = spoilt
+    report = run(spark, root, tmp_path / "o", output_on_error="skip")
+    assert {path for path, _ in report.bad} == bad
+    assert "the file is empty" in dict(report.bad).values()
 
 
 def test_a_folder_of_bad_files_only(spark: SparkSession, tmp_path: Path) -> None:
