@@ -38,7 +38,7 @@ from sparkdl.measure import (
     united,
 )
 from sparkdl.outputs import Forward, Output, check_rows, pick
-from sparkdl.predict import ModuleTask, class_logits, input_rows, ready
+from sparkdl.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.scores import BUILT_IN, Evaluation
 from sparkdl.spark.columns import Prepared, prepare, quoted
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
@@ -71,9 +71,10 @@ class EvaluateTask(ModuleTask):
             for batch in batches:
                 if evaluator is None:  # a partition without rows makes none
                     evaluator = Evaluator(self.measures, device)
-                for output, target, weight, num_rows in self.compared(
-                    module, device, batch.columns
-                ):
+                for run, output, target, weight in self.compared(module, device, batch.columns):
+                    if run.arguments is None:
+                        continue
+                    num_rows = run.arguments.num_rows
                     predicted = self._predicted(output, num_rows)
                     evaluator.update(output, predicted, target, weight, num_rows)
                 evaluator.check()
@@ -81,19 +82,22 @@ class EvaluateTask(ModuleTask):
 
     def compared(
         self, module: Any, device: torch.device, arrays: Sequence[pa.Array]
-    ) -> Iterator[tuple[Any, Any, torch.Tensor | None, int]]:
-        """Batch by batch: output, target, weight, rows."""
+    ) -> Iterator[tuple[Run, Any, Any, torch.Tensor | None]]:
+        """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         num_inputs = len(self.columns)
         inputs = input_rows(arrays[:num_inputs], self.columns)
         others = self._others(arrays[num_inputs:])
         start = 0
-        for features in inputs.runs(self.batch_size, device):
-            beside = [values[start : start + features.num_rows] for values in others]
-            start += features.num_rows
-            output = self.forward.module_output(module, features)
-            target = features.packed() if self.label is None else beside[0].to(device)
-            weight = beside[-1] if self.weight is not None else None
-            yield output, target, weight, features.num_rows
+        for run in inputs.runs(self.batch_size, device):
+            stop = start + run.num_rows
+            beside = [run.chosen(values[start:stop]) for values in others]
+            start = stop
+            if run.arguments is None:
+                yield run, None, None, None
+                continue
+            output = self.forward.module_output(module, run.arguments)
+            target = run.arguments.packed() if self.label is None else beside[0].to(device)
+            yield run, output, target, beside[-1] if self.weight is not None else None
 
     def _others(self, arrays: Sequence[pa.Array]) -> list[torch.Tensor]:
         values = [] if self.label is None else [self.label.read(arrays[0])]
@@ -197,8 +201,11 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
         with ready(task) as (module, device):
             loss = task.measures.make_loss(device)
             for arrays in batches:
-                for output, target, _, _ in task.compared(module, device, arrays):
-                    yield _row_losses(loss, output, target, task.measures)
+                for run, output, target, _ in task.compared(module, device, arrays):
+                    if run.arguments is None:
+                        yield pa.nulls(run.num_rows, pa.float64())
+                    else:
+                        yield run.spread(_row_losses(loss, output, target, task.measures))
 
     def losses_of_inputs(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         return losses_of((array,) for array in batches)
