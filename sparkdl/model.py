@@ -398,9 +398,3 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
             Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
             for param, make in made.items()
         ]
-
-
-def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...] | None:
-    """Inputs of zeros, shaped like the module's, to export it; None if some go by name."""
-    example = example_arguments(columns, num_rows)
-    return None if any(example.names) else example.values

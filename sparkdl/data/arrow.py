@@ -182,6 +182,9 @@ class Findings:
             f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
             for cause, count in self.causes.most_common(3)
         ]
+        others = self.causes.total() - sum(count for _, count in self.causes.most_common(3))
+        if others:
+            found.append(f"{others} for other causes")
         if self.nulls:
             found.append(f"{self.nulls} null (first: {self.first_null})")
         return "; ".join(found)

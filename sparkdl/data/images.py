@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,6 +22,7 @@ from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
 
+_BYTES_LEFT = re.compile(r" \(\d+ bytes not processed\)")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Channels -> Pillow's name."""
 
@@ -191,8 +193,8 @@ def opened(data: Any) -> Iterator[Any]:
         with pillow.open(io.BytesIO(data)) as image:
             yield image
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        # Without the address of the buffer, which Pillow's message has: equal causes count.
-        text = str(error).split(" <_io.")[0]
+        # Without addresses and numbers of bytes, which Pillow's messages have: equal causes count.
+        text = _BYTES_LEFT.sub("", str(error).split(" <_io.")[0])
         raise BadImage(f"cannot be decoded ({type(error).__name__}: {text})") from None
 
 
