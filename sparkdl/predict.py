@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,7 @@ from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
 from sparkdl.process import torch_threads, tuned_allocator
 
+R = TypeVar("R", torch.Tensor, Ragged)
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
 MODULES_PER_WORKER = 3
@@ -143,9 +144,9 @@ class InputRows:
             kept = None
             if any(isinstance(piece, _Usable) for piece in rows):
                 rows, kept = _without_skipped(rows)
-            num_rows = min(batch_size, len(self.rows[0]) - start)
             is_empty = kept is not None and not kept.any()
             given = None if is_empty else arguments(self.columns, rows).to(device)
+            num_rows = min(batch_size, len(self.rows[0]) - start)
             yield Run(given, num_rows, None if kept is None or kept.all() else kept)
 
 
@@ -160,9 +161,9 @@ class Run:
     kept: np.ndarray | None = None
     """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
 
-    def chosen(self, values: torch.Tensor) -> torch.Tensor:
+    def chosen(self, values: R) -> R:
         """Of one value for each row those of the rows that are kept."""
-        return values if self.kept is None else values[torch.from_numpy(self.kept)]
+        return values if self.kept is None else _where(values, self.kept)
 
     def spread(self, values: pa.Array) -> pa.Array:
         """Of one value for each row that is kept one for each row, null where it is skipped."""
@@ -181,8 +182,7 @@ class _Usable:
 
 def _without_skipped(pieces: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
     """The rows that no column skips, and which these are."""
-    masks = [piece.kept for piece in pieces if isinstance(piece, _Usable)]
-    kept = np.logical_and.reduce(masks)
+    kept = np.logical_and.reduce([piece.kept for piece in pieces if isinstance(piece, _Usable)])
     rows = [
         _where(piece.rows, kept[piece.kept]) if isinstance(piece, _Usable) else _where(piece, kept)
         for piece in pieces
@@ -190,7 +190,7 @@ def _without_skipped(pieces: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
     return rows, kept
 
 
-def _where(rows: torch.Tensor | Ragged, mask: np.ndarray) -> torch.Tensor | Ragged:
+def _where(rows: R, mask: np.ndarray) -> R:
     return rows.where(mask) if isinstance(rows, Ragged) else rows[torch.from_numpy(mask)]
 
 
