@@ -226,7 +226,7 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
     def losses_of_columns(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return losses_of(batches)
 
-    is_one = len(task.columns) == 1 and task.label is None
+    is_one = len(task.columns) == 1 and task.label is None and not task.labels
     return losses_of_inputs if is_one else losses_of_columns
 
 

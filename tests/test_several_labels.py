@@ -110,7 +110,7 @@ def whole(output: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> t
 def test_a_function_of_all_labels_is_called_as_in_training(rows: DataFrame) -> None:
     x, _, price, _ = (torch.from_numpy(array) for array in values())
     result = model().evaluate(rows, loss=whole)
-    wanted = (TwoHeads()(x)["price"][:, 0] - price).abs().mean()
+    wanted = (TwoHeads()(x)["price"][:, 0] - price).abs().mean().detach()
     assert result["loss"] == pytest.approx(float(wanted), abs=1e-12)
     assert "loss_kind" not in result
 
@@ -161,5 +161,5 @@ def test_what_cannot_be_compared_is_refused(rows: DataFrame) -> None:
         model().evaluate(bad)
     classifier = TorchClassifierModel(nn.Linear(3, 4).double(), [X], num_classes=4)
     classifier.clear(classifier.labelCol)
-    with pytest.raises(ConfigError, match="set either labels or labelCol|has one label"):
+    with pytest.raises(ConfigError, match=r"set either labels or labelCol|has one label"):
         classifier.evaluate(rows, labels=LABELS)
