@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkdl.checkpoint.storage import (
+    Folder,
     FsspecStorage,
     LocalStorage,
     MemoryStorage,
@@ -21,7 +22,7 @@ from sparkdl.errors import StorageError
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     makers = {
         "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
         "memory": MemoryStorage,
@@ -56,6 +57,18 @@ def test_remove_takes_files_folders_and_nothing(storage: Storage) -> None:
     storage.remove("a")
     storage.remove("absent")
     assert storage.list("") == ["ab"] and not storage.exists("a")
+
+
+def test_files_are_moved_over_what_is_there(storage: Folder) -> None:
+    storage.write("a/b", b"new")
+    storage.write("c/d", b"old")
+    storage.move("a/b", "c/d")
+    assert storage.read("c/d") == b"new"
+    assert not storage.exists("a/b")
+    storage.move("c/d", "new/deep/e")
+    assert storage.read("new/deep/e") == b"new"
+    with pytest.raises(StorageError, match="absent"):
+        storage.move("absent", "f")
 
 
 def test_reading_nothing_is_an_error_that_names_it(storage: Storage) -> None:
