@@ -167,7 +167,7 @@ class LocalStorage:
             self._at(source).replace(place)
             _sync_folder(place.parent)
         except OSError as error:
-            raise _failure("move to", str(place), error) from error
+            raise _failure("move", f"{self._at(source)} to {place}", error) from error
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
@@ -241,13 +241,15 @@ class FsspecStorage:
 
     def move(self, source: str, target: str) -> None:
         """See `Folder.move`."""
+        if not self.exists(source):
+            raise _failure("move", self._show(source), FileNotFoundError(errno.ENOENT, "not there"))
         self.remove(target)  # not every file system replaces
         try:
             place = self._at(target)
             self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
             self._fs.mv(self._at(source), place)
         except Exception as error:
-            raise _failure("move to", self._show(target), error) from error
+            raise _failure("move", f"{self._show(source)} to {target}", error) from error
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
