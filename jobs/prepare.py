@@ -56,9 +56,14 @@ if __name__ == "__main__":
             PrepareJob,
             prepare,
             description=__doc__.splitlines()[0],
-            example=(
-                "spark-submit jobs/prepare.py --config conf/prepare.toml "
-                "--set image.shorter_side=256 --set image.encoding=jpeg"
+            example="\n  ".join(
+                f"spark-submit jobs/prepare.py --config conf/prepare.toml{settings}"
+                for settings in (
+                    "",
+                    " --set data.path=hdfs:///photos --set output.path=hdfs:///prepared",
+                    " --set image.encoding=jpeg --set image.shorter_side=256",
+                    " --set output.on_error=skip",
+                )
             ),
         )
     )

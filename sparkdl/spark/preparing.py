@@ -201,7 +201,7 @@ def _refusal(bad: Sequence[tuple[str, str]]) -> str:
     shown = "".join(f"\n  {path}: {why}" for path, why in bad[:SHOWN])
     more = f"\n  and {len(bad) - SHOWN:,} more" * (len(bad) > SHOWN)
     return (
-        f"{len(bad):,} files cannot be used:{shown}{more}\nGo on without such "
+        f"{len(bad):,} file{'s' * (len(bad) != 1)} cannot be used:{shown}{more}\nGo on without such "
         "files, from here: --set output.on_error=skip. Or mend or remove them and begin anew: "
         "--set output.overwrite=true."
     )

@@ -113,7 +113,7 @@ def test_labels_of_a_table(
     assert {row.path: row.label for row in rows} == {path: labels[path] / 2 for path in paths}
     assert report.rows_by_label == {"train": {}}
     more = table.union(spark.createDataFrame([("none.png", 1.0)], table.schema))
-    with pytest.raises(DataError, match=r"1 files cannot be used:\n  none.png: named in the table"):
+    with pytest.raises(DataError, match=r"1 file cannot be used:\n  none.png: named in the table"):
         prepare(spark, job(root, tmp_path / "p", labels=section), more, shows_progress=False)
     skipping = job(root, tmp_path / "p", labels=section, output_on_error="skip")
     report = prepare(spark, skipping, more, shows_progress=False)
@@ -143,7 +143,7 @@ def test_bad_files_are_skipped_and_listed_on_request(
     root, bad = spoilt
     output = tmp_path / "o"
     options: dict[str, Any] = {"output_rows_per_file": 5}
-    with pytest.raises(DataError, match=r"1 files cannot be used:\n  .*: the file is empty\n"):
+    with pytest.raises(DataError, match=r"1 file cannot be used:\n  .*: the file is empty\n"):
         run(spark, root, output, **options)
     next(path for path in root.rglob("*.png") if not path.stat().st_size).unlink()
     with pytest.raises(DataError, match=r"(?s)cannot be used:.*--set output.on_error=skip") as told:
