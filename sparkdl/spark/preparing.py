@@ -200,8 +200,8 @@ def _skipped(records: Mapping[str, Record]) -> str:
 def _refusal(bad: Sequence[tuple[str, str]]) -> str:
     shown = "".join(f"\n  {path}: {why}" for path, why in bad[:SHOWN])
     more = f"\n  and {len(bad) - SHOWN:,} more" * (len(bad) > SHOWN)
+    files = f"{len(bad):,} file{'s' * (len(bad) != 1)}"
     return (
-        f"{len(bad):,} file{'s' * (len(bad) != 1)} cannot be used:{shown}{more}\nGo on without such "
-        "files, from here: --set output.on_error=skip. Or mend or remove them and begin anew: "
+        f"{files} cannot be used:{shown}{more}\nGo on without such files, from here: --set output.on_error=skip. Or mend or remove them and begin anew: "
         "--set output.overwrite=true."
     )
