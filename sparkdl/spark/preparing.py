@@ -202,6 +202,8 @@ def _refusal(bad: Sequence[tuple[str, str]]) -> str:
     more = f"\n  and {len(bad) - SHOWN:,} more" * (len(bad) > SHOWN)
     files = f"{len(bad):,} file{'s' * (len(bad) != 1)}"
     return (
-        f"{files} cannot be used:{shown}{more}\nGo on without such files, from here: --set output.on_error=skip. Or mend or remove them and begin anew: "
+        f"{files} cannot be used:{shown}{more}\n"
+        "Go on without such files, from here: --set output.on_error=skip. Or mend or remove them "
+        "and begin anew: "
         "--set output.overwrite=true."
     )
