@@ -1,7 +1,7 @@
 """What do the job scripts do with a job file?
 
-`run_train`, `run_evaluate` and `run_predict` take a job and a session, and give back what there
-is to report; the scripts in ``jobs/`` only read arguments and print.
+`run_prepare`, `run_train`, `run_evaluate` and `run_predict` take a job and a session, and give
+back what there is to report; the scripts in ``jobs/`` only read arguments and print.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from sparkdl.spark.session import is_case_sensitive
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from sparkdl.prepare.ledger import Report
+    from sparkdl.prepare.options import PrepareJob
     from sparkdl.summary import TrainingSummary
 
 
@@ -127,6 +129,14 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     writer.options(**job.output.options).save(job.output.path)
     reader = spark.read.format(job.output.format).options(**job.output.options)
     return reader.schema(rows.schema).load(job.output.path)
+
+
+def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
+    """Make Parquet of a folder of image files; see `spark.preparing`."""
+    from sparkdl.spark.preparing import prepare
+
+    table = None if job.labels.table is None else read_data(spark, job.labels.table)
+    return prepare(spark, job, table)
 
 
 def read_data(spark: SparkSession, section: DataSection) -> DataFrame:

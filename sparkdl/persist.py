@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from sparkdl import __version__
 from sparkdl.checkpoint.storage import Storage
+from sparkdl.data.example import example_of
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
-from sparkdl.model import TorchModel, example_inputs
+from sparkdl.model import TorchModel
 from sparkdl.modulefile import (
     PreparedModule,
     load_module_from,
@@ -147,7 +148,7 @@ class ModelWriter(ParamsWriter):
         folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,
-            example_inputs=example_inputs(model.columns),
+            example_inputs=example_of(model.columns),
             extra=extra,
             others=others,
         )

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from sparkdl.checkpoint.storage import Storage
+from sparkdl.data.assemble import Arguments, example_arguments
 from sparkdl.describe import restore
-from sparkdl.errors import StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.places import open_place
 from sparkdl.plan import Column
@@ -40,11 +41,25 @@ class ModelSignature:
     """Of a classifier; None for other models."""
 
     def example_inputs(self, num_rows: int = 2) -> tuple[torch.Tensor, ...]:
-        """Inputs of zeros, ``(num_rows, *shape)`` each."""
-        return tuple(
-            torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
-            for column in self.inputs
-        )
+        """Inputs of zeros, ``(num_rows, *shape)`` each, for a module that takes them by position.
+
+        Raises:
+            ConfigError: the module takes some by name; see `example_arguments`.
+        """
+        arguments = self.example_arguments(num_rows)
+        if any(arguments.names):
+            raise ConfigError(
+                "the module takes inputs by name; use signature.example_arguments().call(module)"
+            )
+        return arguments.values
+
+    def example_arguments(self, num_rows: int = 2) -> Arguments:
+        """Inputs of zeros, with the names by which the module takes them.
+
+        ``.call(module)`` passes them; ``.values`` and ``.names`` are what is passed. Sequences
+        are as long as the longest of training, and their masks say that all values count.
+        """
+        return example_arguments(self.inputs, num_rows)
 
 
 def load_module(path_or_url: Place) -> nn.Module:

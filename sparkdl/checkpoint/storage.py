@@ -47,7 +47,14 @@ class Storage(Protocol):
         """Whether a file or folder is there."""
 
 
-def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+class Folder(Storage, Protocol):
+    """A storage that can move its files: all but those that pass files on to others."""
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file another path, replacing what was there; makes the folders."""
+
+
+def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
     """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
 
     As in Hadoop, ``scheme:/path`` is a URL too: ``hdfs:/models`` lies on the default name node.
@@ -164,6 +171,16 @@ class LocalStorage:
         except OSError as error:
             raise failure("remove", str(target), error) from error
 
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        place = self._at(target)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._at(source).replace(place)
+            _sync_folder(place.parent)
+        except OSError as error:
+            raise failure("move", f"{self._at(source)} to {place}", error) from error
+
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
         return self._at(path).exists()
@@ -257,6 +274,18 @@ class FsspecStorage:
         except Exception as error:
             raise failure("remove", self._show(path), error) from error
 
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        if not self.exists(source):
+            raise failure("move", self._show(source), FileNotFoundError(errno.ENOENT, "not there"))
+        self.remove(target)  # not every file system replaces
+        try:
+            place = self._at(target)
+            self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
+            self._fs.mv(self._at(source), place)
+        except Exception as error:
+            raise failure("move", f"{self._show(source)} to {target}", error) from error
+
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
         try:
@@ -314,6 +343,13 @@ class MemoryStorage:
         with self._lock:
             for name in [n for n in self._files if n == gone or n.startswith(f"{gone}/")]:
                 del self._files[name]
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        content = self.read(source)
+        with self._lock:
+            self._files[checked(target)] = content
+            del self._files[checked(source)]
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""

@@ -12,12 +12,14 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
+from sparkdl.data.stats import skipped_rows
 from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
@@ -134,6 +136,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
+        num_skipped = _warn_of_skipped(columns, spooled)
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
@@ -169,8 +172,19 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         module=module.eval(),
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
-        summary=trained.to_summary(plan, clock.laps, clock.total()),
+        summary=replace(
+            trained.to_summary(plan, clock.laps, clock.total()), skipped_rows=num_skipped
+        ),
     )
+
+
+def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard]) -> int:
+    """Tell the user which rows are left out, and give back how many."""
+    names = [column.name for column in columns]
+    num_rows, causes = skipped_rows(names, [part.summary for part in spooled])
+    if num_rows:
+        logger.warning("training goes on without %d row(s): %s", num_rows, causes)
+    return num_rows
 
 
 def _view(plan: TrainPlan, verbose: int) -> View:

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.checkpoint.storage import (
     Data,
-    Storage,
+    Folder,
     checked,
     failure,
     open_storage,
@@ -38,7 +38,7 @@ _ERRORS: dict[str, Callable[[str], OSError]] = {
 """Hadoop's exceptions for which there is a remedy, by their class's own name."""
 
 
-def open_on_driver(spark: SparkSession, path_or_url: str) -> Storage:
+def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
     """The storage for a path or URL, as the driver reaches it.
 
     A URL is opened by Hadoop if Spark has a file system for its scheme, so that it is the place
@@ -146,6 +146,17 @@ class HadoopStorage:
                 raise OSError("the file system has kept it")
         except Exception as error:
             raise self._failure("remove", path, error) from error
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        place = self._at(target)
+        try:
+            self._fs.mkdirs(place.getParent())
+            self._fs.delete(place, False)  # rename replaces nothing
+            if not self._fs.rename(self._at(source), place):
+                raise FileNotFoundError(errno.ENOENT, "not there")
+        except Exception as error:
+            raise self._failure("move", source, error) from error
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""

@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import errors
 from sparkdl.data.spool import SpoolColumn, SpoolWriter, remove_spool, roomiest
-from sparkdl.data.stats import ColumnStats, SpoolSummary
+from sparkdl.data.stats import ColumnStats, SpoolSummary, no_rows
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared
@@ -183,7 +183,7 @@ class ShardTable:
         shards = tuple(_parse(shard_id, payloads[shard_id]) for shard_id in sorted(payloads))
         # Spark runs no task at all if it finds that there is nothing to do.
         if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):
-            raise DataError("the DataFrame has no rows; check its source and filters")
+            raise DataError(no_rows([part.summary for part in shards]))
         if self._first is None:
             self._first = shards
         else:

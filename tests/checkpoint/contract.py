@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.checkpoint.storage import Storage, check_writable
+from sparkdl.checkpoint.storage import Folder, Storage, check_writable
 from sparkdl.errors import StorageError
 
 
@@ -50,3 +50,18 @@ class StorageContract:
     def test_a_writable_storage_passes_and_keeps_nothing(self, storage: Storage) -> None:
         check_writable(storage)
         assert storage.list("") == []
+
+
+class FolderContract(StorageContract):
+    """Needs a fixture ``storage`` that can move files."""
+
+    def test_files_are_moved_over_what_is_there(self, storage: Folder) -> None:
+        storage.write("a/b", b"new")
+        storage.write("c/d", b"old")
+        storage.move("a/b", "c/d")
+        assert storage.read("c/d") == b"new"
+        assert not storage.exists("a/b")
+        storage.move("c/d", "new/deep/e")
+        assert storage.read("new/deep/e") == b"new"
+        with pytest.raises(StorageError, match="absent"):
+            storage.move("absent", "f")

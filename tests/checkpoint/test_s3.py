@@ -10,7 +10,7 @@ import pytest
 from sparkdl.checkpoint import s3
 from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.errors import StorageError
-from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.contract import FolderContract
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def storage(s3_url: str) -> Storage:
     return open_storage(s3_url)
 
 
-class TestContract(StorageContract):
+class TestContract(FolderContract):
     """The client inside pyarrow."""
 
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from sparkdl.checkpoint.storage import (
+    Folder,
     FsspecStorage,
     LocalStorage,
     MemoryStorage,
-    Storage,
     absolute,
     check_writable,
     open_storage,
 )
 from sparkdl.errors import StorageError
-from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.contract import FolderContract
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     makers = {
         "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
         "memory": MemoryStorage,
@@ -32,7 +32,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return makers[request.param]()
 
 
-class TestContract(StorageContract):
+class TestContract(FolderContract):
     """The storages that need no server."""
 
 

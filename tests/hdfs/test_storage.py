@@ -14,7 +14,7 @@ from sparkdl.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.checkpoint.folders import Mounted, Subfolder
 from sparkdl.checkpoint.storage import MemoryStorage, Storage, open_storage
 from sparkdl.errors import StorageError
-from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.contract import FolderContract
 from tests.hdfs.daemons import Hdfs
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def storage(request: pytest.FixtureRequest, driver: HadoopStorage) -> Iterator[S
         yield worker
 
 
-class TestContract(StorageContract):
+class TestContract(FolderContract):
     """The driver's JVM, and the workers behind it."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sparkdl.checkpoint.storage import FsspecStorage, Storage, open_storage
 from sparkdl.errors import StorageError
-from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.contract import FolderContract
 from tests.hdfs.daemons import Hdfs
 
 
@@ -19,7 +19,7 @@ def storage(hdfs: Hdfs) -> Storage:
     return opened
 
 
-class TestContract(StorageContract):
+class TestContract(FolderContract):
     """fsspec's client."""
 
 

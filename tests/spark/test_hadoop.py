@@ -19,7 +19,7 @@ from sparkdl.errors import StorageError
 from sparkdl.places import open_place
 from sparkdl.plan import Column
 from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
-from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.contract import FolderContract
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,7 +41,7 @@ def storage(spark: SparkSession, url: str) -> Storage:
     return open_on_driver(spark, url)
 
 
-class TestContract(StorageContract):
+class TestContract(FolderContract):
     """The JVM's file systems."""
 
 
