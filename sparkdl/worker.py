@@ -275,18 +275,12 @@ def _say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None
 def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
     from sparkdl.data.batches import ShardData
 
-    return [
-        ShardData(
-            fingerprint=shard.fingerprint,
-            columns=open_spool(
-                Path(shard.path),
-                plan.columns,
-                num_rows=shard.num_rows if split == "train" else shard.num_validation_rows,
-                split=split,
-            ),
-        )
-        for shard in plan.shards_of(rank)
-    ]
+    opened = []
+    for shard in plan.shards_of(rank):
+        num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
+        spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+        opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+    return opened
 
 
 def _report(
