@@ -227,7 +227,9 @@ class Warm:
             )
         key = (shard.path, split)
         if key not in self._open:
-            self._open[key] = self._map(shard, planned, split)
+            self._open[key] = opened = self._map(shard, planned, split)
+            if self.plan.windows is not None and opened.pages is not None:
+                opened.pages.begin()
         return self._open[key]
 
     def _map(self, shard: Shard, planned: Shard, split: Split) -> ShardData:

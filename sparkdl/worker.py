@@ -279,6 +279,8 @@ def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
     for shard in plan.shards_of(rank):
         num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
         spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+        if plan.windows is not None:
+            spool.pages.begin()
         opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
     return opened
 

@@ -253,7 +253,8 @@ def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator
             }
             yield from cut(plan, columns, [stop - start])
         if plan.windows is not None and shard.pages is not None:
-            shard.pages.forget(behind, shard.num_rows)
+            shard.pages.leave()
+            shard.pages.drop(behind, shard.num_rows)
 
 
 def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: int) -> int:
@@ -267,13 +268,13 @@ def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: i
         return behind
     group = windows.group_rows
     if start == 0:
-        pages.only_expected()
         pages.expect(0, min(2 * group, shard.num_rows))
     reached, before = stop // group, start // group
     if reached > before:
         first = min((before + 2) * group, shard.num_rows)
         pages.expect(first, min((reached + 2) * group, shard.num_rows))
-        pages.forget(behind, start)
+        pages.leave()
+        pages.drop(behind, start)
         return start
     return behind
 

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sparkdl.data.disk import disk_errors
+
 Array = npt.NDArray[Any]
 
 _READ_BYTES = 128 << 10
@@ -32,6 +34,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
         self._num_bytes = num_bytes
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
@@ -46,10 +49,16 @@ class MappedFile:
         """The file's content; keeps the mapping alive."""
         return np.frombuffer(self._map, dtype=dtype)
 
-    def only_expected(self) -> None:
-        """Have nothing read but what is touched or expected, not what lies around it."""
+    def begin(self) -> None:
+        """Have nothing read but what is touched or expected, and forget what writing has left.
+
+        What was written stays in the page cache in pieces of up to 2 MiB, which a kernel may map
+        as a whole at one touch; what is read anew comes in small ones, of which up to 64 KiB are.
+        """
         if hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM)
+        os.fsync(self._descriptor)
+        self.drop(0, self._num_bytes)
 
     def expect(self, start: int, stop: int) -> None:
         """Have these bytes read in the background."""
@@ -59,14 +68,15 @@ class MappedFile:
                 size = min(_READ_BYTES, stop - first)
                 os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
 
-    def forget(self, start: int, stop: int, *, from_cache: bool) -> None:
-        """Take the pages of these bytes out of this process, or out of the page cache as well."""
-        start, stop = self._pages(start, stop)
-        if start == stop:
-            return
+    def leave(self) -> None:
+        """Take all pages out of this process; the page cache keeps them."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, min(stop, self._num_bytes) - start)
-        if from_cache and hasattr(os, "posix_fadvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Take these bytes out of the page cache, unless a process has them mapped."""
+        start, stop = self._pages(start, stop)
+        if start < stop and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
     @staticmethod
@@ -129,24 +139,30 @@ class Pages:
         """The same files without the first rows."""
         return Pages(self._parts, self._first_row + num_rows)
 
-    def only_expected(self) -> None:
-        """Have nothing read but what is touched or expected."""
+    def begin(self) -> None:
+        """Make ready for windows, once: nothing is read but what is touched or expected.
+
+        Raises:
+            StorageError: what was written does not reach the disk.
+        """
         for part in self._parts:
-            part.file.only_expected()
+            with disk_errors(part.file.path):
+                part.file.begin()
 
     def expect(self, start: int, stop: int) -> None:
         """Have rows ``start`` to ``stop`` read in the background."""
         for part in self._parts:
             part.file.expect(*part.span(self._first_row + start, self._first_row + stop))
 
-    def forget(self, start: int, stop: int, *, from_cache: bool = True) -> None:
-        """Take the pages of rows ``start`` to ``stop`` out of memory.
+    def leave(self) -> None:
+        """Take all pages out of this process; the page cache keeps them.
 
-        Args:
-            start: first row.
-            stop: one past the last row.
-            from_cache: also out of the kernel's page cache, so that the disk is read next time.
+        All, because the kernel maps pages around those that are touched too.
         """
         for part in self._parts:
-            low, high = part.span(self._first_row + start, self._first_row + stop)
-            part.file.forget(low, high, from_cache=from_cache)
+            part.file.leave()
+
+    def drop(self, start: int, stop: int) -> None:
+        """Take rows ``start`` to ``stop`` out of the page cache; `leave` must come before."""
+        for part in self._parts:
+            part.file.drop(*part.span(self._first_row + start, self._first_row + stop))

@@ -63,9 +63,6 @@ class WindowedPlaces:
         self._behind, self._ahead = 0, 0
         """The part of these row groups that is in memory, or being read."""
         self._is_begun, self._is_over = False, False
-        for pages, _ in self._shards:
-            if pages is not None:
-                pages.only_expected()
 
     def positions(self, start: int, stop: int) -> Order:
         """See `Places`."""
@@ -90,19 +87,23 @@ class WindowedPlaces:
             return  # at the end `close` follows
         window = self._order.window_of(place)
         end = int(self._order.cuts[window])
-        for group in self._groups[self._behind : end]:
-            for pages, first, last in self._where(group):
-                pages.forget(first, last)
-        self._behind = max(self._behind, end)
+        if end > self._behind:
+            self._drop_before(end)
         self._mixed = {number: rows for number, rows in self._mixed.items() if number >= window}
 
     def close(self) -> None:
         """Give memory back; what was not used up stays in the page cache for whoever goes on."""
-        for group in self._groups[self._behind : self._ahead]:
-            for pages, first, last in self._where(group):
-                pages.forget(first, last, from_cache=self._is_over)
-        self._behind = self._ahead
+        self._drop_before(self._ahead if self._is_over else self._behind)
         self._mixed.clear()
+
+    def _drop_before(self, end: int) -> None:
+        for pages, _ in self._shards:
+            if pages is not None:
+                pages.leave()
+        for group in self._groups[self._behind : end]:
+            for pages, first, last in self._where(group):
+                pages.drop(first, last)
+        self._behind = end
 
     def _read_ahead(self, window: int, stop: int) -> None:
         """The whole window, and of the next one as much as has been used of this one.

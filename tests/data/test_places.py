@@ -19,17 +19,21 @@ class Watched(Pages):
         super().__init__([])
         self.here: set[int] = set()
         self.dropped: set[int] = set()
-        self.unmapped: set[int] = set()
+        self.is_left = True
 
     def expect(self, start: int, stop: int) -> None:
         assert not self.here & set(range(start, stop)), "read twice"
         self.here |= set(range(start, stop))
 
-    def forget(self, start: int, stop: int, *, from_cache: bool = True) -> None:
+    def leave(self) -> None:
+        self.is_left = True
+
+    def drop(self, start: int, stop: int) -> None:
         rows = set(range(start, stop))
         assert rows <= self.here
+        assert self.is_left, "the kernel drops nothing that is mapped"
         self.here -= rows
-        (self.dropped if from_cache else self.unmapped).update(rows)
+        self.dropped |= rows
 
 
 ROWS = (70, 50)
@@ -51,6 +55,7 @@ def walk(
         for row in rows:
             shard = int(row >= ROWS[0])
             assert row - ROWS[0] * shard in watched[shard].here
+            watched[shard].is_left = False
         assert sum(len(one.here) for one in watched) <= most
         places.used(min(low + step, stop))
         seen += rows
@@ -67,7 +72,7 @@ def test_rows_are_in_memory_when_they_are_used(step: int) -> None:
     places.close()
     assert not any(one.here for one in watched)
     assert [len(one.dropped) for one in watched] == list(ROWS)
-    assert not any(one.unmapped for one in watched)
+    assert all(one.is_left for one in watched)
 
 
 def test_an_epoch_goes_on_in_the_middle() -> None:
@@ -75,10 +80,11 @@ def test_an_epoch_goes_on_in_the_middle() -> None:
     watched = [Watched(), Watched()]
     places = windowed(watched)
     assert walk(places, watched, 66, 90, 6, most=48) == whole[66:90]
+    before = [len(one.dropped) for one in watched]
     places.close()
-    assert not any(one.here for one in watched)
+    assert all(one.is_left for one in watched)
     # Left early: what was read is soon used by whoever goes on, so the kernel may keep it.
-    assert sum(len(one.unmapped) for one in watched) > 0
+    assert [len(one.dropped) for one in watched] == before
 
 
 def test_the_next_window_is_read_little_by_little() -> None:
@@ -98,7 +104,7 @@ def test_without_steps_nothing_is_read() -> None:
     assert len(places.positions(120, 120)) == 0
     places.used(120)
     places.close()
-    assert not any(one.dropped or one.unmapped for one in watched)
+    assert not any(one.dropped for one in watched)
 
 
 @pytest.mark.parametrize("step", [5, 30, 50])
