@@ -87,6 +87,10 @@ def make_windows(window_bytes: int, row_bytes: int) -> Windows:
     return Windows(group_rows=group_rows, groups_together=max(1, window_rows // group_rows))
 
 
+WINDOWS = "windows"
+"""Key in a checkpoint's manifest under which it says how rows were mixed."""
+
+
 def as_text(windows: Windows | None) -> str:
     """For the manifest of a checkpoint."""
     return "whole" if windows is None else f"{windows.group_rows}x{windows.groups_together}"

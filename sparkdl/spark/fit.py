@@ -57,6 +57,7 @@ from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.supervise import persistently
+from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
@@ -139,6 +140,13 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             index = request.num_inputs
             check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
+        plan = with_windows(
+            plan,
+            spooled,
+            inspect_cluster(spark),
+            partial(conf, spark),
+            request.config.shuffle_window_bytes,
+        )
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -160,7 +168,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             view=view,
             max_restarts=request.max_restarts,
         )
-        trained = _train(run, strategy, in_rounds=in_rounds)
+        trained = _train(as_begun(run), strategy, in_rounds=in_rounds)
         clock.lap("train")
         view.done(trained.steps)
     thaw(module, frozen)  # a choice of this training, not of the module
