@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from sparkdl.data.spool import (
     open_spool,
 )
 from sparkdl.data.stats import SpoolSummary
-from sparkdl.errors import ShardLost
+from sparkdl.errors import ShardLost, StorageError
 from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column
 
@@ -252,3 +254,24 @@ def test_mixed_dtypes_of_a_transform_are_reported(tmp_path: Path) -> None:
             out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
     found = out.summary().columns[0].nulls_and_shapes
     assert "float32 where others have int64: let the transform cast them" in found.message("t")
+
+
+def write_until_full(directory: str, limit: int) -> tuple[str, list[str], float]:
+    """Spools in a process whose files may not grow beyond ``limit`` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    writer = SpoolWriter(Path(directory) / "s", (FEATURE, LABEL), has_validation=False)
+    try:
+        with writer:
+            for number in range(100):
+                writer.write(batch([[1, 2]] * 100, [number] * 100))
+    except StorageError as error:
+        return str(error), [path.name for path in Path(directory).iterdir()], writer.row_bytes
+    raise AssertionError("nothing was full")
+
+
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        message, left, row_bytes = pool.apply(write_until_full, (str(tmp_path), 20_000))
+    assert "cannot write the spool" in message and "File too large" in message
+    assert left == []
+    assert 12 <= row_bytes <= 16  # 8 bytes of features, 8 of the label
