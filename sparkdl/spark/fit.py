@@ -139,14 +139,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
             check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(columns, spooled, slots, request, strategy)
-        plan = with_windows(
-            plan,
-            spooled,
-            inspect_cluster(spark),
-            partial(conf, spark),
-            request.config.shuffle_window_bytes,
-        )
+        plan = _make_plan(spark, columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -242,6 +235,7 @@ def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: b
 
 
 def _make_plan(
+    spark: SparkSession,
     columns: Sequence[Column],
     spooled: Sequence[SpooledShard],
     slots: Slots,
@@ -272,7 +266,8 @@ def _make_plan(
         plan.total_steps,
     )
     _warn_of_skew(plan, strategy.row_shares(plan.world_size))
-    return plan
+    info, entry = inspect_cluster(spark), partial(conf, spark)
+    return with_windows(plan, spooled, info, entry, config.shuffle_window_bytes)
 
 
 def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
