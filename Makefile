@@ -76,8 +76,8 @@ ifndef TESTS
 endif
 
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
-	@for name in checkpoint data larger transform fit loop allreduce compression parameter_server rounds \
-		strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
+		rounds strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)
