@@ -85,8 +85,8 @@ else
 endif
 
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
-	@for name in checkpoint data feeding transform fit loop allreduce compression parameter_server rounds \
-		strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
+		rounds strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

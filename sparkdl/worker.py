@@ -30,6 +30,7 @@ from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLE
 from sparkdl.plan import TrainPlan
 from sparkdl.process import cpu_model, torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
+from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +251,12 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
-    own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
+    own = {
+        "cpu": cpu_model(),
+        "threads": str(order.threads),
+        "rows": rows[:16],
+        WINDOWS: as_text(order.plan.windows),
+    }
     return {**versions(), **own}
 
 
@@ -290,18 +296,14 @@ def _say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None
 def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
     from sparkdl.data.batches import ShardData
 
-    return [
-        ShardData(
-            fingerprint=shard.fingerprint,
-            columns=open_spool(
-                Path(shard.path),
-                plan.columns,
-                num_rows=shard.num_rows if split == "train" else shard.num_validation_rows,
-                split=split,
-            ),
-        )
-        for shard in plan.shards_of(rank)
-    ]
+    opened = []
+    for shard in plan.shards_of(rank):
+        num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
+        spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+        if plan.windows is not None:
+            spool.pages.begin()
+        opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+    return opened
 
 
 def _report(
