@@ -47,7 +47,7 @@ def labels(directory: Path, kind: Image, summary: SpoolSummary, split: Any = "tr
         Column(name="x", role="feature", dtype="uint8", shape=(3, 2, 3), specification=kind),
         Column(name="y", role="label", dtype="int64", shape=()),
     ]
-    opened = open_spool(directory, columns, num_rows=count, split=split)
+    opened = open_spool(directory, columns, num_rows=count, split=split).columns
     images, found = opened["x"], opened["y"]
     assert isinstance(found, torch.Tensor)
     if isinstance(images, Ragged):
