@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from common import PIXELS, Measurements, images, read_images, seconds
+from data import from_spool, opened, prepared_table
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from data import from_spool, opened, prepared_table
 from sparkdl.plan import make_plan
 from sparkdl.process import tuned_allocator
 from sparkdl.spark.checks import shaped

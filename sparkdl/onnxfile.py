@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.example import Example, as_example, example_of
 from sparkdl.errors import ConfigError
+from sparkdl.places import open_parent
 from sparkdl.program import evaluating, export_program
 from sparkdl.saved import ModelSignature, open_saved, signature_of
 
@@ -130,11 +131,10 @@ def _names(signature: ModelSignature, example: Example) -> list[str]:
 
 
 def _target(path_or_url: str | os.PathLike[str]) -> tuple[Storage, str]:
-    folder, _, name = os.fspath(path_or_url).rpartition("/")
+    storage, name = open_parent(path_or_url)
     if not name:
         raise ConfigError(f"name the file to write, such as model.onnx; received {path_or_url!r}")
-    folder = folder or ("/" if os.fspath(path_or_url).startswith("/") else ".")
-    return open_storage(folder), name
+    return storage, name
 
 
 def _check_packages() -> None:

@@ -31,7 +31,6 @@ from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.tree import Snapshot
-    from sparkdl.data.assemble import Rows
     from sparkdl.data.batches import ShardData
     from sparkdl.train.rounds import RoundReplica
 
@@ -219,8 +218,6 @@ class Warm:
         Raises:
             DataError: the shard holds other rows than when the run began.
         """
-        from sparkdl.data.batches import ShardData
-
         planned = next(s for s in self.plan.shards if s.shard_id == shard.shard_id)
         if planned.fingerprint != shard.fingerprint:
             raise DataError(
@@ -230,24 +227,26 @@ class Warm:
             )
         key = (shard.path, split)
         if key not in self._open:
-            self._open[key] = ShardData(
-                fingerprint=shard.fingerprint, columns=self._columns(shard, planned, split)
-            )
+            self._open[key] = opened = self._map(shard, planned, split)
+            if self.plan.windows is not None and opened.pages is not None:
+                opened.pages.begin()
         return self._open[key]
 
-    def _columns(self, shard: Shard, planned: Shard, split: Split) -> dict[str, Rows]:
+    def _map(self, shard: Shard, planned: Shard, split: Split) -> ShardData:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
+        from sparkdl.data.batches import ShardData
 
-        def columns(split: Split, num_rows: int) -> dict[str, Rows]:
-            path = Path(shard.path)
-            return open_spool(path, self.plan.columns, num_rows=num_rows, split=split)
-
+        path, columns = Path(shard.path), self.plan.columns
         if planned.num_rows == shard.num_rows:
-            is_train = split == "train"
-            return columns(split, shard.num_rows if is_train else shard.num_validation_rows)
+            num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
+            spool = open_spool(path, columns, num_rows=num_rows, split=split)
+            return ShardData(shard.fingerprint, spool.columns, spool.pages)
+        spool = open_spool(path, columns, num_rows=shard.num_rows, split="train")
         first = planned.num_rows
         rows = slice(0, first) if split == "train" else slice(first, shard.num_rows)
-        return {name: c[rows] for name, c in columns("train", shard.num_rows).items()}
+        own = {name: column[rows] for name, column in spool.columns.items()}
+        pages = spool.pages if split == "train" else spool.pages.after(first)
+        return ShardData(shard.fingerprint, own, pages)
 
 
 _warm: list[Warm] = []

@@ -2,7 +2,7 @@
 
 `load_module` gives the fitted module, `load_signature` what it takes and gives. Both accept the
 folder of a saved model, of a pipeline model that holds one, of an estimator whose module was saved
-along, or of one of a pipeline's stages; as a path or as a URL that fsspec knows.
+along, or of one of a pipeline's stages; as a path or as a URL, see `places`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.assemble import Arguments, example_arguments
 from sparkdl.describe import restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
+from sparkdl.places import open_place
 from sparkdl.plan import Column
 
 Place = str | os.PathLike[str]
@@ -99,7 +100,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
         StorageError: there is no such model, it is damaged or of a later version, or it is an
             estimator, which does not know yet what it will be trained on.
     """
-    storage = open_storage(path_or_url)
+    storage = open_place(path_or_url)
     folder = _find(storage)
     index = read_module_index(storage, folder)
     signature = _signature(index["extra"])
@@ -113,7 +114,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
 
 def open_saved(path_or_url: Place) -> SavedModule:
     """The files of a saved model, read and found whole; see `load_module`."""
-    storage = open_storage(path_or_url)
+    storage = open_place(path_or_url)
     return open_module(storage, _find(storage))
 
 

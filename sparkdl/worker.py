@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.channel import ChannelClient, ChannelStorage
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.folders import Subfolder
+from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool import Split, open_spool
 from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
@@ -29,6 +30,7 @@ from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLE
 from sparkdl.plan import TrainPlan
 from sparkdl.process import cpu_model, torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
+from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
+RELAYED = "relayed"
+"""Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,8 @@ class WorkOrder:
     """safetensors of the initial weights; None: read them from the storage."""
     storage_url: str | None
     """Where checkpoints lie; None: the driver keeps them, if it hosts the channel."""
+    relays: bool
+    """Whether only the driver can open ``storage_url``, and passes files on through its channel."""
     driver_hosts_channel: bool
     resume_path: str | None
     """Checkpoint to go on from, or None."""
@@ -161,7 +167,7 @@ def _train(
             )
             stack.enter_context(contextlib.closing(files))
         module = _module(order, structure, files, comm)
-        storage = open_storage(order.storage_url) if order.storage_url is not None else files
+        storage = _storage(order, files)
         checkpoints = None
         if storage is not None:
             checkpoints = stack.enter_context(_checkpoints(order, config, storage, comm, client))
@@ -187,6 +193,16 @@ def _train(
             results += _deliver(module, files)
         comm.barrier()  # nobody leaves, taking channel or files along, while a peer needs them
     return results
+
+
+def _storage(order: WorkOrder, files: ChannelStorage | None) -> Storage | None:
+    """Where this rank writes its checkpoints, or None."""
+    if order.storage_url is None:
+        return files
+    if not order.relays:
+        return open_storage(order.storage_url)
+    assert files is not None
+    return Subfolder(files, RELAYED, without_password(order.storage_url))
 
 
 def _module(
@@ -235,7 +251,12 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
-    own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
+    own = {
+        "cpu": cpu_model(),
+        "threads": str(order.threads),
+        "rows": rows[:16],
+        WINDOWS: as_text(order.plan.windows),
+    }
     return {**versions(), **own}
 
 
@@ -275,18 +296,14 @@ def _say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None
 def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
     from sparkdl.data.batches import ShardData
 
-    return [
-        ShardData(
-            fingerprint=shard.fingerprint,
-            columns=open_spool(
-                Path(shard.path),
-                plan.columns,
-                num_rows=shard.num_rows if split == "train" else shard.num_validation_rows,
-                split=split,
-            ),
-        )
-        for shard in plan.shards_of(rank)
-    ]
+    opened = []
+    for shard in plan.shards_of(rank):
+        num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
+        spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+        if plan.windows is not None:
+            spool.pages.begin()
+        opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+    return opened
 
 
 def _report(

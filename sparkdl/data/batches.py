@@ -17,8 +17,10 @@ import torch
 
 from sparkdl.data import assemble
 from sparkdl.data.assemble import Arguments, Rows
-from sparkdl.data.ragged import Ragged, gather
-from sparkdl.data.shuffle import Order, epoch_order, group_by_length
+from sparkdl.data.pages import Pages
+from sparkdl.data.places import Places, PlacesByLength, WholePlaces, WindowedPlaces
+from sparkdl.data.ragged import Ragged, gather, lengths_at
+from sparkdl.data.shuffle import LengthGroups, Order, cut_rows, epoch_order, windowed_order
 from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.plan import Column, TrainPlan, batch_bounds
 
@@ -36,6 +38,8 @@ class ShardData:
     fingerprint: str
     columns: Mapping[str, Rows]
     """Key of the plan's column -> ``(rows, *shape)``, or ragged rows."""
+    pages: Pages | None = None
+    """Which of it is in memory; None: all of it is, whatever the plan says."""
 
     @property
     def num_rows(self) -> int:
@@ -101,8 +105,8 @@ class Batch:
 class Batches:
     """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
 
-    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, whatever
-    ``start_step`` was; it may be empty.
+    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if the plan
+    has windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
 
     Args:
         shards: the rank's training shards, in the plan's order.
@@ -111,7 +115,7 @@ class Batches:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
         start_step: first step, counted from the beginning of the epoch.
-        num_together: steps whose rows are grouped by length, see `group_by_length`; None: none.
+        num_together: steps whose rows are grouped by length, see `LengthGroups`; None: none.
         prefetch: whether a thread gathers the next batches while the current ones are used.
         pin_memory: give page-locked memory, which a CUDA device can read by itself.
     """
@@ -145,42 +149,63 @@ class Batches:
         return _chain(_in_background(runs) if self._prefetch else runs)
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        order = self._order()
-        assert len(order) == self._plan.rows_of(self._rank), "shards do not fit the plan"
+        num_rows = sum(shard.num_rows for shard in self._shards)
+        assert num_rows == self._plan.rows_of(self._rank), "shards do not fit the plan"
         num_steps = self._plan.steps_per_epoch
         num_together = self._steps_together()
-        capacity = num_together * -(-len(order) // num_steps)
+        capacity = num_together * -(-num_rows // num_steps)
         # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
         # memory is taken afresh instead: torch's allocator knows when the device has read it.
         num_buffers = 3 if self._prefetch else 1
         buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_buffers)]
-        for number, first in enumerate(range(self._start_step, num_steps, num_together)):
-            steps = range(first, min(first + num_together, num_steps))
-            together = [batch_bounds(len(order), num_steps, step) for step in steps]
-            start, stop = together[0][0], together[-1][1]
-            buffer = {} if self._pin_memory else buffers[number % num_buffers]
-            columns = {
-                column.key: self._gather(column, order[start:stop], buffer, capacity)
-                for column in self._plan.columns
-            }
-            yield cut(self._plan, columns, [high - low for low, high in together])
+        with contextlib.closing(self._places(num_rows)) as places:
+            for number, first in enumerate(range(self._start_step, num_steps, num_together)):
+                steps = range(first, min(first + num_together, num_steps))
+                together = [batch_bounds(num_rows, num_steps, step) for step in steps]
+                start, stop = together[0][0], together[-1][1]
+                buffer = {} if self._pin_memory else buffers[number % num_buffers]
+                positions = places.positions(start, stop)
+                columns = {
+                    column.key: self._gather(column, positions, buffer, capacity)
+                    for column in self._plan.columns
+                }
+                places.used(stop)
+                yield cut(self._plan, columns, [high - low for low, high in together])
 
-    def _order(self) -> Order:
-        """The positions of the epoch's rows, step by step."""
+    def _places(self, num_rows: int) -> Places:
+        """The rows of the epoch, step by step."""
         rows = [shard.num_rows for shard in self._shards]
-        fingerprints = [shard.fingerprint for shard in self._shards]
-        order = epoch_order(self._seed, self._epoch, fingerprints, rows)
-        if self._num_together is None or not self._shards:
-            return order
-        lengths = np.concatenate([_lengths(shard, self._plan) for shard in self._shards])
-        return group_by_length(
-            order,
-            lengths,
+        known = (self._seed, self._epoch, [shard.fingerprint for shard in self._shards])
+        windows = self._plan.windows
+        places: Places
+        if windows is None:
+            places = WholePlaces(epoch_order(*known, rows))
+        else:
+            sizes = cut_rows(rows, windows.group_rows)
+            order = windowed_order(*known, sizes, windows.groups_together)
+            pages = [shard.pages for shard in self._shards]
+            places = WindowedPlaces(order, list(zip(pages, rows, strict=True)))
+        if self._num_together is None:
+            return places
+        groups = LengthGroups(
+            num_rows,
             self._plan.steps_per_epoch,
             self._num_together,
             seed=self._seed,
             epoch=self._epoch,
         )
+        return PlacesByLength(places, groups, self._lengths)
+
+    def _lengths(self, positions: Order) -> Order:
+        """Length of the row at each position: the sum over its sequences."""
+        total = np.zeros(len(positions), dtype=np.int64)
+        for column in self._plan.columns:
+            sources = [shard.columns[column.key] for shard in self._shards]
+            if isinstance(column.kind, SequenceInput):
+                total += lengths_at(
+                    [rows for rows in sources if isinstance(rows, Ragged)], positions
+                )
+        return total
 
     def _steps_together(self) -> int:
         if not self._shards:
@@ -208,16 +233,6 @@ class Batches:
         return rows
 
 
-def _lengths(shard: ShardData, plan: TrainPlan) -> Order:
-    """Length of each row: the sum over its sequences."""
-    total = np.zeros(shard.num_rows, dtype=np.int64)
-    for column in plan.columns:
-        rows = shard.columns[column.key]
-        if isinstance(column.kind, SequenceInput) and isinstance(rows, Ragged):
-            total += rows.lengths
-    return total
-
-
 def _row_bytes(rows: Rows) -> int:
     if isinstance(rows, Ragged):
         return rows.num_bytes // max(1, len(rows))
@@ -227,14 +242,41 @@ def _row_bytes(rows: Rows) -> int:
 def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
     """All rows in their order, at most ``plan.batch_size`` at once; for evaluation."""
     for shard in shards:
+        behind = 0
         for start in range(0, shard.num_rows, plan.batch_size):
             stop = min(start + plan.batch_size, shard.num_rows)
+            behind = _move_on(shard, plan, behind, start, stop)
             # Copies: a model that changes its input in place must not reach the spool's pages.
             columns = {
                 column.key: assemble.copied(shard.columns[column.key][start:stop])
                 for column in plan.columns
             }
             yield from cut(plan, columns, [stop - start])
+        if plan.windows is not None and shard.pages is not None:
+            shard.pages.leave()
+            shard.pages.drop(behind, shard.num_rows)
+
+
+def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: int) -> int:
+    """Read a row group ahead of rows ``start`` to ``stop``, forget those from ``behind`` on.
+
+    Returns:
+        First row that was not forgotten.
+    """
+    windows, pages = plan.windows, shard.pages
+    if windows is None or pages is None:
+        return behind
+    group = windows.group_rows
+    if start == 0:
+        pages.expect(0, min(2 * group, shard.num_rows))
+    reached, before = stop // group, start // group
+    if reached > before:
+        first = min((before + 2) * group, shard.num_rows)
+        pages.expect(first, min((reached + 2) * group, shard.num_rows))
+        pages.leave()
+        pages.drop(behind, start)
+        return start
+    return behind
 
 
 def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> list[Batch]:
@@ -293,17 +335,18 @@ def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, N
             yield from run
 
 
-def _in_background(runs: Iterator[list[Batch]]) -> Generator[list[Batch], None, None]:
+def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:
     """Draw from ``runs`` in a thread, one item ahead; its exception is raised here."""
     ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()
 
     def produce() -> None:
         try:
-            for run in runs:
-                ready.put(run)
-                if stopped.is_set():
-                    return
+            with contextlib.closing(runs):
+                for run in runs:
+                    ready.put(run)
+                    if stopped.is_set():
+                        return
             ready.put(None)
         except BaseException as error:  # handed to the consumer, which raises it
             ready.put(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,27 @@ def skipped_rows(names: Sequence[str], summaries: Sequence[SpoolSummary]) -> tup
         if found:
             texts.append(f'column "{name}" has {found.faults()}')
     return sum(summary.num_skipped_rows for summary in summaries), "; ".join(texts)
+
+
+def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
+    """One column's statistics over all shards."""
+    merged = ColumnStats()
+    for part in stats:
+        merged.shape = merged.shape if merged.shape is not None else part.shape
+        merged.longest = max(merged.longest, part.longest)
+        if merged.dtype is not None and part.dtype not in (None, merged.dtype):
+            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
+            merged.nulls_and_shapes.note_cause(cause, "in another partition")
+        merged.dtype = merged.dtype or part.dtype
+        merged.nulls_and_shapes.merge(part.nulls_and_shapes)
+        merged.bad_values += part.bad_values
+        merged.first_bad = merged.first_bad or part.first_bad
+        low = [v for v in (merged.minimum, part.minimum) if v is not None]
+        high = [v for v in (merged.maximum, part.maximum) if v is not None]
+        merged = replace(
+            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
+        )
+    return merged
 
 
 def made_dtype(dtype: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:

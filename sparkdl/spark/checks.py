@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column, TrainPlan
@@ -25,7 +26,7 @@ from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import is_case_sensitive
-from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
+from sparkdl.spark.shards import ShardTable, SpooledShard
 from sparkdl.spark.specified import prepare_named
 
 if TYPE_CHECKING:

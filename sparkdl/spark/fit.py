@@ -59,6 +59,7 @@ from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.supervise import persistently
+from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
@@ -141,7 +142,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
             check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(columns, spooled, slots, request, strategy)
+        plan = _make_plan(spark, columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -163,7 +164,7 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             view=view,
             max_restarts=request.max_restarts,
         )
-        trained = _train(run, strategy, in_rounds=in_rounds)
+        trained = _train(as_begun(run), strategy, in_rounds=in_rounds)
         clock.lap("train")
         view.done(trained.steps)
     thaw(module, frozen)  # a choice of this training, not of the module
@@ -248,6 +249,7 @@ def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: b
 
 
 def _make_plan(
+    spark: SparkSession,
     columns: Sequence[Column],
     spooled: Sequence[SpooledShard],
     slots: Slots,
@@ -278,7 +280,8 @@ def _make_plan(
         plan.total_steps,
     )
     _warn_of_skew(plan, strategy.row_shares(plan.world_size))
-    return plan
+    info, entry = inspect_cluster(spark), partial(conf, spark)
+    return with_windows(plan, spooled, info, entry, config.shuffle_window_bytes)
 
 
 def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:

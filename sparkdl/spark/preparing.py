@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.checkpoint.storage import check_writable, open_storage
+from sparkdl.checkpoint.storage import check_writable
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.prepare.labels import SHOWN, Labelled, by_folder, by_table
@@ -26,6 +26,7 @@ from sparkdl.prepare.options import PrepareJob
 from sparkdl.prepare.plan import Part, digest_of, make_parts
 from sparkdl.prepare.source import Source
 from sparkdl.spark.columns import quoted
+from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.imagefiles import Listed, list_files, qualified, tuned
 from sparkdl.spark.partwriter import PartWriter
 from sparkdl.spark.session import described, num_slots
@@ -60,7 +61,7 @@ def prepare(
     place = qualified(spark, job.output.path)
     _check_apart(qualified(spark, job.data.path), place)
     source = find_source(spark, job, label_table)
-    storage = open_storage(place)
+    storage = open_on_driver(spark, place)
     check_writable(storage)
     ledger = Ledger(storage, digest_of(source.table, source.names, job))
     if ledger.begin(overwrite=job.output.overwrite) == "finished":

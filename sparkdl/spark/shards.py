@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.spool import SpoolColumn, SpoolWriter, remove_spool, roomiest
-from sparkdl.data.stats import ColumnStats, SpoolSummary, no_rows
+from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
+from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.data.stats import ColumnStats, SpoolSummary, merge_stats, no_rows
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
+from sparkdl.process import memory_bytes
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.session import described, num_slots
 
@@ -56,6 +58,8 @@ class SpooledShard:
 
     shard: Shard
     summary: SpoolSummary
+    memory_bytes: int
+    """Memory of the host or container that holds the shard, as its task has found it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +74,15 @@ class SpoolTask:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
         shard_id, host = _place()
         try:
-            directory = roomiest(local_dirs()) / run_folder(self.run_id) / _attempt_name(shard_id)
-            summary = self._write(directory, shard_id, batches)
-            payload = {"host": host, "path": str(directory), "summary": summary.to_dict()}
+            root = roomiest(local_dirs())
+            directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
+            summary = self._write(root, directory, shard_id, batches)
+            payload = {
+                "host": host,
+                "path": str(directory),
+                "memory_bytes": memory_bytes(),
+                "summary": summary.to_dict(),
+            }
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -81,15 +91,22 @@ class SpoolTask:
         yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
 
     def _write(
-        self, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
+        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
     ) -> SpoolSummary:
         where = f" of partition {shard_id}"
         writer = SpoolWriter(
             directory, self.columns, has_validation=self.has_validation, where=where
         )
-        with writer:
-            for batch in batches:
-                writer.write(batch)
+        free, rows = free_bytes(root), 0
+        try:
+            with writer:
+                for batch in batches:
+                    rows += batch.num_rows
+                    writer.write(batch)
+        except DiskFull as error:
+            rows += sum(batch.num_rows for batch in batches)
+            needed = int(rows * writer.row_bytes)
+            raise full_disk(root, shard_id, needed=needed, free=free) from error
         return writer.summary()
 
 
@@ -347,7 +364,7 @@ def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
         fingerprint=summary.fingerprint,
         num_bytes=summary.num_bytes,
     )
-    return SpooledShard(shard=shard, summary=summary)
+    return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
 
 
 def _require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
@@ -369,27 +386,6 @@ def content_of(shards: Sequence[SpooledShard]) -> str:
     total = sum(spooled.summary.content for spooled in shards) % 2**64
     rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
     return f"{total:016x}-{rows}"
-
-
-def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
-    """One column's statistics over all shards."""
-    merged = ColumnStats()
-    for part in stats:
-        merged.shape = merged.shape if merged.shape is not None else part.shape
-        merged.longest = max(merged.longest, part.longest)
-        if merged.dtype is not None and part.dtype not in (None, merged.dtype):
-            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
-            merged.nulls_and_shapes.note_cause(cause, "in another partition")
-        merged.dtype = merged.dtype or part.dtype
-        merged.nulls_and_shapes.merge(part.nulls_and_shapes)
-        merged.bad_values += part.bad_values
-        merged.first_bad = merged.first_bad or part.first_bad
-        low = [v for v in (merged.minimum, part.minimum) if v is not None]
-        high = [v for v in (merged.maximum, part.maximum) if v is not None]
-        merged = replace(
-            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
-        )
-    return merged
 
 
 def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:
