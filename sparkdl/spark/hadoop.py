@@ -149,12 +149,14 @@ class HadoopStorage:
 
     def move(self, source: str, target: str) -> None:
         """See `Folder.move`."""
-        place = self._at(target)
+        origin, place = self._at(source), self._at(target)
         try:
+            if not self._fs.exists(origin):
+                raise FileNotFoundError(errno.ENOENT, "not there")
             self._fs.mkdirs(place.getParent())
             self._fs.delete(place, False)  # rename replaces nothing
-            if not self._fs.rename(self._at(source), place):
-                raise FileNotFoundError(errno.ENOENT, "not there")
+            if not self._fs.rename(origin, place):
+                raise OSError("the file system has refused to rename")
         except Exception as error:
             raise self._failure("move", source, error) from error
 

@@ -64,4 +64,5 @@ class FolderContract(StorageContract):
         storage.move("c/d", "new/deep/e")
         assert storage.read("new/deep/e") == b"new"
         with pytest.raises(StorageError, match="absent"):
-            storage.move("absent", "f")
+            storage.move("absent", "new/deep/e")
+        assert storage.read("new/deep/e") == b"new"
