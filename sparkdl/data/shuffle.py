@@ -1,13 +1,16 @@
 """In which order does a rank read its rows in an epoch?
 
 The order is a pure function of the seed, the epoch and the shards' content, so that any machine
-at any time, also after a restart, reads the same rows in the same steps.
+at any time, also after a restart, reads the same rows in the same steps. Rows that fit into memory
+are permuted as a whole. More of them are read in row groups, runs of neighbouring rows: the groups
+come in random order, and the rows of some of them, a window, are mixed (see `WindowedOrder`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +34,115 @@ def epoch_order(seed: int, epoch: int, fingerprints: Sequence[str], rows: Sequen
     """
     if len(fingerprints) != len(rows):
         raise ValueError(f"{len(fingerprints)} fingerprints but {len(rows)} row counts")
-    total = sum(rows)
-    is_small = total <= np.iinfo(np.int32).max
-    order = np.arange(total, dtype=np.int32) if is_small else np.arange(total, dtype=np.int64)
-    np.random.Generator(np.random.PCG64(_entropy(seed, epoch, fingerprints))).shuffle(order)
-    return order
+    return _permutation(sum(rows), _entropy(seed, epoch, fingerprints))
+
+
+def cut_rows(rows: Sequence[int], group_rows: int) -> list[int]:
+    """Cut each shard into row groups of ``group_rows`` rows; its last one may be smaller.
+
+    Returns:
+        Rows of each group, in the order of the shards' concatenation.
+    """
+    sizes: list[int] = []
+    for count in rows:
+        whole, rest = divmod(count, group_rows)
+        sizes += [group_rows] * whole + [rest] * (rest > 0)
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedOrder:
+    """An epoch's order that needs few row groups at a time. Make it with `windowed_order`.
+
+    The order is cut into windows: ``range(bounds[w], bounds[w + 1])`` of it are the rows of window
+    ``w``. Each window is made when it is asked for, from nothing but these values, so a run that
+    is resumed in the middle of an epoch computes none of those before.
+    """
+
+    entropy: tuple[int, int, tuple[str, ...]]
+    """Seed, epoch, fingerprints of the shards."""
+    starts: Order
+    """int64 ``(groups + 1,)``: first position of each row group, and the number of all rows."""
+    sequence: Order
+    """int64 ``(groups,)``: numbers of the row groups in the order in which they are read."""
+    cuts: Order
+    """int64 ``(windows + 1,)``: which part of ``sequence`` makes each window."""
+    bounds: Order
+    """int64 ``(windows + 1,)``: which part of the epoch's order each window is."""
+
+    def __len__(self) -> int:
+        """Rows of the epoch."""
+        return int(self.bounds[-1])
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the epoch."""
+        return len(self.cuts) - 1
+
+    def window_of(self, place: int) -> int:
+        """The window that holds place ``place`` of the epoch's order."""
+        return int(np.searchsorted(self.bounds, place, side="right")) - 1
+
+    def groups(self, window: int) -> Order:
+        """Numbers of the window's row groups, ascending, as a disk likes to read them."""
+        return np.sort(self.sequence[self.cuts[window] : self.cuts[window + 1]])
+
+    def mixture(self, window: int) -> Order:
+        """The order of a window's rows, as places in the concatenation of its `groups`."""
+        count = int(self.bounds[window + 1] - self.bounds[window])
+        seed, epoch, fingerprints = self.entropy
+        return _permutation(count, _entropy(seed, epoch, [*fingerprints, "window", str(window)]))
+
+    def positions(self, window: int) -> Order:
+        """The order of a window's rows, as positions in the concatenation of all shards."""
+        groups = self.groups(window)
+        firsts, sizes = self.starts[groups], self.starts[groups + 1] - self.starts[groups]
+        before = np.cumsum(sizes) - sizes
+        is_small = len(self) <= np.iinfo(np.int32).max
+        dtype = np.int32 if is_small else np.int64
+        rows = np.arange(int(sizes.sum()), dtype=dtype)
+        shifts: Order = np.repeat((firsts - before).astype(dtype), sizes)
+        return np.take(np.add(rows, shifts, out=shifts), self.mixture(window))
+
+
+def windowed_order(
+    seed: int,
+    epoch: int,
+    fingerprints: Sequence[str],
+    group_sizes: Sequence[int],
+    groups_together: int,
+) -> WindowedOrder:
+    """The order of an epoch whose rows do not fit into memory together.
+
+    Row groups come in random order and are dealt to as few windows as hold at most
+    ``groups_together`` of them, all windows nearly equal; in each, all rows are mixed. Unlike in a
+    permutation of all rows, the rows of one group are read in the same window of every epoch.
+
+    Args:
+        seed: the run's seed.
+        epoch: number of the epoch, from 0.
+        fingerprints: content hash of each of the rank's shards.
+        group_sizes: rows of each row group, in the order of the shards' concatenation.
+        groups_together: row groups whose rows are mixed.
+
+    Returns:
+        The order; with ``groups_together`` of at least ``len(group_sizes)`` it is one window.
+    """
+    if groups_together < 1:
+        raise ValueError(f"groups_together must be at least 1; received {groups_together}")
+    entropy = _entropy(seed, epoch, [*fingerprints, "groups"])
+    sequence = _permutation(len(group_sizes), entropy).astype(np.int64)
+    num_windows = -(-len(group_sizes) // groups_together)
+    cuts = len(group_sizes) * np.arange(num_windows + 1, dtype=np.int64) // max(1, num_windows)
+    sizes = np.asarray(group_sizes, dtype=np.int64)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[sequence])])
+    return WindowedOrder(
+        entropy=(seed, epoch, tuple(fingerprints)),
+        starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        sequence=sequence,
+        cuts=cuts,
+        bounds=ends[cuts],
+    )
 
 
 def group_by_length(
@@ -72,6 +179,13 @@ def group_by_length(
             grouped[low:high] = rows[taken : taken + high - low]
             taken += high - low
     return grouped
+
+
+def _permutation(count: int, entropy: int) -> Order:
+    is_small = count <= np.iinfo(np.int32).max
+    order = np.arange(count, dtype=np.int32) if is_small else np.arange(count, dtype=np.int64)
+    np.random.Generator(np.random.PCG64(entropy)).shuffle(order)
+    return order
 
 
 def _entropy(seed: int, epoch: int, fingerprints: Sequence[str]) -> int:

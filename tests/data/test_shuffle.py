@@ -5,7 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sparkdl.data.shuffle import epoch_order, group_by_length
+from sparkdl.data.shuffle import (
+    WindowedOrder,
+    cut_rows,
+    epoch_order,
+    group_by_length,
+    windowed_order,
+)
 
 
 def test_order_is_a_permutation() -> None:
@@ -58,3 +64,61 @@ def test_rows_of_similar_length_meet(rows: int) -> None:
     # Within the steps that are sorted together, and nowhere else.
     half = bounds[4]
     assert sorted(grouped[:half].tolist()) == sorted(order[:half].tolist())
+
+
+def whole(order: WindowedOrder) -> list[int]:
+    parts = [order.positions(window) for window in range(order.num_windows)]
+    return np.concatenate(parts).tolist() if parts else []
+
+
+def test_shards_are_cut_into_row_groups() -> None:
+    assert cut_rows([7, 0, 6, 2], 3) == [3, 3, 1, 3, 3, 2]
+
+
+@pytest.mark.parametrize("together", [1, 3, 4, 100])
+@pytest.mark.parametrize("sizes", [[5], [4, 4, 4, 4, 4, 4, 4], [3, 9, 1, 1, 20, 2, 8, 0, 5]])
+def test_windows_are_a_permutation_of_the_rows(sizes: list[int], together: int) -> None:
+    order = windowed_order(1, 0, ["a", "b"], sizes, together)
+    assert sorted(whole(order)) == list(range(sum(sizes)))
+    assert len(order) == sum(sizes)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    for window in range(order.num_windows):
+        low, high = order.bounds[window : window + 2].tolist()
+        positions = order.positions(window)
+        assert len(positions) == high - low
+        assert set(groups[positions]) <= set(order.groups(window).tolist())
+        assert len(order.groups(window)) <= together
+        assert {order.window_of(place) for place in range(low, high)} <= {window}
+        rows = np.flatnonzero(np.isin(groups, order.groups(window)))
+        assert positions.tolist() == rows[order.mixture(window)].tolist()
+
+
+def test_windows_are_nearly_equal() -> None:
+    order = windowed_order(0, 0, ["a"], [10] * 11, 5)
+    assert np.diff(order.cuts).tolist() in ([3, 4, 4], [4, 3, 4], [4, 4, 3])
+
+
+def test_windowed_order_is_known_for_ever() -> None:
+    # A change here breaks the resuming of every checkpoint.
+    order = windowed_order(1, 2, ["a"], [2, 2, 2, 2], 2)
+    assert whole(order) == [2, 4, 5, 3, 6, 0, 7, 1]
+    assert order.positions(0).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "changed", [(1, 0, ["a"]), (0, 1, ["a"]), (0, 0, ["b"]), (0, 0, ["a", "window"])]
+)
+def test_windows_depend_on_seed_epoch_and_content(changed: tuple[int, int, list[str]]) -> None:
+    base = windowed_order(0, 0, ["a"], [10] * 10, 3)
+    other = windowed_order(*changed, [10] * 10, 3)
+    assert whole(base) == whole(windowed_order(0, 0, ["a"], [10] * 10, 3))
+    assert base.sequence.tolist() != other.sequence.tolist()
+    assert base.mixture(0)[:20].tolist() != other.mixture(0)[:20].tolist()
+    assert base.mixture(0).tolist() != base.mixture(1).tolist()
+
+
+def test_no_windows_without_rows() -> None:
+    order = windowed_order(0, 0, [], [], 3)
+    assert (len(order), order.num_windows, whole(order)) == (0, 0, [])
+    with pytest.raises(ValueError, match="at least 1"):
+        windowed_order(0, 0, [], [], 0)
