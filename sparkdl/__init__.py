@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparkdl.compress.topk import TopKCompression
     from sparkdl.compress.twobit import TwoBitCompression
     from sparkdl.config import CheckpointConfig, EarlyStopping
+    from sparkdl.data.parquet import ParquetSource
     from sparkdl.errors import (
         CheckpointError,
         ClusterError,
@@ -91,6 +92,7 @@ _MODULE_OF = {
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
     "Output": "sparkdl.outputs",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
+    "ParquetSource": "sparkdl.data.parquet",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
     "Sequence": "sparkdl.inputs",
@@ -149,6 +151,7 @@ __all__ = [
     "OneShotAveraging",
     "Output",
     "ParameterAveraging",
+    "ParquetSource",
     "PopulationBasedTraining",
     "PowerSGD",
     "Sequence",

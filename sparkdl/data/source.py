@@ -8,7 +8,7 @@ of a DataFrame.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -99,12 +99,13 @@ class Contents:
     columns: tuple[Column, ...]
     """One for each column that was asked for, in that order; arguments are not filled in."""
     shards: tuple[Shard, ...]
-    content: str
-    """Fingerprint of all rows, whatever the number of shards."""
+    content: int
+    """Fingerprint of all rows, 64 bits, whatever the number of shards."""
     reader: ShardSource
     """Opens these shards."""
-    largest: Mapping[str, float]
-    """Name of the label column -> its largest value, where that is known without reading."""
+    labels_outside: Callable[[int, int], tuple[int, str] | None]
+    """Given the number of a label's column and how many classes there are: how many labels are
+    not below it, as far as that can be known before training, and where the first one is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,8 @@ class Wanted:
     validation: str | None
     """Boolean column that marks validation rows."""
     num_shards: int
-    shares: tuple[float, ...]
-    """Each shard's part of the rows, adding up to 1."""
+    shares: tuple[float, ...] | None
+    """Each shard's part of the rows, adding up to 1; None: equal parts."""
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
+from sparkdl.data.source import Source
 from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
@@ -26,6 +27,7 @@ from sparkdl.spark.arrival import await_executors
 from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
+    check_source,
     check_sync_batch_norm,
     check_training,
     check_travels,
@@ -56,6 +58,7 @@ from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame
 from sparkdl.spark.supervise import persistently
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
@@ -72,8 +75,12 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user is told."""
 
 
-def fit(df: DataFrame, request: FitRequest) -> FitResult:
+def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
     """Train on all workers of the cluster.
+
+    Args:
+        data: the rows, or a source that workers read by themselves.
+        request: what the estimator asks for.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -84,16 +91,21 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     clock = Clock()
-    spark = df.sparkSession
+    source = data if isinstance(data, Source) else None
+    spark = active_session() if isinstance(data, Source) else data.sparkSession
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
-    require_plain_files(partial(conf, spark), settings)
+    if source is None:
+        require_plain_files(partial(conf, spark), settings)
     check_travels(request.config, inputs=request.specified, labels=request.labels)
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
     frozen = freeze(module, request.config.frozen_layers)
     check_training(module, request)
+    if source is not None:
+        check_source(source, request, strategy)
+    df = empty_frame(spark, data) if isinstance(data, Source) else data
     prepared, validation = prepare_columns(df, request, float_dtype)
     plan_slots = _plan_rounds if in_rounds else _plan_gang
     slots = plan_slots(spark, request, settings)
@@ -116,15 +128,27 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             in_rounds=in_rounds,
         )
         clock.lap("preflight")
-        table = ShardTable(
-            df,
-            prepared,
-            validation,
-            num_shards=slots.num_workers,
-            run_id=run_id,
-            profile=slots.profile,
-            barrier=not in_rounds,
-            shares=strategy.row_shares(slots.num_workers),
+        shares = strategy.row_shares(slots.num_workers)
+        table = (
+            ShardTable(
+                df,
+                prepared,
+                validation,
+                num_shards=slots.num_workers,
+                run_id=run_id,
+                profile=slots.profile,
+                barrier=not in_rounds,
+                shares=shares,
+            )
+            if source is None
+            else SourceTable(
+                spark,
+                source,
+                prepared,
+                request.validation_col,
+                num_shards=slots.num_workers,
+                shares=shares,
+            )
         )
         stack.callback(table.close)
         spooled = persistently(
@@ -137,7 +161,10 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
-            check_labels(df, request.label_col, num_classes, index, spooled)
+            if isinstance(table, SourceTable):
+                table.check_labels(request.label_col, num_classes, index)
+            else:
+                check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
