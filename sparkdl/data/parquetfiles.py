@@ -19,6 +19,7 @@ from sparkdl.data.files import open_files
 from sparkdl.errors import DataError, StorageError
 
 _FOOTERS_AT_ONCE = 16
+_INSTANT = pa.timestamp("us", tz="UTC")
 _FOOTERS_KEPT = 256
 """Files whose footers a reader does not read again."""
 
@@ -80,7 +81,9 @@ def list_files(url: str) -> Listing:
     for fragment, footer in zip(fragments, footers, strict=True):
         _require_same(own, footer.schema.to_arrow_schema(), fragments[0].path, fragment.path)
     keys = [name for name in found.schema.names if name not in own.names]
-    schema = own
+    instants = _instants(footers[0])
+    fields = [field.with_type(_INSTANT) if field.name in instants else field for field in own]
+    schema = pa.schema(fields, metadata=own.metadata)
     for name in keys:
         schema = schema.append(found.schema.field(name))
     return Listing(
@@ -144,6 +147,7 @@ class Reader:
         with self._opened(file) as opened:
             own = _stored(file, columns)
             table = opened.read_row_group(row_group, columns=own, use_threads=False)
+            table = _with_instants(table, opened.metadata)
         return _with_constants(table, file, columns)
 
     def first_rows(
@@ -154,7 +158,7 @@ class Reader:
             batches = opened.iter_batches(
                 count, row_groups=[row_group], columns=_stored(file, columns), use_threads=False
             )
-            table = pa.Table.from_batches([next(batches)])
+            table = _with_instants(pa.Table.from_batches([next(batches)]), opened.metadata)
         return _with_constants(table, file, columns)
 
     @contextlib.contextmanager
@@ -177,6 +181,19 @@ class Reader:
 def _stored(file: DataFile, columns: list[str]) -> list[str]:
     constants = dict(file.constants)
     return [name for name in columns if name not in constants]
+
+
+def _instants(footer: pq.FileMetaData) -> set[str]:
+    """Columns of the old type INT96, as Spark writes points in time: Arrow does not tell."""
+    columns = [footer.schema.column(number) for number in range(len(footer.schema))]
+    return {column.path for column in columns if column.physical_type == "INT96"}
+
+
+def _with_instants(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
+    for name in _instants(footer) & set(table.column_names):
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, table.column(name).cast(_INSTANT))
+    return table
 
 
 def _with_constants(table: pa.Table, file: DataFile, columns: list[str]) -> pa.Table:
