@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparkdl.compress.topk import TopKCompression
     from sparkdl.compress.twobit import TwoBitCompression
     from sparkdl.config import CheckpointConfig, EarlyStopping
+    from sparkdl.data.dataset import DatasetShard, DatasetSource
     from sparkdl.data.parquet import ParquetSource
     from sparkdl.errors import (
         CheckpointError,
@@ -75,6 +76,8 @@ _MODULE_OF = {
     "Compression": "sparkdl.compress.base",
     "ConfigError": "sparkdl.errors",
     "DataError": "sparkdl.errors",
+    "DatasetShard": "sparkdl.data.dataset",
+    "DatasetSource": "sparkdl.data.dataset",
     "DiLoCo": "sparkdl.sync.diloco",
     "EarlyStopping": "sparkdl.config",
     "ElasticAveraging": "sparkdl.sync.elastic_averaging",
@@ -136,6 +139,8 @@ __all__ = [
     "Compression",
     "ConfigError",
     "DataError",
+    "DatasetShard",
+    "DatasetSource",
     "DiLoCo",
     "EarlyStopping",
     "ElasticAveraging",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
-from sparkdl import ParameterAveraging, ParquetSource, TorchClassifier, Tournament
+from sparkdl import (
+    DatasetShard,
+    DatasetSource,
+    ParameterAveraging,
+    ParquetSource,
+    TorchClassifier,
+    Tournament,
+)
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool import Split
 from sparkdl.errors import ConfigError, DataError
@@ -223,3 +232,49 @@ def test_rows_are_those_that_a_dataframe_gives(
     found = sorted(rows_of(read, wanted, split), key=lambda row: row["label"])
     assert len(found) == (30 if split == "train" else 10)
     assert found == expected
+
+
+class Numbers(IterableDataset[Any]):
+    """The rows of the files, each worker its own."""
+
+    def __init__(self, part: DatasetShard) -> None:
+        self.rows = list(range(part.shard_id, ROWS, part.num_shards))
+        random.Random(f"{part.seed} {part.epoch}").shuffle(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample_of(row) for row in self.rows)
+
+
+def sample_of(row: int) -> tuple[torch.Tensor, int]:
+    return torch.tensor([row * k % 7 - 3.0 for k in (1, 2, 3)]), row % 3
+
+
+def by_index() -> list[tuple[torch.Tensor, int]]:
+    return [sample_of(row) for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("factory", [by_index, Numbers])
+def test_a_dataset_of_the_users_own(
+    spark: SparkSession, folder: Path, tmp_path: Path, factory: Any
+) -> None:
+    source = DatasetSource(factory, validation=by_index)
+    whole = fit(source, request())
+    assert whole.summary.rows == whole.summary.validation_rows == ROWS
+    kill = KillOnce(str(tmp_path / "killed"))
+    again = fit(source, request(kill, max_restarts=1, directory=str(tmp_path / "checkpoints")))
+    assert again.summary.restarts == 1
+    assert digest(again) == digest(whole)
+
+
+def test_a_dataset_in_rounds_and_transform(spark: SparkSession, folder: Path) -> None:
+    classifier = TorchClassifier(
+        module=make_net, epochs=2, batchSize=16, numWorkers=2, verbose=0,
+        syncStrategy=ParameterAveraging(averaging_period=3), executionMode="rounds",
+    )  # fmt: skip
+    model = classifier.fit(DatasetSource(Numbers, validation=by_index))
+    df = spark.read.parquet(str(folder))
+    found = model.evaluate(df)
+    assert found.loss == pytest.approx(model.summary.history[-1]["val_loss"], rel=1e-5)
