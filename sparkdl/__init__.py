@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparkdl.config import CheckpointConfig, EarlyStopping
     from sparkdl.data.dataset import DatasetShard, DatasetSource
     from sparkdl.data.parquet import ParquetSource
+    from sparkdl.data.petastorm import PetastormSource
     from sparkdl.errors import (
         CheckpointError,
         ClusterError,
@@ -96,6 +97,7 @@ _MODULE_OF = {
     "Output": "sparkdl.outputs",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
     "ParquetSource": "sparkdl.data.parquet",
+    "PetastormSource": "sparkdl.data.petastorm",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
     "Sequence": "sparkdl.inputs",
@@ -157,6 +159,7 @@ __all__ = [
     "Output",
     "ParameterAveraging",
     "ParquetSource",
+    "PetastormSource",
     "PopulationBasedTraining",
     "PowerSGD",
     "Sequence",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.samples import Fields, dtype_name, element_type, named
+from sparkdl.data.samples import Fields, check_kinds, column_of, element_type, named, nested
 from sparkdl.data.source import Contents, Wanted, rows_of
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Tensor
-from sparkdl.plan import Column, Shard, TrainPlan
+from sparkdl.plan import Shard, TrainPlan
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -95,7 +93,7 @@ class DatasetSource:
         """See `source.Source.schema`."""
         sample = self._first(_part(0, 1))
         return pa.schema(
-            [(name, _nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
+            [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
         )
 
     def contents(self, wanted: Wanted) -> Contents:
@@ -105,14 +103,14 @@ class DatasetSource:
                 "validationIndicatorCol needs a DataFrame or files; use "
                 "DatasetSource(validation=...)"
             )
-        _check_kinds(wanted.columns)
+        check_kinds(wanted.columns)
         shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
         train, style = _sizes(self.factory, self.num_rows, shares)
         held, held_style = [0] * wanted.num_shards, style
         if self.validation is not None:
             held, held_style = _sizes(self.validation, None, shares)
         sample = self._first(_part(0, wanted.num_shards))
-        columns = tuple(_column(column, sample) for column in wanted.columns)
+        columns = tuple(column_of(column, sample) for column in wanted.columns)
         content = self._content(sample, sum(train), sum(held))
         return Contents(
             columns=columns,
@@ -269,37 +267,3 @@ def _sizes(
 def _cut(num_rows: int, shares: Sequence[float]) -> list[int]:
     bounds = [0, *(round(upto * num_rows) for upto in accumulate(shares[:-1])), num_rows]
     return [stop - start for start, stop in pairwise(bounds)]
-
-
-def _check_kinds(columns: Sequence[SpoolColumn]) -> None:
-    for column in columns:
-        if not isinstance(column.kind, Tensor) or column.kind.transform is not None:
-            raise ConfigError(
-                f'"{column.name}": a dataset gives tensors, of which only Tensor(...) without '
-                "transform can be made; transform samples in the dataset"
-            )
-
-
-def _column(wanted: SpoolColumn, sample: Fields) -> Column:
-    value = sample[wanted.name]
-    dtype = wanted.dtype
-    if wanted.role == "feature" and value.dtype.kind != "f":
-        dtype = dtype_name(value)  # Spark has no uint8
-    return Column(
-        name=wanted.name,
-        role=wanted.role,
-        dtype=dtype,
-        shape=tuple(value.shape),
-        specification=wanted.specification,
-    )
-
-
-def _nested(kind: pa.DataType, depth: int) -> pa.DataType:
-    for _ in range(depth):
-        kind = pa.list_(kind)
-    return kind
-
-
-def row_bytes(columns: Sequence[Column]) -> int:
-    """Memory of a row of dense columns."""
-    return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in columns)

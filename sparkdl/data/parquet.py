@@ -7,8 +7,6 @@ columns of those alone are then read to say how many. Workers check every row th
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -19,18 +17,20 @@ import pyarrow as pa
 from sparkdl.data.convert import as_spark, path_of
 from sparkdl.data.parquetfiles import Listing, Reader, list_files
 from sparkdl.data.rowgroups import (
-    Piece,
+    Group,
     RowGroupShards,
     ShardPieces,
-    deal,
+    content_of,
+    deal_both,
+    describe_shard,
+    hold_out,
     marks,
     pieces_together,
     place,
 )
 from sparkdl.data.source import Contents, Wanted
-from sparkdl.data.survey import ColumnSurvey, Group
+from sparkdl.data.survey import ColumnSurvey
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class _Survey:
         self._source = source
         self._wanted = wanted
         self._listing = listing
+        self._names = [file.digest for file in listing.files]
         self._reader = Reader(str(source.path))
         self._paths = tuple(
             tuple(path_of(listing.schema, name) for name in column.kind.columns)
@@ -107,12 +108,23 @@ class _Survey:
         survey = ColumnSurvey(self._listing, self._reader, self._wanted.columns, self._paths)
         survey.check(groups)
         columns, row_bytes = survey.columns(groups[0])
-        pieces = self._deal(groups)
+        wanted = self._wanted
+        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
+        pieces = deal_both(*self._split(groups), shares, self._names)
         self._say_memory(pieces, row_bytes)
         return Contents(
             columns=columns,
-            shards=tuple(self._shard(number, shard) for number, shard in enumerate(pieces)),
-            content=self._content(),
+            shards=tuple(
+                describe_shard(
+                    number,
+                    shard,
+                    self._names,
+                    about=self._validation,
+                    num_bytes=self._source.buffer_bytes,
+                )
+                for number, shard in enumerate(pieces)
+            ),
+            content=content_of(self._names, [self._validation, self._source.validation_fraction]),
             reader=RowGroupShards(
                 url=str(self._source.path),
                 files=self._listing.files,
@@ -126,23 +138,6 @@ class _Survey:
             labels_outside=survey.labels_outside,
         )
 
-    def _deal(self, groups: Sequence[Group]) -> tuple[ShardPieces, ...]:
-        wanted, names = self._wanted, [file.digest for file in self._listing.files]
-        train, validation = self._split(groups)
-        if not sum(rows for _, _, rows in train):
-            raise DataError(
-                "no rows are left for training; lower validation_fraction, or write more row groups"
-            )
-        equal = [1 / wanted.num_shards] * wanted.num_shards
-        return tuple(
-            ShardPieces(*both)
-            for both in zip(
-                deal(train, wanted.shares or equal, names),
-                deal(validation, equal, names),
-                strict=True,
-            )
-        )
-
     def _split(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """Rows of each row group for training, and for validation."""
         if self._validation is not None:
@@ -150,19 +145,7 @@ class _Survey:
             return [(f, g, rows) for f, g, rows, _ in counted if rows], [
                 (f, g, marked) for f, g, _, marked in counted if marked
             ]
-        wanted = self._source.validation_fraction * sum(rows for _, _, rows in groups)
-        train, validation, taken = [], [], 0
-        for group in sorted(groups, key=self._lot):
-            if taken < wanted:
-                validation.append(group)
-                taken += group[2]
-            else:
-                train.append(group)
-        return train, validation
-
-    def _lot(self, group: Group) -> str:
-        text = f"validation:{self._listing.files[group[0]].digest}:{group[1]}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hold_out(groups, self._source.validation_fraction, self._names)
 
     def _counted(self, groups: Sequence[Group]) -> Iterator[tuple[int, int, int, int]]:
         """Rows for training and for validation of each row group, by reading that one column."""
@@ -173,30 +156,6 @@ class _Survey:
             table = self._reader.read(file, group, [name])
             marked = int(marks(table, self._validation, place(file, group)).sum())
             yield number, group, num_rows - marked, marked
-
-    def _shard(self, number: int, pieces: ShardPieces) -> Shard:
-        return Shard(
-            shard_id=number,
-            host="",
-            path="",
-            num_rows=sum(piece.num_rows for piece in pieces.train),
-            num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
-            fingerprint=self._fingerprint(pieces),
-            num_bytes=self._source.buffer_bytes,
-        )
-
-    def _fingerprint(self, pieces: ShardPieces) -> str:
-        def lines(several: Sequence[Piece]) -> list[list[object]]:
-            files = self._listing.files
-            return [[files[p.file].digest, p.row_group, p.first, p.stop] for p in several]
-
-        text = json.dumps([lines(pieces.train), lines(pieces.validation), self._validation])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    def _content(self) -> int:
-        digests = sorted(file.digest for file in self._listing.files)
-        text = json.dumps([digests, self._validation, self._source.validation_fraction])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def _say_memory(self, shards: Sequence[ShardPieces], row_bytes: int) -> None:
         limit = self._source.buffer_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,10 @@ from sparkdl.plan import Column, Shard, TrainPlan
 if TYPE_CHECKING:
     from sparkdl.data.assemble import Rows
     from sparkdl.data.source import ShardRows
+
+
+Group = tuple[int, int, int]
+"""Number of the file in the listing, of the row group in it, and its rows."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class ShardPieces:
 
 
 def deal(
-    groups: Sequence[tuple[int, int, int]], shares: Sequence[float], names: Sequence[str]
+    groups: Sequence[Group], shares: Sequence[float], names: Sequence[str]
 ) -> list[tuple[Piece, ...]]:
     """Deal row groups to shards, so that each has its share of the rows, to the row.
 
@@ -67,7 +72,7 @@ def deal(
         names: digest of each file, by which they are put into order.
     """
 
-    def place(group: tuple[int, int, int]) -> tuple[str, int, int]:
+    def place(group: Group) -> tuple[str, int, int]:
         text = f"{names[group[0]]}:{group[1]}"
         return hashlib.sha256(text.encode()).hexdigest(), group[0], group[1]
 
@@ -86,6 +91,77 @@ def deal(
             taken = stop
         start += rows
     return [tuple(pieces) for pieces in dealt]
+
+
+def hold_out(
+    groups: Sequence[Group], fraction: float, names: Sequence[str]
+) -> tuple[list[Group], list[Group]]:
+    """Row groups for training, and so many for validation that they have ``fraction`` of the rows.
+
+    Which ones these are is random but follows from their content.
+    """
+
+    def lot(group: Group) -> str:
+        text = f"validation:{names[group[0]]}:{group[1]}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    wanted = fraction * sum(rows for _, _, rows in groups)
+    train: list[Group] = []
+    validation: list[Group] = []
+    taken = 0
+    for group in sorted(groups, key=lot):
+        if taken < wanted:
+            validation.append(group)
+            taken += group[2]
+        else:
+            train.append(group)
+    return train, validation
+
+
+def deal_both(
+    train: Sequence[Group],
+    validation: Sequence[Group],
+    shares: Sequence[float],
+    names: Sequence[str],
+) -> tuple[ShardPieces, ...]:
+    """Deal the rows of both splits, those for validation equally.
+
+    Raises:
+        DataError: no rows are left for training.
+    """
+    if not sum(rows for _, _, rows in train):
+        raise DataError(
+            "no rows are left for training; lower validation_fraction, or write more row groups"
+        )
+    equal = [1 / len(shares)] * len(shares)
+    dealt = zip(deal(train, shares, names), deal(validation, equal, names), strict=True)
+    return tuple(ShardPieces(*both) for both in dealt)
+
+
+def describe_shard(
+    number: int, pieces: ShardPieces, names: Sequence[str], *, about: object, num_bytes: int
+) -> Shard:
+    """A shard for the plan; its fingerprint follows from its pieces and from ``about``."""
+
+    def lines(several: Sequence[Piece]) -> list[list[object]]:
+        return [[names[p.file], p.row_group, p.first, p.stop] for p in several]
+
+    text = json.dumps([lines(pieces.train), lines(pieces.validation), about])
+    return Shard(
+        shard_id=number,
+        host="",
+        path="",
+        num_rows=sum(piece.num_rows for piece in pieces.train),
+        num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
+        fingerprint=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        num_bytes=num_bytes,
+    )
+
+
+def content_of(names: Sequence[str], about: object) -> int:
+    """Fingerprint of all files, 64 bits."""
+    text = json.dumps([sorted(names), about])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from sparkdl.data.ragged import Array
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import bad_values, bad_values_message
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Tensor
 from sparkdl.plan import Column
 
 if TYPE_CHECKING:
@@ -79,9 +81,45 @@ def element_type(value: Array, name: str) -> pa.DataType:
     return _ARROW_TYPES[value.dtype.name]
 
 
-def dtype_name(value: Array) -> str:
-    """Numpy name of a part's dtype."""
-    return value.dtype.name
+def nested(kind: pa.DataType, depth: int) -> pa.DataType:
+    """Lists in lists."""
+    for _ in range(depth):
+        kind = pa.list_(kind)
+    return kind
+
+
+def column_of(wanted: SpoolColumn, sample: Fields) -> Column:
+    """A column as the first sample has it."""
+    value = sample[wanted.name]
+    dtype = wanted.dtype
+    if wanted.role == "feature" and value.dtype.kind != "f":
+        dtype = value.dtype.name  # Spark has no uint8
+    return Column(
+        name=wanted.name,
+        role=wanted.role,
+        dtype=dtype,
+        shape=tuple(value.shape),
+        specification=wanted.specification,
+    )
+
+
+def row_bytes(columns: Sequence[Column]) -> int:
+    """Memory of a row of dense columns."""
+    return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in columns)
+
+
+def check_kinds(columns: Sequence[SpoolColumn]) -> None:
+    """Refuse specifications of columns that are tensors already.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for column in columns:
+        if not isinstance(column.kind, Tensor) or column.kind.transform is not None:
+            raise ConfigError(
+                f'"{column.name}": this source gives tensors, of which only Tensor(...) without '
+                "transform can be made; transform samples where they are read"
+            )
 
 
 class Sampler:
@@ -301,8 +339,6 @@ class SampledEpoch:
     @property
     def row_bytes(self) -> int:
         """See `source.EpochRows.row_bytes`."""
-        from sparkdl.data.dataset import row_bytes
-
         return row_bytes(self._sampler.columns)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:

@@ -18,7 +18,7 @@ from sparkdl.data.convert import column_at, found_rows
 from sparkdl.data.parquetfiles import Listing, Reader
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.readers import BadRows, Rows
-from sparkdl.data.rowgroups import place
+from sparkdl.data.rowgroups import Group, place
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import ColumnStats, bad_values, bad_values_message, made_dtype
 from sparkdl.errors import DataError
@@ -27,9 +27,6 @@ from sparkdl.plan import Column
 
 _SAMPLE_ROWS = 256
 """Rows by which shapes are found."""
-
-Group = tuple[int, int, int]
-"""Number of the file in the listing, of the row group in it, and its rows."""
 
 
 class ColumnSurvey:

@@ -198,7 +198,7 @@ def test_what_a_dataset_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="it returned int"):
         DatasetSource(lambda: 3).contents(wanted())
     column = replace(FEATURES, specification=Sequence("features"))
-    with pytest.raises(ConfigError, match="a dataset gives tensors"):
+    with pytest.raises(ConfigError, match="this source gives tensors"):
         DatasetSource(tensors).contents(wanted(column, LABEL))
 
 
