@@ -23,6 +23,8 @@ from sparkdl.plan import TrainPlan, make_plan
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pytest.importorskip("petastorm", reason="has an environment of its own: make petastorm")
+
 pytestmark = [
     # petastorm uses what pyarrow calls deprecated, and both it and Spark 4.0 leave files open.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
