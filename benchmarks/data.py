@@ -101,15 +101,12 @@ def later_epochs(
 
 def opened(plan: TrainPlan) -> list[ShardData]:
     """Rank 0's shards, mapped into memory."""
-    return [
-        ShardData(
-            fingerprint=shard.fingerprint,
-            columns=open_spool(
-                Path(shard.path), plan.columns, num_rows=shard.num_rows, split="train"
-            ),
-        )
-        for shard in plan.shards_of(0)
-    ]
+    found = []
+    for shard in plan.shards_of(0):
+        path = Path(shard.path)
+        spool = open_spool(path, plan.columns, num_rows=shard.num_rows, split="train")
+        found.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+    return found
 
 
 def memory_of_epoch(plan: TrainPlan) -> int:

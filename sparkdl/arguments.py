@@ -31,6 +31,7 @@ class EstimatorArguments(TypedDict, total=False):
     inputs: Mapping[str, Specification | str] | Sequence[Specification | str] | None
     augmentation: Any
     groupByLength: int | None
+    shuffleWindowBytes: int | None
     labelCol: str
     weightCol: str
     validationIndicatorCol: str

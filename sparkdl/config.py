@@ -83,6 +83,8 @@ class TrainConfig:
     """Function from a batch's inputs to others, called on the device, in training only."""
     group_by_length: int | None = None
     """Batches whose rows are sorted by length together, so that less is padded; None: none."""
+    shuffle_window_bytes: int | None = None
+    """Rows that a worker mixes at a time; None: all, as long as they fit into memory."""
     optimizer: Any = "sgd"
     """Name in `train.optim.OPTIMIZERS` (any case), such a class, or ``params -> Optimizer``."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
@@ -148,6 +150,10 @@ class TrainConfig:
             )
         if self.group_by_length is not None and self.group_by_length < 2:
             raise ConfigError(f"groupByLength must be at least 2; received {self.group_by_length}")
+        if self.shuffle_window_bytes is not None and self.shuffle_window_bytes < 1:
+            raise ConfigError(
+                f"shuffleWindowBytes must be at least 1; received {self.shuffle_window_bytes}"
+            )
         if not all(weight >= 0 for weight in self.loss_weights.values()):
             raise ConfigError(f"lossWeights must not be negative; received {self.loss_weights}")
         if self.gradient_accumulation_steps > self.batch_size:

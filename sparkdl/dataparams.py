@@ -82,6 +82,13 @@ class DataParams(InputParams):
         "less; None: rows are in random order.",
         TypeConverters.toInt,
     )
+    shuffleWindowBytes = declare(
+        "shuffleWindowBytes",
+        "bytes of rows (>= 1) that a worker mixes at a time, if its rows are more; it keeps twice "
+        "as many in memory. None: all rows, unless those of a host are more than half of its free "
+        "memory.",
+        TypeConverters.toInt,
+    )
 
 
 class OptionalLabelParams(Params):

@@ -119,6 +119,7 @@ class EstimatorSection:
     epochs: int | None = None
     max_steps: int | None = None
     batch_size: int | None = None
+    shuffle_window_bytes: int | None = None
     num_workers: int | None = None
     seed: int | None = None
     sync_strategy: str | ObjectRef | None = None

@@ -352,6 +352,7 @@ FIELDS: Mapping[str, Field] = {
     "lossWeights": Field("config", "loss_weights", loss_weights),
     "augmentation": Field("config", "augmentation"),
     "groupByLength": Field("config", "group_by_length"),
+    "shuffleWindowBytes": Field("config", "shuffle_window_bytes"),
     "optimizer": Field("config", "optimizer"),
     "optimizerParams": Field("config", "optimizer_params"),
     "learningRate": Field("config", "learning_rate"),

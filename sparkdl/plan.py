@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor
+from sparkdl.windows import Windows
 
 Role = Literal["feature", "label", "weight"]
 
@@ -100,6 +101,8 @@ class TrainPlan:
     steps_per_epoch: int
     shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
     """Shard ids of each rank; a rank keeps its shards over restarts."""
+    windows: Windows | None = None
+    """How rows are mixed that do not fit into memory; None: each rank's as a whole."""
 
     @property
     def num_rows(self) -> int:
@@ -181,6 +184,7 @@ def make_plan(
     batch_size: int,
     epochs: int,
     max_steps: int = -1,
+    windows: Windows | None = None,
 ) -> TrainPlan:
     """Derive the numbers of a run; see `TrainPlan`.
 
@@ -207,4 +211,5 @@ def make_plan(
         max_steps=max_steps,
         steps_per_epoch=steps_per_epoch(rows, batch_size),
         shards_by_rank=shards_by_rank,
+        windows=windows,
     )

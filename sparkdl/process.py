@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import platform
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -93,3 +95,30 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: that of the machine, or less if a control group limits it.
+
+    Of a container that is the container's, whatever its machine has.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _group_limits(groups: Path, root: Path) -> Iterator[int]:
+    """The limits of the process's control groups and those above, of both versions (Linux)."""
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        folder, name = root, "memory.max"
+        if "memory" in controllers.split(","):
+            folder, name = root / "memory", "memory.limit_in_bytes"
+        elif controllers:
+            continue
+        # In a container the path may be the machine's, of which only the container's end is here.
+        for part in ("", *Path(path).parts[1:]):
+            folder = folder / part
+            limit = folder / name
+            if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+                yield int(text)

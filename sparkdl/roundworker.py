@@ -242,7 +242,8 @@ class Warm:
         whole = self.source.open(self.plan, [shard], "train")
         assert isinstance(whole, MappedRows), "fit has refused to set rows of other sources aside"
         first = planned.num_rows
-        return whole.part(0, first) if split == "train" else whole.part(first, shard.num_rows)
+        own = (0, first) if split == "train" else (first, shard.num_rows)
+        return whole.part(*own).begin()
 
 
 _warm: list[Warm] = []

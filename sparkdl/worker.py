@@ -28,6 +28,7 @@ from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLE
 from sparkdl.plan import TrainPlan
 from sparkdl.process import cpu_model, torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
+from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +236,12 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
     """What must be equal, besides the world size, for a resumed run to give the same bits."""
     # Spark may hash or cut the rows otherwise than before: shards tell by their fingerprints.
     rows = hashlib.sha256("".join(s.fingerprint for s in order.plan.shards).encode()).hexdigest()
-    own = {"cpu": cpu_model(), "threads": str(order.threads), "rows": rows[:16]}
+    own = {
+        "cpu": cpu_model(),
+        "threads": str(order.threads),
+        "rows": rows[:16],
+        WINDOWS: as_text(order.plan.windows),
+    }
     return {**versions(), **own}
 
 

@@ -30,7 +30,7 @@ ASKS_SPARK_LAZILY = {"packing", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
     "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",
-    "summary", "tomlvalues",
+    "summary", "tomlvalues", "windows",
 }  # fmt: skip
 FACES = {
     "estimator",

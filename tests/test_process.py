@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from sparkdl import process
-from sparkdl.process import borrowed_generator, cpu_model, torch_threads, tuned_allocator
+from sparkdl.process import (
+    borrowed_generator,
+    cpu_model,
+    memory_bytes,
+    torch_threads,
+    tuned_allocator,
+)
 
 
 class FakeLibc:
@@ -115,3 +123,35 @@ def test_one_thread_at_a_time_draws_from_torchs_generator() -> None:
         one, two = pool.map(draw, range(2))
     assert torch.equal(one, two)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_memory_is_at_most_that_of_the_machine() -> None:
+    assert 0 < memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/pods/one\n", {"pods/memory.max": "900", "pods/one/memory.max": "500"}, [900, 500]),
+        ("0::/pods/one\n", {"pods/memory.max": "max"}, []),
+        ("0::/machine/path\n", {"memory.max": "700"}, [700]),
+        (
+            "4:memory:/a/b\n2:cpu:/c\n0::/\n",
+            {"memory/memory.limit_in_bytes": "9000", "memory/a/b/memory.limit_in_bytes": "300",
+             "cpu/c/memory.max": "1"},
+            [9000, 300],
+        ),
+        ("", {}, []),
+    ],
+)  # fmt: skip
+def test_control_groups_limit_it(
+    tmp_path: Path, groups: str, files: dict[str, str], limits: list[int]
+) -> None:
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    found = list(process._group_limits(tmp_path / "cgroup", tmp_path / "root"))
+    assert found == limits
+    assert list(process._group_limits(tmp_path / "none", tmp_path / "root")) == []

@@ -30,6 +30,7 @@ from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.train.callbacks import Callback, CallbackState
+from sparkdl.windows import WINDOWS, Windows
 
 ROWS = 40
 COLUMNS = (
@@ -289,6 +290,29 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
     end = latest(storage, "0123456789abcdef")
     assert end is not None
     assert end.step == (12 if keeper == "directory" else 8)
+
+
+def test_windows_change_the_run_and_it_goes_on_in_them_with_the_same_bits(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
+) -> None:
+    plan = dataclasses.replace(plan, windows=Windows(group_rows=3, groups_together=4))
+    url = str(tmp_path / "checkpoints")
+    config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(interval=3))
+
+    def weights(*orders: worker.WorkOrder) -> bytes:
+        for one in orders:
+            list(worker.run(environment(driver), one))
+        return (driver.folder / worker.FINAL).read_bytes()
+
+    whole = weights(order(plan, packed, config))
+    assert whole != weights(order(dataclasses.replace(plan, windows=None), packed, config))
+    breaks = dataclasses.replace(breaking(OSError("gone"), step=11), checkpoint=config.checkpoint)
+    failure(list(worker.run(environment(driver), order(plan, packed, breaks, storage_url=url))))
+    found = latest(open_storage(url), "0123456789abcdef")
+    assert found is not None and found.step % plan.steps_per_epoch > 0
+    assert found.environment[WINDOWS] == "3x4"
+    later = order(plan, packed, config, storage_url=url, attempt=1, resume_path=found.path)
+    assert weights(later) == whole
 
 
 def test_a_checkpoint_of_other_conditions_is_named(

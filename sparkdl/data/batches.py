@@ -88,8 +88,8 @@ class Batch:
 class Batches:
     """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
 
-    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, whatever
-    ``start_step`` was; it may be empty.
+    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if they are
+    mixed in windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
 
     Args:
         shards: the rank's training rows: its shards in the plan's order, or what its source opened.
@@ -98,7 +98,7 @@ class Batches:
         seed: the run's seed.
         epoch: number of the epoch, from 0.
         start_step: first step, counted from the beginning of the epoch.
-        num_together: steps whose rows are grouped by length, see `group_by_length`; None: none.
+        num_together: steps whose rows are grouped by length, see `LengthGroups`; None: none.
         prefetch: whether a thread gathers the next batches while the current ones are used.
         pin_memory: give page-locked memory, which a CUDA device can read by itself.
     """
@@ -199,17 +199,18 @@ def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, N
             yield from run
 
 
-def _in_background(runs: Iterator[list[Batch]]) -> Generator[list[Batch], None, None]:
+def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:
     """Draw from ``runs`` in a thread, one item ahead; its exception is raised here."""
     ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=1)
     stopped = threading.Event()
 
     def produce() -> None:
         try:
-            for run in runs:
-                ready.put(run)
-                if stopped.is_set():
-                    return
+            with contextlib.closing(runs):
+                for run in runs:
+                    ready.put(run)
+                    if stopped.is_set():
+                        return
             ready.put(None)
         except BaseException as error:  # handed to the consumer, which raises it
             ready.put(error)

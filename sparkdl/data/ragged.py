@@ -69,6 +69,22 @@ def offsets_of(lengths: Array) -> Array:
 
 def gather(sources: Sequence[Ragged], positions: Array) -> Ragged:
     """The rows at ``positions`` of the concatenation of ``sources``, in that order; a copy."""
+    owners, starts, lengths = _find(sources, positions)
+    offsets = offsets_of(lengths)
+    parts = tuple(
+        _gather_values([s.parts[i] for s in sources], owners, starts, offsets)
+        for i in range(len(sources[0].parts))
+    )
+    return Ragged(parts, offsets, sources[0].shape)
+
+
+def lengths_at(sources: Sequence[Ragged], positions: Array) -> Array:
+    """Lengths of the rows at ``positions`` of the concatenation of ``sources``."""
+    return _find(sources, positions)[2]
+
+
+def _find(sources: Sequence[Ragged], positions: Array) -> tuple[Array, Array, Array]:
+    """For the row at each position: which source it is in, its first value there, its length."""
     ends = np.cumsum([len(source) for source in sources])
     owners = np.searchsorted(ends, positions, side="right")
     starts = np.empty(len(positions), dtype=np.int64)
@@ -78,12 +94,7 @@ def gather(sources: Sequence[Ragged], positions: Array) -> Ragged:
         rows = positions[mine].astype(np.int64) - (end - len(source))
         starts[mine] = source.offsets[rows]
         lengths[mine] = source.offsets[rows + 1] - starts[mine]
-    offsets = offsets_of(lengths)
-    parts = tuple(
-        _gather_values([s.parts[i] for s in sources], owners, starts, offsets)
-        for i in range(len(sources[0].parts))
-    )
-    return Ragged(parts, offsets, sources[0].shape)
+    return owners, starts, lengths
 
 
 def _gather_values(arrays: list[Array], owners: Array, starts: Array, offsets: Array) -> Array:

@@ -145,40 +145,57 @@ def windowed_order(
     )
 
 
-def group_by_length(
-    order: Order, lengths: Order, num_steps: int, num_together: int, *, seed: int, epoch: int
-) -> Order:
-    """Exchange rows among neighbouring steps so that each batch holds rows of similar length.
+class LengthGroups:
+    """Exchanges rows among neighbouring steps so that each batch holds rows of similar length.
 
     The rows of ``num_together`` steps are sorted by length and dealt out again: batches keep their
     sizes, and their lengths come in random order, which is the same on all ranks, so that no rank
     waits for another's longer rows.
 
     Args:
-        order: the epoch's order.
-        lengths: length of the row at each position.
+        num_rows: rows of the epoch.
         num_steps: steps of the epoch.
         num_together: steps whose rows are sorted together.
         seed: the run's seed.
         epoch: number of the epoch, from 0.
-
-    Returns:
-        The same positions in another order.
     """
-    random = np.random.Generator(np.random.PCG64(_entropy(seed, epoch, ["lengths"])))
-    bounds = len(order) * np.arange(num_steps + 1) // num_steps
-    grouped = np.empty_like(order)
-    for first in range(0, num_steps, num_together):
-        steps = first + random.permutation(min(num_together, num_steps - first))
-        start, stop = bounds[first], bounds[min(first + num_together, num_steps)]
-        rows = order[start:stop]
-        rows = rows[np.argsort(lengths[rows], kind="stable")]
+
+    def __init__(
+        self, num_rows: int, num_steps: int, num_together: int, *, seed: int, epoch: int
+    ) -> None:
+        random = np.random.Generator(np.random.PCG64(_entropy(seed, epoch, ["lengths"])))
+        self._steps = [
+            first + random.permutation(min(num_together, num_steps - first))
+            for first in range(0, num_steps, num_together)
+        ]
+        self._bounds = num_rows * np.arange(num_steps + 1) // num_steps
+        firsts = [*range(0, num_steps, num_together), num_steps]
+        self._group_bounds = self._bounds[firsts]
+
+    def span(self, place: int) -> tuple[int, int]:
+        """First and one past the last place of the group that ``place`` belongs to."""
+        group = self._group_of(place)
+        return int(self._group_bounds[group]), int(self._group_bounds[group + 1])
+
+    def deal(self, start: int, rows: Order, lengths: Order) -> Order:
+        """The rows of one group in their new order.
+
+        Args:
+            start: the group's first place.
+            rows: positions of its rows, in the epoch's order.
+            lengths: their lengths.
+        """
+        rows = rows[np.argsort(lengths, kind="stable")]
+        dealt = np.empty_like(rows)
         taken = 0
-        for step in steps.tolist():
-            low, high = bounds[step], bounds[step + 1]
-            grouped[low:high] = rows[taken : taken + high - low]
+        for step in self._steps[self._group_of(start)].tolist():
+            low, high = self._bounds[step] - start, self._bounds[step + 1] - start
+            dealt[low:high] = rows[taken : taken + high - low]
             taken += high - low
-    return grouped
+        return dealt
+
+    def _group_of(self, place: int) -> int:
+        return int(np.searchsorted(self._group_bounds, place, side="right")) - 1
 
 
 def _permutation(count: int, entropy: int) -> Order:

@@ -150,21 +150,12 @@ class SpoolSource:
         """See `ShardSource.open`: maps the files into memory."""
         from sparkdl.data.mapped import MappedRows, ShardData
 
-        return MappedRows(
-            [
-                ShardData(
-                    fingerprint=shard.fingerprint,
-                    columns=open_spool(
-                        Path(shard.path),
-                        plan.columns,
-                        num_rows=rows_of(shard, split),
-                        split=split,
-                    ),
-                )
-                for shard in shards
-            ],
-            plan,
-        )
+        opened = []
+        for shard in shards:
+            num_rows = rows_of(shard, split)
+            spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+            opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+        return MappedRows(opened, plan).begin()
 
     def is_here(self, shard: Shard) -> bool:
         """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""

@@ -7,13 +7,10 @@ shards together, with column, count and an example.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import math
-import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -22,10 +19,12 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow import examine
+from sparkdl.data.disk import disk_errors
+from sparkdl.data.pages import EqualRows, FilePart, MappedFile, Pages, RaggedRows
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.readers import BadRows, Rows, read
 from sparkdl.data.stats import ColumnStats, SpoolSummary, bad_values, made_dtype
-from sparkdl.errors import ShardLost, StorageError
+from sparkdl.errors import ShardLost
 from sparkdl.inputs import Image, Specification, Tensor
 from sparkdl.plan import Column, Role
 
@@ -66,7 +65,8 @@ class SpoolWriter:
     there is one, then the int64 hash of each row.
 
     Raises:
-        StorageError: the disk is full or cannot be written.
+        DiskFull: the disk is full.
+        StorageError: it cannot be written.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class SpoolWriter:
         self._files: dict[tuple[Split, int, str], IO[bytes]] = {}
         self._ends: dict[tuple[Split, int], int] = {}
         self._rows = 0
+        self._begun = 0
         self._kept: dict[Split, int] = {"train": 0, "validation": 0}
         self._bytes = 0
         self._content = 0
@@ -96,7 +97,7 @@ class SpoolWriter:
         self._indicator_nulls = ColumnStats()
 
     def __enter__(self) -> SpoolWriter:
-        with _disk_errors(self._directory):
+        with disk_errors(self._directory):
             self._directory.mkdir(parents=True)
             for split in self._splits():
                 for index, column in enumerate(self._columns):
@@ -119,7 +120,13 @@ class SpoolWriter:
         for start in range(0, batch.num_rows, max(1, step)):
             self._write(batch.slice(start, step))
 
+    @property
+    def row_bytes(self) -> float:
+        """Mean size of the rows so far; after a failure about that of those that were written."""
+        return self._bytes / max(1, self._begun)
+
     def _write(self, batch: pa.RecordBatch) -> None:
+        self._begun += batch.num_rows
         hashes = np.asarray(batch.column(batch.num_columns - 1).to_numpy(zero_copy_only=False))
         mask = self._validation_mask(batch)
         self._rows_digest.update(hashes.tobytes())
@@ -233,7 +240,7 @@ class SpoolWriter:
     def _append(self, index: int, rows: Rows, mask: Array | None) -> None:
         if self._columns[index].kind.transform is not None:
             self._note_made(index, rows)
-        with _disk_errors(self._directory):
+        with disk_errors(self._directory):
             if mask is None or not mask.any():
                 self._put_rows("train", index, rows)
             else:
@@ -269,47 +276,64 @@ def _where(rows: Rows, mask: Array) -> Rows:
     return rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
 
 
+@dataclass(frozen=True)
+class OpenSpool:
+    """A split of a shard, mapped into memory."""
+
+    columns: dict[str, torch.Tensor | Ragged]
+    """Key of each column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
+    process, read on demand."""
+    pages: Pages
+    """Which of it is in memory."""
+
+
 def open_spool(
     directory: Path, columns: Sequence[Column], *, num_rows: int, split: Split
-) -> dict[str, torch.Tensor | Ragged]:
+) -> OpenSpool:
     """Map a split of a shard into memory.
 
     Args:
         directory: the shard's spool.
-        columns: the plan's columns, in the order in which they were written.
-        num_rows: rows of this split, as the shard table says.
-        split: ``train`` or ``validation``.
-
-    Returns:
-        Key of the column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
-        process, read on demand.
+        columns: the spool's columns, in the order in which they were written.
+        num_rows: rows of the split, as the shard table says.
+        split: which split.
 
     Raises:
         ShardLost: a file is missing or has another size than the table says.
     """
-    return {
-        column.key: _map_ragged(directory, split, index, column, num_rows)
-        if column.kind.num_parts
-        else _map(column_path(directory, split, index), column.dtype, (num_rows, *column.shape))
-        for index, column in enumerate(columns)
-    }
+    import torch
+
+    opened: dict[str, torch.Tensor | Ragged] = {}
+    parts: list[FilePart] = []
+    for index, column in enumerate(columns):
+        if column.kind.num_parts:
+            opened[column.key] = _map_ragged(directory, split, index, column, num_rows, parts)
+            continue
+        path, shape = column_path(directory, split, index), (num_rows, *column.shape)
+        opened[column.key] = torch.from_numpy(_map(path, column.dtype, shape, parts))
+    return OpenSpool(opened, Pages(parts))
 
 
-def _map_ragged(directory: Path, split: Split, index: int, column: Column, num_rows: int) -> Ragged:
+def _map_ragged(
+    directory: Path,
+    split: Split,
+    index: int,
+    column: Column,
+    num_rows: int,
+    parts: list[FilePart],
+) -> Ragged:
     *names, offsets_name = _parts(column.kind)
-    offsets = np.zeros(1, dtype=np.int64)
+    offsets, own = np.zeros(1, dtype=np.int64), list[FilePart]()
     if num_rows:  # otherwise the split need not be there
         path = column_path(directory, split, index, offsets_name)
-        offsets = _map(path, "int64", (num_rows + 1,)).numpy()
-    total = int(offsets[-1])
-    return Ragged(
-        tuple(
-            _map(column_path(directory, split, index, name), dtype, (total, *inner)).numpy()
-            for name, (dtype, inner) in zip(names, stored_parts(column), strict=True)
-        ),
-        offsets,
-        column.shape,
-    )
+        offsets = _map(path, "int64", (num_rows + 1,), own)
+    total, arrays = int(offsets[-1]), []
+    for name, (dtype, inner) in zip(names, stored_parts(column), strict=True):
+        path, found = column_path(directory, split, index, name), list[FilePart]()
+        arrays.append(_map(path, dtype, (total, *inner), found))
+        parts += [RaggedRows(part.file, part.span(0, 1)[1], offsets) for part in found]
+    parts += own  # last: they say where the values are
+    return Ragged(tuple(arrays), offsets, column.shape)
 
 
 def stored_parts(column: Column) -> list[tuple[str, tuple[int, ...]]]:
@@ -321,23 +345,20 @@ def stored_parts(column: Column) -> list[tuple[str, tuple[int, ...]]]:
     return kinds[column.kind.num_parts]
 
 
-def _map(path: Path, dtype_name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    count = math.prod(shape)
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    expected = count * np.dtype(dtype_name).itemsize
+def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) -> Array:
+    """The file's values; adds the file to ``parts`` unless it is empty."""
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    if expected == 0:
+        return np.empty(shape, dtype)
     try:
         size = path.stat().st_size
+        if size != expected:
+            raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
+        file = MappedFile(path, size)
     except FileNotFoundError:
         raise ShardLost(f"spool file {path} is not on this host") from None
-    if size != expected:
-        raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
-    stored = torch.uint8 if dtype == torch.bool else dtype
-    flat = torch.from_file(str(path), shared=False, size=count, dtype=stored)
-    return (flat.view(torch.bool) if dtype == torch.bool else flat).view(shape)
+    parts.append(EqualRows(file, expected // shape[0]))
+    return file.values(dtype).reshape(shape)
 
 
 def column_path(directory: Path, split: Split, index: int, part: str = "") -> Path:
@@ -355,41 +376,3 @@ def _parts(kind: Specification) -> list[str]:
 def _is_made(column: SpoolColumn) -> bool:
     """Whether a decoder or the user's code makes the rows."""
     return column.kind.transform is not None or isinstance(column.kind, Image)
-
-
-@contextlib.contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
-                f"the disk of {directory} is full while spooling; free space there, or give Spark "
-                "larger local directories (spark.local.dir, SPARK_LOCAL_DIRS)"
-            ) from error
-        raise StorageError(f"cannot write the spool {directory}: {error}") from error
-
-
-def roomiest(directories: Sequence[str]) -> Path:
-    """The directory with the most free space.
-
-    Raises:
-        StorageError: none of them exists.
-    """
-    free = {}
-    for name in directories:
-        with contextlib.suppress(OSError):
-            free[name] = shutil.disk_usage(name).free
-    if not free:
-        raise StorageError(f"none of Spark's local directories exists: {list(directories)}")
-    return Path(max(free, key=lambda name: free[name]))
-
-
-def remove_spool(directory: Path) -> bool:
-    """Delete a spool if it is there. Returns whether it was."""
-    if not directory.is_dir():
-        return False
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the run's folder goes with its last shard
-        os.rmdir(directory.parent)  # noqa: PTH106 - must fail when not empty
-    return True

@@ -72,6 +72,8 @@ def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) ->
             f"groupByLength needs the lengths of all rows, which {name} does not know; fit on a "
             "DataFrame"
         )
+    if request.config.shuffle_window_bytes is not None:
+        raise ConfigError(f"shuffleWindowBytes is for DataFrames; {name} has options of its own")
     check_travels(request.config, source=source)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 from py4j.java_gateway import is_instance_of
@@ -21,7 +23,8 @@ from pyspark.errors import (
     UnsupportedOperationException,
 )
 
-from sparkdl.errors import DataError, SparkDLError, TrainingFailed
+from sparkdl.data.disk import DISK_REMEDY
+from sparkdl.errors import DataError, SparkDLError, StorageError, TrainingFailed
 
 _WOULD_COME_AGAIN = (
     AnalysisException,
@@ -42,6 +45,8 @@ _WOULD_COME_AGAIN = (
 
 _CANCELLED = ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED")
 _CANNOT_READ = "FAILED_READ_FILE"
+_DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""Java has no type for a full disk: it hands on what the C library says."""
 _WAITED = "Exception thrown in awaitResult"
 
 LOST = "a worker or executor was lost"
@@ -63,6 +68,7 @@ def raise_unless_loss(error: Exception) -> None:
     Raises:
         TrainingFailed: somebody cancelled the job.
         DataError: files of the DataFrame's source cannot be read.
+        StorageError: a local disk of Spark's is full.
         Exception: ``error`` itself, if it would come again.
     """
     found = _meant_by(error)
@@ -92,6 +98,11 @@ def is_spark_error(error: Exception) -> bool:
 
 def _meant_by(error: Exception) -> SparkDLError | None:
     """Our error in place of Spark's, where its condition tells whose affair it is."""
+    if is_spark_error(error) and any(text in _text_of(error) for text in _DISK_FULL):
+        return StorageError(
+            f"a local disk of Spark's is full, where it keeps its own files and the spools "
+            f"({told_by(error)}); {DISK_REMEDY}"
+        )
     condition = condition_of(error) or ""
     if condition in _CANCELLED:
         return TrainingFailed(
@@ -125,11 +136,14 @@ def _message_of(java: Any) -> str:
     return str(java.getMessage())
 
 
+def _text_of(error: Exception) -> str:
+    java = getattr(error, "java_exception", None)
+    return str(error) if java is None else _message_of(java)
+
+
 def told_by(error: Exception) -> str:
     """What Spark says of a failure, without the stacks: its first lines, joined."""
-    java = getattr(error, "java_exception", None)
-    text = str(error) if java is None else _message_of(java)
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in _text_of(error).splitlines()]
     telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]
     shown = " | ".join(telling) or type(error).__name__
     return shown if len(shown) <= 600 else shown[:597] + "..."

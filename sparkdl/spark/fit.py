@@ -60,6 +60,7 @@ from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame
 from sparkdl.spark.supervise import persistently
+from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
@@ -166,6 +167,14 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             else:
                 check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
+        if source is None:
+            plan = with_windows(
+                plan,
+                spooled,
+                inspect_cluster(spark),
+                partial(conf, spark),
+                request.config.shuffle_window_bytes,
+            )
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -187,7 +196,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             view=view,
             max_restarts=request.max_restarts,
         )
-        trained = _train(run, strategy, in_rounds=in_rounds)
+        trained = _train(as_begun(run), strategy, in_rounds=in_rounds)
         clock.lap("train")
         view.done(trained.steps)
     thaw(module, frozen)  # a choice of this training, not of the module

@@ -15,6 +15,7 @@ from sparkdl.environment import versions
 from sparkdl.process import cpu_model
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run
+from sparkdl.windows import WINDOWS, as_text
 
 
 class RoundCheckpoints:
@@ -38,6 +39,7 @@ class RoundCheckpoints:
                     "cpu": cpu_model(),
                     "threads": str(run.slots.threads),
                     "shards": str(run.plan.world_size),
+                    WINDOWS: as_text(run.plan.windows),
                 },
                 signal=_OwnKeys(),
                 timeout_seconds=run.settings.collective_timeout_seconds,

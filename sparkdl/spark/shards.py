@@ -29,11 +29,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
+from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool import SpoolColumn, SpoolWriter, remove_spool, roomiest
+from sparkdl.data.spool import SpoolColumn, SpoolWriter
 from sparkdl.data.stats import ColumnStats, SpoolSummary, bad_values_message
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
+from sparkdl.process import memory_bytes
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.session import described, num_slots
 
@@ -57,6 +59,8 @@ class SpooledShard:
 
     shard: Shard
     summary: SpoolSummary
+    memory_bytes: int
+    """Memory of the host or container that holds the shard, as its task has found it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +75,15 @@ class SpoolTask:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
         shard_id, host = _place()
         try:
-            directory = roomiest(local_dirs()) / run_folder(self.run_id) / _attempt_name(shard_id)
-            summary = self._write(directory, shard_id, batches)
-            payload = {"host": host, "path": str(directory), "summary": summary.to_dict()}
+            root = roomiest(local_dirs())
+            directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
+            summary = self._write(root, directory, shard_id, batches)
+            payload = {
+                "host": host,
+                "path": str(directory),
+                "memory_bytes": memory_bytes(),
+                "summary": summary.to_dict(),
+            }
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -82,15 +92,22 @@ class SpoolTask:
         yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
 
     def _write(
-        self, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
+        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
     ) -> SpoolSummary:
         where = f" of partition {shard_id}"
         writer = SpoolWriter(
             directory, self.columns, has_validation=self.has_validation, where=where
         )
-        with writer:
-            for batch in batches:
-                writer.write(batch)
+        free, rows = free_bytes(root), 0
+        try:
+            with writer:
+                for batch in batches:
+                    rows += batch.num_rows
+                    writer.write(batch)
+        except DiskFull as error:
+            rows += sum(batch.num_rows for batch in batches)
+            needed = int(rows * writer.row_bytes)
+            raise full_disk(root, shard_id, needed=needed, free=free) from error
         return writer.summary()
 
 
@@ -351,7 +368,7 @@ def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
         fingerprint=summary.fingerprint,
         num_bytes=summary.num_bytes,
     )
-    return SpooledShard(shard=shard, summary=summary)
+    return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
 
 
 def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:

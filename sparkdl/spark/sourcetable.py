@@ -28,6 +28,7 @@ from sparkdl.spark.shards import SpooledShard, require_same
 
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
+_NOWHERE = {"host": "", "path": "", "memory_bytes": 0}
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
 
 
@@ -185,6 +186,7 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
                 num_bytes=shard.num_bytes,
                 columns=(),
             ),
+            memory_bytes=0,  # nothing lies there that could fill it
         )
         for shard in contents.shards
     )
@@ -193,8 +195,7 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
 def _frame(spark: SparkSession, shards: Sequence[SpooledShard]) -> DataFrame:
     """The rows that `shards.parse_shard` reads."""
     payloads = [
-        F.lit(json.dumps({"host": "", "path": "", "summary": part.summary.to_dict()}))
-        for part in shards
+        F.lit(json.dumps({**_NOWHERE, "summary": part.summary.to_dict()})) for part in shards
     ]
     return spark.range(0, len(shards), 1, len(shards)).select(
         F.col("id").cast("int").alias("shard_id"),

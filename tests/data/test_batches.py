@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from sparkdl.data import batches
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.gather import gather_rows
 from sparkdl.data.mapped import ShardData
-from sparkdl.data.shuffle import epoch_order
+from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.windows import Windows
 
 COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),
@@ -92,6 +95,36 @@ def test_start_step_continues_the_same_epoch(start_step: int) -> None:
     whole = copied(Batches(shards, plan, 0, seed=0, epoch=0))
     rest = copied(Batches(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
     assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start_step:]]
+
+
+@pytest.mark.parametrize("rows", [[40], [17, 0, 5, 30]])
+@pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
+def test_windows_change_the_order_alone(
+    monkeypatch: pytest.MonkeyPatch, rows: list[int], gather_bytes: int
+) -> None:
+    monkeypatch.setattr(batches, "GATHER_BYTES", gather_bytes)
+    windows = Windows(group_rows=3, groups_together=4)
+    plan = replace(make_test_plan(rows, 4), windows=windows)
+    shards = make_shards(rows)
+    seen = [b.target.tolist() for b in copied(Batches(shards, plan, 0, seed=5, epoch=1))]
+    kept = [(str(i), count) for i, count in enumerate(rows) if count]
+    sizes = cut_rows([count for _, count in kept], 3)
+    order = windowed_order(5, 1, [name for name, _ in kept], sizes, 4)
+    positions = np.concatenate([order.positions(w) for w in range(order.num_windows)])
+    assert list(chain(*seen)) == positions.tolist()
+    assert sorted(positions.tolist()) == list(range(sum(rows)))
+    whole = Batches(shards, replace(plan, windows=None), 0, seed=5, epoch=1)
+    assert [len(step) for step in seen] == [batch.num_rows for batch in whole]
+    for start in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch):
+        rest = copied(Batches(shards, plan, 0, seed=5, epoch=1, start_step=start))
+        assert [b.target.tolist() for b in rest] == seen[start:]
+
+
+def test_windows_do_not_change_validation() -> None:
+    shards, plan = make_shards([5, 0, 13]), make_test_plan([5, 0, 13], 4)
+    windowed = replace(plan, windows=Windows(group_rows=3, groups_together=2))
+    whole = [batch.target.tolist() for batch in sequential_batches(shards, plan)]
+    assert [batch.target.tolist() for batch in sequential_batches(shards, windowed)] == whole
 
 
 def test_rank_without_rows_takes_all_steps() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from sparkdl.data.shuffle import (
+    LengthGroups,
     WindowedOrder,
     cut_rows,
     epoch_order,
-    group_by_length,
     windowed_order,
 )
 
@@ -46,11 +46,29 @@ def test_no_rows() -> None:
     assert epoch_order(0, 0, ["a"], [0]).tolist() == []
 
 
+def group_by_length(order: np.ndarray, lengths: np.ndarray, epoch: int) -> np.ndarray:
+    """All groups of an epoch of 8 steps, 4 of them together."""
+    groups, dealt, start = LengthGroups(len(order), 8, 4, seed=3, epoch=epoch), [], 0
+    while start < len(order):
+        begin, stop = groups.span(start)
+        assert begin == start < stop
+        assert groups.span(stop - 1) == (start, stop)
+        dealt.append(groups.deal(start, order[start:stop], lengths[order[start:stop]]))
+        start = stop
+    return np.concatenate(dealt)
+
+
+def test_groups_are_known_for_ever() -> None:
+    # A change here breaks the resuming of every checkpoint.
+    grouped = group_by_length(np.arange(16), np.arange(16) % 5, 0)
+    assert grouped.tolist() == [2, 7, 0, 5, 1, 6, 3, 4, 9, 14, 8, 13, 10, 15, 11, 12]
+
+
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_rows_of_similar_length_meet(rows: int) -> None:
     order = epoch_order(3, 0, ["a"], [rows])
     lengths = np.random.default_rng(1).integers(1, 50, rows)
-    grouped = group_by_length(order, lengths, 8, 4, seed=3, epoch=0)
+    grouped = group_by_length(order, lengths, 0)
     assert sorted(grouped.tolist()) == list(range(rows))
     bounds = [rows * step // 8 for step in range(9)]
 
@@ -59,7 +77,7 @@ def test_rows_of_similar_length_meet(rows: int) -> None:
         return sum(int((step.max(initial=0) - step).sum()) for step in steps)
 
     assert padding(grouped) <= padding(order)
-    other = group_by_length(order, lengths, 8, 4, seed=3, epoch=1)
+    other = group_by_length(order, lengths, 1)
     assert rows < 40 or grouped.tolist() != other.tolist()
     # Within the steps that are sorted together, and nowhere else.
     half = bounds[4]

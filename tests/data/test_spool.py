@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,13 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.data.disk import DiskFull
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool import (
     SpoolColumn,
     SpoolWriter,
     column_path,
     open_spool,
-    remove_spool,
-    roomiest,
 )
 from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ShardLost, StorageError
@@ -54,7 +55,7 @@ def test_rows_come_back_in_order(tmp_path: Path) -> None:
         tmp_path / "s", batch([[1, 2], [3, 4]], [0, 1]), batch([[5, 6]], [2], first_hash=2)
     )
     assert (summary.num_rows, summary.num_bytes) == (3, 3 * (8 + 8))
-    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train")
+    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train").columns
     assert opened["f"].tolist() == [[1, 2], [3, 4], [5, 6]]
     assert opened["y"].dtype == torch.int64
     assert opened["y"].tolist() == [0, 1, 2]
@@ -63,8 +64,8 @@ def test_rows_come_back_in_order(tmp_path: Path) -> None:
 
 def test_writing_to_the_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     spool(tmp_path / "s", batch([[1, 2]], [0]))
-    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train")["f"].zero_()
-    again = open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train")
+    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns["f"].zero_()
+    again = open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns
     assert again["f"].tolist() == [[1, 2]]
 
 
@@ -74,8 +75,8 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
         batch([[7, 8]], [3], [True]), validation=True,
     )  # fmt: skip
     assert (summary.num_rows, summary.num_validation_rows) == (2, 2)
-    train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train")
-    validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation")
+    train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train").columns
+    validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation").columns
     assert train["y"].tolist() == [0, 2]
     assert validation["f"].tolist() == [[3, 4], [7, 8]]
 
@@ -83,7 +84,7 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
 def test_a_partition_without_rows(tmp_path: Path) -> None:
     summary = spool(tmp_path / "s")
     assert summary.num_rows == 0
-    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train")
+    opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train").columns
     assert opened["f"].shape == (0, 2)
 
 
@@ -177,21 +178,12 @@ def test_a_full_disk_is_a_clear_error() -> None:
     files = [full.open("wb", buffering=0), full.open("wb", buffering=0)]
     writer._files = {("train", 0, ""): files[0], ("train", 1, ""): files[1]}
     try:
-        with pytest.raises(StorageError, match=r"disk of /nowhere is full.*SPARK_LOCAL_DIRS"):
+        with pytest.raises(DiskFull, match=r"cannot write the spool /nowhere: .*No space left"):
             writer.write(batch([[1, 2]], [0]))
+        assert writer.row_bytes == 8  # as far as it came
     finally:
         for file in files:
             file.close()
-
-
-def test_roomiest_and_remove(tmp_path: Path) -> None:
-    assert roomiest(["/does/not/exist", str(tmp_path)]) == tmp_path
-    with pytest.raises(StorageError, match="none of Spark's local directories"):
-        roomiest(["/does/not/exist"])
-    spool(tmp_path / "run" / "s", batch([[1, 2]], [0]))
-    assert remove_spool(tmp_path / "run" / "s")
-    assert not remove_spool(tmp_path / "run" / "s")
-    assert not (tmp_path / "run").exists()
 
 
 def sequences(texts: list[Any], validation: list[bool], first_hash: int = 0) -> pa.RecordBatch:
@@ -212,11 +204,11 @@ def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
     column = Column(name="t", role="feature", dtype="int64", shape=(), specification=spec)
     found = {}
     for split, rows in (("train", 3), ("validation", 2)):
-        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split)["t"]  # type: ignore[arg-type]
+        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split).columns["t"]  # type: ignore[arg-type]
         assert isinstance(opened, Ragged)
         found[split] = [opened[i : i + 1].own()[0].tolist() for i in range(len(opened))]
     assert found == {"train": [[1, 2], [], [4]], "validation": [[3], [5, 6, 7]]}
-    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train")["t"]
+    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train").columns["t"]
     assert isinstance(none, Ragged) and len(none) == 0
     column_path(tmp_path / "s", "train", 0, "-offsets").unlink()
     with pytest.raises(ShardLost, match=r"train-000-offsets\.bin is not on this host"):
@@ -262,3 +254,24 @@ def test_mixed_dtypes_of_a_transform_are_reported(tmp_path: Path) -> None:
             out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
     found = out.summary().columns[0].nulls_and_shapes
     assert "float32 where others have int64: let the transform cast them" in found.message("t")
+
+
+def write_until_full(directory: str, limit: int) -> tuple[str, list[str], float]:
+    """Spools in a process whose files may not grow beyond ``limit`` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    writer = SpoolWriter(Path(directory) / "s", (FEATURE, LABEL), has_validation=False)
+    try:
+        with writer:
+            for number in range(100):
+                writer.write(batch([[1, 2]] * 100, [number] * 100))
+    except StorageError as error:
+        return str(error), [path.name for path in Path(directory).iterdir()], writer.row_bytes
+    raise AssertionError("nothing was full")
+
+
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        message, left, row_bytes = pool.apply(write_until_full, (str(tmp_path), 20_000))
+    assert "cannot write the spool" in message and "File too large" in message
+    assert left == []
+    assert 12 <= row_bytes <= 16  # 8 bytes of features, 8 of the label

@@ -20,7 +20,7 @@ from pyspark.errors import (
     UnknownException,
 )
 
-from sparkdl.errors import DataError, TrainingFailed
+from sparkdl.errors import DataError, StorageError, TrainingFailed
 from sparkdl.spark.failures import is_loss, raise_unless_loss, told_by
 
 if TYPE_CHECKING:
@@ -48,6 +48,15 @@ def test_what_starting_again_may_heal(error: Exception) -> None:
 )
 def test_what_would_come_again(error: Exception) -> None:
     assert not is_loss(error)
+
+
+@pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk_of_sparks_is_not_a_lost_worker(text: str) -> None:
+    error = PySparkException(f"Job aborted: Task 1 failed\njava.io.IOException: {text}")
+    with pytest.raises(StorageError, match=rf"disk of Spark's is full.*{text}.*spark\.local\.dir"):
+        raise_unless_loss(error)
+    with pytest.raises(OSError):
+        raise_unless_loss(OSError(text))  # not Spark's
 
 
 @pytest.mark.parametrize("condition", ["SPARK_JOB_CANCELLED", "OPERATION_CANCELED"])

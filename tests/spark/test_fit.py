@@ -25,6 +25,7 @@ from sparkdl.spark import preflight, shards
 from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
+from sparkdl.windows import HostLoad
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -411,6 +412,36 @@ def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path, expected: str
     assert marker.exists()
     assert time.time() - marker.stat().st_mtime < 20
     assert digest(fit(df, request())) == expected
+
+
+def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
+    df: DataFrame, tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_machine_of(memory_bytes: int, directory: str, epochs: int = 2) -> FitResult:
+        def loads(spooled: Any, *_: Any) -> list[HostLoad]:
+            size = sum(part.shard.num_bytes for part in spooled)
+            return [HostLoad(num_shards=2, num_bytes=size, memory_bytes=memory_bytes)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr("sparkdl.spark.windows.host_loads", loads)
+            # So small that the few rows of this test need several of them.
+            patch.setattr("sparkdl.windows._LEAST_WINDOW", 200)
+            directory = str(tmp_path / directory)
+            return fit(df, request(directory=directory, epochs=epochs))
+
+    small = digest(on_a_machine_of(100, "small"))
+    assert small != expected
+    on_a_machine_of(100, "moved", epochs=1)
+    assert digest(on_a_machine_of(1 << 30, "moved")) == small
+    assert digest(on_a_machine_of(1 << 30, "large")) == expected
+
+
+def test_the_users_windows(df: DataFrame, expected: str) -> None:
+    wanted = request()
+    windowed = replace(wanted.config, shuffle_window_bytes=200)
+    assert digest(fit(df, replace(wanted, config=windowed))) != expected
+    large = replace(wanted.config, shuffle_window_bytes=1 << 20)
+    assert digest(fit(df, replace(wanted, config=large))) == expected
 
 
 def test_a_run_goes_on_where_the_last_one_stopped(

@@ -96,6 +96,14 @@ def test_rounds_are_what_a_gang_does(df: DataFrame, average: bool) -> None:
     assert_about_equal(rounds, gang)
 
 
+def test_rounds_read_windows_as_a_gang_does(df: DataFrame) -> None:
+    wanted = request(validation_col="held_out", shuffle_window_bytes=200)
+    rounds, gang = fit(df, wanted), fit(df, dataclasses.replace(wanted, execution_mode="gang"))
+    assert_about_equal(rounds, gang)
+    whole = fit(df, request(validation_col="held_out"))
+    assert not equal(rounds, whole)
+
+
 def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> None:
     wanted = request(num_workers=7, epochs=1)  # seven are merged in three groups
     first, second = fit(df, wanted), fit(df, wanted)

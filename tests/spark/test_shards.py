@@ -75,7 +75,8 @@ def read(table: ShardTable, spooled: Sequence[SpooledShard], split: str = "train
     for part in spooled:
         shard = part.shard
         count = shard.num_rows if split == "train" else shard.num_validation_rows
-        opened = open_spool(Path(shard.path), columns, num_rows=count, split=split)  # type: ignore[arg-type]
+        spool = open_spool(Path(shard.path), columns, num_rows=count, split=split)  # type: ignore[arg-type]
+        opened = spool.columns
         rows.append(
             list(zip(*(opened[name].tolist() for name in ("x", "y", "w")), strict=True))
         )  # fmt: skip

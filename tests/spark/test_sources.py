@@ -130,6 +130,11 @@ def test_what_only_dataframes_can_do_is_refused(folder: Path) -> None:
         ))  # fmt: skip
     with pytest.raises(ConfigError, match="groupByLength needs the lengths of all rows"):
         fit(ParquetSource(folder), replace(request(), config=replace(config, group_by_length=2)))
+    with pytest.raises(ConfigError, match="shuffleWindowBytes is for DataFrames"):
+        fit(
+            ParquetSource(folder),
+            replace(request(), config=replace(config, shuffle_window_bytes=1 << 20)),
+        )
 
 
 def test_columns_and_labels_are_checked(folder: Path) -> None:

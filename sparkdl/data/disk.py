@@ -1,0 +1,96 @@
+"""Which local disk gets a spool, and what is said when it is full?"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sparkdl.errors import StorageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(StorageError):
+    """A spool does not fit on its disk. Its writer does not know how much was still to come."""
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Tell errors of the operating system in our words.
+
+    Raises:
+        DiskFull: no space is left.
+        StorageError: the disk cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in _FULL else StorageError
+        raise kind(f"cannot write the spool {directory}: {error}") from error
+
+
+def full_disk(place: Path, shard_id: int, *, needed: int, free: int) -> StorageError:
+    """What the user is told of a full disk.
+
+    Args:
+        place: the local directory of Spark's.
+        shard_id: the shard that did not fit.
+        needed: bytes that it takes, as far as its rows tell.
+        free: bytes that were free before it was begun.
+    """
+    return StorageError(
+        f"the disk of {place} is full: the spool of shard {shard_id} takes about {_mib(needed)} "
+        f"MiB, and {_mib(free)} MiB were free there for this and the other shards of the host "
+        f"when it was begun; {DISK_REMEDY}"
+    )
+
+
+DISK_REMEDY = (
+    "free space there, give Spark larger local directories (spark.local.dir, or SPARK_LOCAL_DIRS "
+    "or yarn.nodemanager.local-dirs where the cluster sets them), or spread the rows over more "
+    "hosts"
+)
+"""What to do about a full local disk."""
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def free_bytes(directory: Path) -> int:
+    """Free space on the disk of ``directory``.
+
+    Raises:
+        StorageError: there is no such directory.
+    """
+    with disk_errors(directory):
+        return shutil.disk_usage(directory).free
+
+
+def roomiest(directories: Sequence[str]) -> Path:
+    """The directory with the most free space.
+
+    Raises:
+        StorageError: none of them exists.
+    """
+    free = {}
+    for name in directories:
+        with contextlib.suppress(OSError):
+            free[name] = shutil.disk_usage(name).free
+    if not free:
+        raise StorageError(f"none of Spark's local directories exists: {list(directories)}")
+    return Path(max(free, key=lambda name: free[name]))
+
+
+def remove_spool(directory: Path) -> bool:
+    """Delete a spool if it is there. Returns whether it was."""
+    if not directory.is_dir():
+        return False
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the run's folder goes with its last shard
+        os.rmdir(directory.parent)  # noqa: PTH106 - must fail when not empty
+    return True

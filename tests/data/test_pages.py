@@ -1,0 +1,105 @@
+"""A worker whose rows come in windows takes no more memory than `docs/data.md` says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkdl.data.batches import GATHER_BYTES
+from sparkdl.data.pages import EqualRows, MappedFile, Pages, RaggedRows
+from sparkdl.windows import Windows, make_windows
+
+READER = Path(__file__).with_name("read_windows.py")
+MIB = 1 << 20
+ROW_BYTES, ROWS = 3000, 40_000
+SPOOL_BYTES = ROW_BYTES * ROWS  # 114 MiB
+SLACK = 6 * MIB  # of Python, the allocator, and the kernel's own counting
+
+
+@pytest.fixture(scope="module")
+def spool(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    directory = tmp_path_factory.mktemp("spool")
+    values = np.random.default_rng(0).integers(0, 255, (ROWS, ROW_BYTES), dtype=np.uint8)
+    values.tofile(directory / "train-000.bin")
+    return directory, int(values.sum(dtype=np.int64))
+
+
+def memory_of(directory: Path, windows: Windows | None, what: str) -> dict[str, int]:
+    chosen = json.dumps(None if windows is None else vars(windows))
+    arguments = [str(directory), str(ROWS), str(ROW_BYTES), chosen, what]
+    done = subprocess.run(
+        [sys.executable, str(READER), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are told by Linux")
+def test_windows_bound_the_memory_of_training(spool: tuple[Path, int]) -> None:
+    directory, total = spool
+    windows = make_windows(8 * MIB, ROW_BYTES)
+    found = memory_of(directory, windows, "train")
+    whole = memory_of(directory, None, "train")
+    assert found["sum"] == whole["sum"] == total
+    window_bytes = windows.num_rows * ROW_BYTES
+    group_bytes = windows.group_rows * ROW_BYTES
+    order_bytes = 12 * windows.num_rows
+    formula = 2 * window_bytes + 4 * GATHER_BYTES + 2 * group_bytes + order_bytes
+    assert found["peak"] <= formula + SLACK
+    # Otherwise the spool is mapped as a whole, so the measurement can tell.
+    assert whole["peak"] > SPOOL_BYTES > 2 * (formula + SLACK)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are told by Linux")
+def test_windows_bound_the_memory_of_validation(spool: tuple[Path, int]) -> None:
+    directory, total = spool
+    windows = make_windows(64 * MIB, ROW_BYTES)
+    found = memory_of(directory, windows, "validation")
+    assert found["sum"] == total
+    assert found["peak"] <= 4 * windows.group_rows * ROW_BYTES + SLACK
+    assert memory_of(directory, None, "validation")["peak"] > SPOOL_BYTES
+
+
+def resident(file: MappedFile) -> int:
+    """Bytes of a mapping that are in this process, as Linux tells."""
+    address = np.asarray(file.values("uint8")).__array_interface__["data"][0]
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            return next(int(one.split()[1]) << 10 for one in lines if one.startswith("Rss:"))
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mappings are told by Linux")
+def test_rows_leave_the_process_and_come_back(tmp_path: Path) -> None:
+    values = np.arange(MIB, dtype=np.int32)
+    values.tofile(tmp_path / "file")
+    file = MappedFile(tmp_path / "file", values.nbytes)
+    pages = Pages([EqualRows(file, 4)]).after(10)
+    mapped: Any = file.values("int32")
+    pages.begin()
+    pages.expect(0, MIB - 10)
+    assert int(mapped.sum()) == int(values.sum())
+    assert resident(file) == values.nbytes
+    pages.leave()
+    assert resident(file) == 0
+    pages.drop(0, MIB - 10)
+    pages.drop(5, 5)
+    assert int(mapped.sum()) == int(values.sum())
+
+
+def test_spans_of_ragged_rows(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    file = MappedFile(tmp_path / "file", 100)
+    rows = RaggedRows(file, 4, np.array([0, 3, 3, 25]))
+    assert [rows.span(0, 1), rows.span(1, 3), rows.span(0, 3)] == [(0, 12), (12, 100), (0, 100)]
