@@ -28,7 +28,8 @@ def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]
     shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
     try:
         if scheme.lower() in _OWN:
-            return fs.FileSystem.from_uri(f"{_OWN[scheme.lower()]}://{rest}")
+            files, path = fs.FileSystem.from_uri(f"{_OWN[scheme.lower()]}://{rest}")
+            return files, str(path)
         return _by_fsspec(text)
     except ImportError as error:
         raise StorageError(

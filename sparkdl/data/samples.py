@@ -273,10 +273,10 @@ class MapRows(_SampledRows):
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
             chosen = self._indices[order[start:stop]].tolist()
+            assert dataset is not None, "rows without shards"
             if hasattr(dataset, "__getitems__"):  # torch's way to ask for several at once
                 samples = list(dataset.__getitems__(chosen))
             else:
-                assert dataset is not None
                 samples = [dataset[index] for index in chosen]
             return samples, [f"sample {index}" for index in chosen]
 

@@ -16,11 +16,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-
-try:
-    from pyspark.sql.pandas.functions import arrow_udf
-except ImportError:
-    arrow_udf = None
+from pyspark.sql.pandas import functions as python_functions
 
 Function = Callable[..., Iterator[pa.Array]]
 """From an iterator of arrays, or of tuples of them if there are several columns, to one of arrays,
@@ -35,13 +31,13 @@ def with_column(
     data_type: T.DataType,
 ) -> DataFrame:
     """``df`` with column ``name`` of ``data_type``, which ``function`` computes from ``inputs``."""
+    arrow_udf: Any = getattr(python_functions, "arrow_udf", None)
     if arrow_udf is not None:
-        udf: Any = arrow_udf(function, data_type)  # type: ignore[call-overload]
-        return df.withColumn(name, udf(*inputs))
+        return df.withColumn(name, arrow_udf(function, data_type)(*inputs))
     packed = f"{name}_inputs"
     parts = [column.alias(f"_{number}") for number, column in enumerate(inputs)]
     schema = T.StructType([*df.schema.fields, T.StructField(name, data_type)])
-    task = WithColumn(function=function, inputs=packed, is_one=len(inputs) == 1)
+    task = WithColumn(function=function, name=name, inputs=packed, is_one=len(inputs) == 1)
     return df.withColumn(packed, F.struct(*parts)).mapInArrow(task, schema)
 
 
@@ -50,8 +46,10 @@ class WithColumn:
     """Puts what a function computes beside the columns that were there. Runs on executors."""
 
     function: Function
+    name: str
+    """The new column."""
     inputs: str
-    """The last column: a struct of what the function gets."""
+    """A struct column of what the function gets; it is left out."""
     is_one: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -61,7 +59,7 @@ class WithColumn:
         def arrays() -> Iterator[Any]:
             for batch in batches:
                 waiting.append(batch)
-                parts = batch.column(batch.num_columns - 1).flatten()
+                parts = batch.column(self.inputs).flatten()
                 yield parts[0] if self.is_one else tuple(parts)
 
         found: list[pa.Array] = []
@@ -71,8 +69,8 @@ class WithColumn:
                 batch = waiting.popleft()
                 joined = pa.concat_arrays(found)
                 found = [joined.slice(batch.num_rows)]
-                own = joined.slice(0, batch.num_rows)
-                yield pa.RecordBatch.from_arrays(
-                    [*batch.columns[:-1], own], names=[*batch.schema.names[:-1], "computed"]
-                )
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                del columns[self.inputs]
+                columns[self.name] = joined.slice(0, batch.num_rows)
+                yield pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
         assert not sum(map(len, found)), "the function gave more rows than it got"
