@@ -6,6 +6,7 @@ What Catalyst does for the spool is done here with Arrow and numpy, and the chec
 from __future__ import annotations
 
 import math
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ _UNSIGNED = {
     pa.large_binary(): pa.binary(),
 }
 """Types that Spark reads as others, which ``transform`` will get."""
+_MAPPED_BYTES = 128 << 10
+"""Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
 _VECTOR = ("type", "size", "indices", "values")
 
 
@@ -157,12 +160,21 @@ def checked_rows(
 
 
 def owned(rows: Rows) -> torch.Tensor | Ragged:
-    """The rows for batches, in memory of their own: Arrow's is not to be written to."""
+    """The rows for batches, in memory of their own: Arrow's is not to be written to.
+
+    Mapped by itself if it is large, so that it is given back as soon as it is not used any more:
+    the allocator of a worker keeps what it has got.
+    """
     import torch
 
     if isinstance(rows, Ragged):
         return rows
-    return torch.from_numpy(rows if rows.flags.writeable else rows.copy())
+    if rows.nbytes < _MAPPED_BYTES:
+        return torch.from_numpy(np.array(rows))
+    memory = mmap.mmap(-1, rows.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own = np.frombuffer(memory, dtype=rows.dtype, count=rows.size).reshape(rows.shape)
+    own[...] = rows
+    return torch.from_numpy(own)
 
 
 def _check_shape(rows: Rows, column: Column, first: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from sparkdl.data.assemble import Rows, no_rows
 from sparkdl.data.gather import Buffer, gather_column
@@ -154,11 +155,13 @@ class StreamedEpoch:
         return rows
 
     def _load_window(self, number: int) -> _Window:
-        return _Window(
+        window = _Window(
             first=int(self._order.bounds[number]),
             mixture=self._order.mixture(number),
             pieces=[self._load(piece) for piece in self._order.groups(number).tolist()],
         )
+        pa.default_memory_pool().release_unused()  # which it keeps, for each thread that has read
+        return window
 
     def close(self) -> None:
         """Let the thread that reads ahead end."""
