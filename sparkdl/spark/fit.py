@@ -58,7 +58,7 @@ from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
-from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame
+from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame, require_source
 from sparkdl.spark.supervise import persistently
 from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
@@ -66,7 +66,10 @@ from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from torch import nn
+
+    from sparkdl.spark.columns import Prepared
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
@@ -92,8 +95,9 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     clock = Clock()
-    source = data if isinstance(data, Source) else None
-    spark = active_session() if isinstance(data, Source) else data.sparkSession
+    # DataFrames first: they have an attribute for each column, whatever its name.
+    source = None if isinstance(data, DataFrame) else require_source(data)
+    spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
     if source is None:
@@ -106,7 +110,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
     check_training(module, request)
     if source is not None:
         check_source(source, request, strategy)
-    df = empty_frame(spark, data) if isinstance(data, Source) else data
+    df = data if isinstance(data, DataFrame) else empty_frame(spark, data)
     prepared, validation = prepare_columns(df, request, float_dtype)
     plan_slots = _plan_rounds if in_rounds else _plan_gang
     slots = plan_slots(spark, request, settings)
@@ -129,27 +133,8 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             in_rounds=in_rounds,
         )
         clock.lap("preflight")
-        shares = strategy.row_shares(slots.num_workers)
-        table = (
-            ShardTable(
-                df,
-                prepared,
-                validation,
-                num_shards=slots.num_workers,
-                run_id=run_id,
-                profile=slots.profile,
-                barrier=not in_rounds,
-                shares=shares,
-            )
-            if source is None
-            else SourceTable(
-                spark,
-                source,
-                prepared,
-                request.validation_col,
-                num_shards=slots.num_workers,
-                shares=shares,
-            )
+        table = _make_table(
+            df, source, prepared, validation, run_id, slots, request, strategy, in_rounds=in_rounds
         )
         stack.callback(table.close)
         spooled = persistently(
@@ -206,6 +191,41 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
         summary=trained.to_summary(plan, clock.laps, clock.total()),
+    )
+
+
+def _make_table(
+    df: DataFrame,
+    source: Source | None,
+    prepared: Sequence[Prepared],
+    validation: SparkColumn | None,
+    run_id: str,
+    slots: Slots,
+    request: FitRequest,
+    strategy: SyncStrategy,
+    *,
+    in_rounds: bool,
+) -> ShardTable | SourceTable:
+    """Where the shards will be listed; nothing is read yet."""
+    shares = strategy.row_shares(slots.num_workers)
+    if source is not None:
+        return SourceTable(
+            df.sparkSession,
+            source,
+            prepared,
+            request.validation_col,
+            num_shards=slots.num_workers,
+            shares=shares,
+        )
+    return ShardTable(
+        df,
+        prepared,
+        validation,
+        num_shards=slots.num_workers,
+        run_id=run_id,
+        profile=slots.profile,
+        barrier=not in_rounds,
+        shares=shares,
     )
 
 

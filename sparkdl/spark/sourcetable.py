@@ -21,7 +21,7 @@ from pyspark.sql.pandas.types import from_arrow_type
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import SpoolSummary
-from sparkdl.errors import ClusterError, DataError
+from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.shards import SpooledShard, require_same
@@ -30,6 +30,20 @@ _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
 _NOWHERE = {"host": "", "path": "", "memory_bytes": 0}
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
+
+
+def require_source(data: Any) -> Source:
+    """What is no DataFrame must be a source.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(data, Source):
+        raise ConfigError(
+            "fit takes a DataFrame or a source, such as sparkdl.ParquetSource; received "
+            f"{type(data).__name__}"
+        )
+    return data
 
 
 def active_session() -> SparkSession:

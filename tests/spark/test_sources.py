@@ -146,6 +146,15 @@ def test_columns_and_labels_are_checked(folder: Path) -> None:
         fit(ParquetSource(folder), narrow)
 
 
+def test_a_column_may_have_any_name(spark: SparkSession) -> None:
+    """Also those of a source's methods, which a DataFrame has as attributes then."""
+    with pytest.raises(ConfigError, match="fit takes a DataFrame or a source"):
+        fit([1, 2], request())  # type: ignore[arg-type]
+    df = spark.createDataFrame([([1.0, 2.0, 3.0], 0)] * 4, "contents array<float>, schema int")
+    wanted = request(feature_cols=("contents",), label_col="schema", epochs=1)
+    assert fit(df, wanted).summary.rows == 4
+
+
 @pytest.fixture(scope="module")
 def kinds(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
     """Columns of all types, as Spark writes them."""
