@@ -16,10 +16,11 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types unit petastorm bench lock clean prerequisites
+.PHONY: help setup train evaluate predict test lint format types unit test-hdfs petastorm bench lock clean
+.PHONY: prerequisites
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 prerequisites:
 	@.ci/check_prerequisites.sh >/dev/null
@@ -53,7 +54,7 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-test: lint types unit petastorm ## lint, types and all tests
+test: lint types unit test-hdfs petastorm ## lint, types and all tests
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -98,9 +99,17 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider tests/petastorm tests/data \
 		tests/train/test_loop.py tests/test_predict.py tests/test_roundworker.py
 
+# The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
+test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out
+ifeq ($(HDFS),skip)
+	@echo "the tests against HDFS are left out, as HDFS=skip says"
+else
+	@$(BIN)/python -m pytest tests/hdfs
+endif
+
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
-	@for name in checkpoint data transform fit loop allreduce compression parameter_server rounds \
-		strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
+		rounds strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

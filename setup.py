@@ -43,6 +43,9 @@ EXTRAS = {
     "demo": ["scikit-learn>=1.5"],
 }
 TOOLS = [
+    "flask>=3.0",  # with flask-cors: the server of moto, an S3 for the tests
+    "flask-cors>=5.0",
+    "moto[s3]>=5.0",
     "mypy>=1.15",
     "pre-commit>=4.0",
     "psutil>=6.0",

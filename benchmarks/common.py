@@ -121,6 +121,11 @@ def spark_session(slots: int = 2, daemon: str = "pyspark.daemon") -> SparkSessio
 
 
 def arguments(runs: int, **options: tuple[int, str]) -> argparse.Namespace:
+    """What the command line gives for the options of `parser`."""
+    return parser(runs, **options).parse_args()
+
+
+def parser(runs: int, **options: tuple[int, str]) -> argparse.ArgumentParser:
     """``--runs``, and one integer option per keyword: its default and what it is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=runs, help="runs of which the median is taken")
@@ -130,7 +135,7 @@ def arguments(runs: int, **options: tuple[int, str]) -> argparse.Namespace:
         "--patience", type=int, default=30, help="longest wait for idle CPUs before a measurement"
     )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON")
-    return parser.parse_args()
+    return parser
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -188,7 +193,7 @@ class Measurements:
             "benchmark": benchmark,
             "medians": {name: statistics.median(v) for name, v in self._values.items()},
             "values": self._values,
-            "options": {k: v for k, v in vars(options).items() if k != "output"},
+            "options": {k: v for k, v in vars(options).items() if not isinstance(v, Path)},
             "load average": {"least": min(self._load), "most": max(self._load)},
             **self._environment,
         }

@@ -30,7 +30,7 @@ from torch import nn
 from sparkdl.model import TorchClassifierModel
 from sparkdl.outputs import Output
 from sparkdl.plan import Column
-from sparkdl.predict import input_tensors
+from sparkdl.predict import input_rows
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(PIXELS,))
 
@@ -123,7 +123,7 @@ def through(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
 def as_tensors(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
     """The same, but makes tensors of them as ``transform`` does."""
     for array in batches:
-        (pixels,) = input_tensors([array], [IMAGE])
+        (pixels,) = input_rows([array], [IMAGE]).rows
         yield pa.array(np.zeros(len(pixels)))
 
 

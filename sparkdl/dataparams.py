@@ -114,7 +114,7 @@ class OptionalLabelParams(Params):
     )
 
 
-def labels_of(params: DataParams) -> tuple[Named, ...]:
+def labels_of(params: InputParams) -> tuple[Named, ...]:
     """What ``labels`` names; empty if it is not set.
 
     Raises:
@@ -132,7 +132,7 @@ def labels_of(params: DataParams) -> tuple[Named, ...]:
     return named(value)
 
 
-def loss_of_labels(params: DataParams) -> Any:
+def loss_of_labels(params: InputParams) -> Any:
     """``loss``, with several labels as a dict by label unless it is a function for all.
 
     Raises:
@@ -148,7 +148,7 @@ def loss_of_labels(params: DataParams) -> Any:
     return loss
 
 
-def loss_weights(params: DataParams) -> dict[str, float]:
+def loss_weights(params: InputParams) -> dict[str, float]:
     """``lossWeights``, checked.
 
     Raises:

@@ -33,3 +33,28 @@ class DigitsNet(nn.Module):
         """Logits of a batch of images."""
         logits: torch.Tensor = self.layers(images.float() / 16)
         return logits
+
+
+class PhotoNet(nn.Module):
+    """A small convolutional network for images of any size.
+
+    Takes uint8 ``(batch, channels, height, width)``; gives logits ``(batch, num_classes)``.
+    """
+
+    def __init__(self, num_classes: int, channels: int = 3, hidden: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, hidden, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(hidden, 2 * hidden, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(32 * hidden, num_classes),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of a batch of images."""
+        logits: torch.Tensor = self.layers(images.float() / 255)
+        return logits

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import open_storage
+from sparkdl.checkpoint.storage import scheme_of
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.patterns import check_fit, fits_any
+from sparkdl.places import open_parent
 
 if TYPE_CHECKING:
     from torch import nn
 
 _SUFFIX = ".safetensors"
-_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]+:")
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -98,7 +97,7 @@ def _source(value: Any) -> Any:
                 f"{path} is a pickle, which can run code; load it with "
                 "torch.load(path, weights_only=True) and pass the state dict"
             )
-        return path if _URL.match(path) else str(Path(path).expanduser().absolute())
+        return path if scheme_of(path) is not None else str(Path(path).expanduser().absolute())
     from torch import nn
 
     module = value if isinstance(value, nn.Module) else getattr(value, "module", None)
@@ -121,9 +120,9 @@ def _state(source: Any) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    folder, _, name = source.rpartition("/")
+    storage, name = open_parent(source)
     try:
-        return load(open_storage(folder or "/").read(name))
+        return load(storage.read(name))
     except SafetensorError as error:
         raise StorageError(f"{source} is no whole file of safetensors: {error}") from error
 

@@ -63,6 +63,11 @@ class Specification:
         """Arrays of which the spool keeps a run of values per row; 0: rows of one shape."""
         return 0
 
+    @property
+    def skips(self) -> bool:
+        """Whether rows that cannot be used are left out, rather than an error."""
+        return False
+
 
 @dataclass(frozen=True)
 class Tensor(Specification):
@@ -127,6 +132,10 @@ class Image(Specification):
     decode: Literal["spool", "batch"] = "spool"
     """When encoded images are decoded: once, while spooling, or for each batch, which costs time
     in every epoch, but the spool is as small as the files."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """``skip`` leaves rows out of training whose image is null or cannot be decoded: they are found
+    while spooling, counted in the summary, and the same in every epoch. ``transform`` gives such
+    rows null, ``evaluate`` leaves them out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +147,13 @@ class Image(Specification):
             raise ConfigError(f"channels must be one of {CHANNELS}; received {self.channels!r}")
         if self.decode not in ("spool", "batch"):
             raise ConfigError(f"decode must be 'spool' or 'batch'; received {self.decode!r}")
+        if self.on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error must be 'raise' or 'skip'; received {self.on_error!r}")
+
+    @property
+    def skips(self) -> bool:
+        """See `Specification.skips`."""
+        return self.on_error == "skip"
 
     @property
     def num_parts(self) -> int:

@@ -1,7 +1,7 @@
 """What do the job scripts do with a job file?
 
-`run_train`, `run_evaluate` and `run_predict` take a job and a session, and give back what there
-is to report; the scripts in ``jobs/`` only read arguments and print.
+`run_prepare`, `run_train`, `run_evaluate` and `run_predict` take a job and a session, and give
+back what there is to report; the scripts in ``jobs/`` only read arguments and print.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
-from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
@@ -31,11 +30,14 @@ from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scores import Evaluation
 from sparkdl.scoring import vectors_to_arrays
 from sparkdl.spark.columns import find, hashable, quoted
+from sparkdl.spark.saving import is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from sparkdl.prepare.ledger import Report
+    from sparkdl.prepare.options import PrepareJob
     from sparkdl.summary import TrainingSummary
 
 
@@ -76,7 +78,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
         DataError: the data cannot be trained on; found before training.
     """
     estimator = make_estimator(job)
-    if not job.output.overwrite and _exists(spark, job.output.path):
+    if not job.output.overwrite and is_there(job.output.path, spark):
         raise ConfigError(
             f"there is something at {job.output.path} already; choose another output.path, or "
             f"replace it with --set output.overwrite=true"
@@ -118,7 +120,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
     if job.output.format == "csv":
         _check_csv(rows)
-    if job.output.mode == "error" and _exists(spark, job.output.path):
+    if job.output.mode == "error" and is_there(job.output.path, spark):
         raise ConfigError(
             f"there is something at {job.output.path} already; choose another output.path, or "
             f"output.mode 'overwrite' or 'append'"
@@ -127,6 +129,14 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     writer.options(**job.output.options).save(job.output.path)
     reader = spark.read.format(job.output.format).options(**job.output.options)
     return reader.schema(rows.schema).load(job.output.path)
+
+
+def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
+    """Make Parquet of a folder of image files; see `spark.preparing`."""
+    from sparkdl.spark.preparing import prepare
+
+    table = None if job.labels.table is None else read_data(spark, job.labels.table)
+    return prepare(spark, job, table)
 
 
 def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
@@ -188,9 +198,9 @@ def load_model(spark: SparkSession, path: str) -> Any:
     Raises:
         StorageError: there is none at ``path``.
     """
-    if not _exists(spark, f"{path.rstrip('/')}/metadata"):
+    if not is_there(f"{path.rstrip('/')}/metadata", spark):
         raise StorageError(f"there is no saved model at {path}; check model.path, or train first")
-    return DefaultParamsReader.loadParamsInstance(path, spark)
+    return load_instance(path, spark)
 
 
 def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:
@@ -211,17 +221,6 @@ def _check_csv(rows: DataFrame) -> None:
             f"CSV cannot hold the columns {wrong}; name the others in output.columns, or choose "
             f"another output.format"
         )
-
-
-def _exists(spark: SparkSession, path: str) -> bool:
-    """Whether there is something at ``path``, on whatever file system Spark reaches."""
-    try:
-        spark.read.format("binaryFile").load(path).schema  # noqa: B018
-    except AnalysisException as error:
-        if error.getCondition() == "PATH_NOT_FOUND":
-            return False
-        raise
-    return True
 
 
 def _first_line(error: Exception) -> str:

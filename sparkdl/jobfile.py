@@ -96,7 +96,9 @@ class EstimatorSection:
     """
 
     kind: Literal["classifier", "regressor", "estimator"] = "classifier"
-    loss: str | ObjectRef | None = None
+    loss: str | Mapping[str, Any] | None = None
+    """A name, an object, or with several ``labels`` a table with one of these for each."""
+    loss_weights: Mapping[str, float] | None = None
     optimizer: str | None = None
     optimizer_params: Mapping[str, Any] | None = None
     learning_rate: float | None = None
@@ -110,7 +112,12 @@ class EstimatorSection:
     input_cols: tuple[str, ...] | None = None
     input_shape: tuple[int | tuple[int, ...], ...] | None = None
     """One shape, or with several ``input_cols`` a list of them."""
+    inputs: Mapping[str, str | ObjectRef] | tuple[str | ObjectRef, ...] | None = None
+    """Columns, or objects such as ``{factory = "sparkdl:Image", args = {column = "photo"}}``."""
+    augmentation: str | ObjectRef | None = None
+    group_by_length: int | None = None
     label_col: str | None = None
+    labels: Mapping[str, str | ObjectRef] | None = None
     weight_col: str | None = None
     validation_indicator_col: str | None = None
     prediction_col: str | None = None

@@ -60,19 +60,39 @@ def import_object(reference: str) -> Any:
 
 def _resolve(name: str, value: Any) -> Any:
     """A value of ``[estimator]`` as its Param takes it."""
-    if name in ("loss", "optimizer", "scheduler") and isinstance(value, str) and ":" in value:
+    if name == "loss":
+        return _loss(value, "estimator.loss")
+    if name in ("optimizer", "scheduler", "augmentation") and is_reference(value):
         value = ObjectRef(factory=value)
-    if name == "scheduler" and isinstance(value, str):
-        raise ConfigError(f"estimator.scheduler must be 'package.module:name'; received {value!r}")
-    if name in ("optimizer", "scheduler") and isinstance(value, ObjectRef):
-        return _partial(value)
-    if name == "metrics":
-        return {key: _made(reference) for key, reference in value.items()}
-    if name == "callbacks":
-        return [_made(reference) for reference in value]
+    if name in ("scheduler", "augmentation") and isinstance(value, str):
+        raise ConfigError(f"estimator.{name} must be 'package.module:name'; received {value!r}")
+    if name in ("optimizer", "scheduler"):
+        return _partial(value) if isinstance(value, ObjectRef) else value
     if isinstance(value, ObjectRef):
         return _made(value)
-    return list(value) if isinstance(value, tuple) else value
+    if name in ("metrics", "inputs", "labels") and isinstance(value, Mapping):
+        return {key: _made_or_name(item) for key, item in value.items()}
+    return [_made_or_name(item) for item in value] if isinstance(value, tuple) else value
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value names an object, as ``package.module:name``."""
+    return isinstance(value, str) and ":" in value
+
+
+def _loss(value: Any, where: str) -> Any:
+    """A name of a loss, an object, or these by label."""
+    if is_reference(value):
+        return _made(ObjectRef(factory=value))
+    if not isinstance(value, Mapping):
+        return value
+    if "factory" in value:
+        return _made(build(ObjectRef, value, where))
+    return {label: _loss(item, f"{where}.{label}") for label, item in value.items()}
+
+
+def _made_or_name(value: Any) -> Any:
+    return _made(value) if isinstance(value, ObjectRef) else value
 
 
 def _partial(reference: ObjectRef) -> Any:

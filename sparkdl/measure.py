@@ -20,7 +20,6 @@ import torch
 from sparkdl.compensated import Moments, Sums, exact_sum
 from sparkdl.config import Task
 from sparkdl.curves import ScoreTable, limit_for
-from sparkdl.data.arrow import to_numpy
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.predict import class_probabilities, likeliest_class
 from sparkdl.scores import (
@@ -30,7 +29,8 @@ from sparkdl.scores import (
     classification_scores,
     regression_scores,
 )
-from sparkdl.train.loss import ClassLoss, LossFunction, resolve_loss
+from sparkdl.train.loss import ClassLoss, LossFunction
+from sparkdl.train.losses import LossSum, loss_of
 from sparkdl.train.metrics import Metrics, State, on_cpu
 
 LISTED_BYTES = 64 << 20
@@ -46,7 +46,9 @@ class Measures:
 
     task: Task
     loss: Any
-    """As the user gave it; see `train.loss.resolve_loss`."""
+    """As the user gave it; see `train.loss.resolve_loss`. With several labels a dict by label."""
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """By how much each label's loss counts."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Name -> torchmetrics.Metric, or a callable that makes one."""
     num_classes: int = 0
@@ -56,7 +58,7 @@ class Measures:
 
     def make_loss(self, device: torch.device = _CPU) -> LossFunction:
         """The loss, as training has it."""
-        loss = resolve_loss(self.loss, self.task)
+        loss = loss_of(self)
         loss.to(device)
         return loss
 
@@ -79,52 +81,6 @@ def chosen_curves(curves: bool | Sequence[int] | None, num_classes: int) -> tupl
     if wrong:
         raise ConfigError(f"curves must be classes from 0 to {num_classes - 1}; received {wrong}")
     return tuple(dict.fromkeys(curves))
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A column that comes beside the inputs: label or weight."""
-
-    name: str
-    dtype: str
-    """numpy name of the dtype in which it comes."""
-    as_classes: bool = False
-
-    def read(self, array: Any) -> torch.Tensor:
-        """Its values, ``(rows, ...)``.
-
-        Raises:
-            DataError: a null, or a value that is no class number where one is needed.
-        """
-        dtype = "float64" if self.as_classes else self.dtype
-        values = torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
-        return _class_numbers(values, self.name) if self.as_classes else values
-
-    def read_weights(self, array: Any) -> torch.Tensor:
-        """Its values as weights of rows.
-
-        Raises:
-            DataError: one is null, negative or not finite.
-        """
-        values = self.read(array)
-        wrong = ~torch.isfinite(values) | (values < 0)
-        if bool(wrong.any()):
-            raise DataError(
-                f'column "{self.name}" has the weight {float(values[wrong][0])}; weights are '
-                "numbers from 0"
-            )
-        return values
-
-
-def _class_numbers(values: torch.Tensor, name: str) -> torch.Tensor:
-    numbers = values.long()
-    wrong = (numbers != values) | (numbers < 0)
-    if bool(wrong.any()):
-        raise DataError(
-            f'column "{name}" has the label {float(values[wrong][0])}: no class number (index '
-            f"strings with StringIndexer, or filter such rows out)"
-        )
-    return numbers
 
 
 @dataclass
@@ -200,10 +156,17 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
         raise DataError("there are no rows to evaluate; check where they come from, and filters")
     sums = part.sums
     metrics = measures.make_metrics(measures.make_loss())
-    loss_weight = sums["loss_weight"]
+    divisor = sums["loss_weight"] if sums["loss_weight"] > 0 else math.nan
+    loss = measures.make_loss()
+    by_label: dict[str, float] = {}
+    total = sums["loss"]
+    if isinstance(loss, LossSum):
+        by_label = {name: sums[f"loss {name}"] / divisor for name in loss.names}
+        total = math.fsum(loss.weights[name] * sums[f"loss {name}"] for name in loss.names)
     return Evaluation(
         rows=part.rows,
-        loss=sums["loss"] / loss_weight if loss_weight > 0 else math.nan,
+        loss=total / divisor,
+        loss_by_label=by_label,
         scores=_scores(part, measures.task),
         metrics={name: metrics.value(name, states) for name, states in part.metrics.items()},
         curves={number: table.curve() for number, table in sorted(part.curves.items())},
@@ -277,6 +240,9 @@ class Evaluator:
         self, output: Any, target: Any, weights: np.ndarray, weight: torch.Tensor | None
     ) -> None:
         sums = self._part.sums
+        if isinstance(self._loss, LossSum):
+            self._add_label_losses(self._loss, output, target, weights, weight)
+            return
         losses = row_losses(self._loss, output, target, self._measures)
         if losses is None:
             loss_sum, count = self._loss(output, target, weight)
@@ -287,6 +253,28 @@ class Evaluator:
         counted = counts > 0
         sums.add("loss", exact_sum((values * weights)[counted].tolist()))
         sums.add("loss_weight", exact_sum((counts * weights).tolist()))
+
+    def _add_label_losses(
+        self,
+        loss: LossSum,
+        output: Any,
+        target: Any,
+        weights: np.ndarray,
+        weight: torch.Tensor | None,
+    ) -> None:
+        """The losses of all labels; their sum follows from them."""
+        sums = self._part.sums
+        by_label = loss.rows_by_label(output, target)
+        if by_label is None:
+            _, count, totals = loss.apart(output, target, weight)
+            for name, total in zip(loss.names, totals, strict=True):
+                sums.add(f"loss {name}", float(total))
+            sums.add("loss_weight", float(count))
+            return
+        for name, losses in by_label.items():
+            values = losses.double().cpu().numpy() * weights
+            sums.add(f"loss {name}", exact_sum(values[weights > 0].tolist()))
+        sums.add("loss_weight", exact_sum(weights.tolist()))
 
     def _add_classes(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
         labels = target.cpu().numpy().astype(np.int64)

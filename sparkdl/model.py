@@ -25,9 +25,10 @@ from sparkdl import packing, predict, scoring
 from sparkdl.config import Task
 from sparkdl.converters import to_metrics
 from sparkdl.data.assemble import example_arguments
+from sparkdl.dataparams import labels_of, loss_of_labels, loss_weights
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inputs import Named
-from sparkdl.measure import Beside, Measures, chosen_curves
+from sparkdl.measure import Measures, chosen_curves
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import UNKNOWN_LOSS, ClassOutputParams, PredictParams
@@ -316,13 +317,13 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         case = is_case_sensitive(dataset.sparkSession)
         inputs = self._inputs(dataset.schema, is_case_sensitive=case)
         is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
-        label, weight = scoring.beside(
-            dataset.schema,
-            self.value("labelCol"),
-            self.value("weightCol"),
-            self._task,
-            float_dtype="float64" if is_double else "float32",
-            is_case_sensitive=case,
+        types: Any = {
+            "float_dtype": "float64" if is_double else "float32",
+            "is_case_sensitive": case,
+        }
+        names, loss = (self.value("labelCol"), self.value("weightCol")), loss_of_labels(self)
+        beside, others = scoring.read_beside(
+            dataset.schema, self._task, names, labels_of(self), loss, **types
         )
         forward = self._forward(())
         predicted = self._predictions()[0]
@@ -333,17 +334,16 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             **self._module_task(dataset.sparkSession, forward),
             measures=Measures(
                 task=self._task,
-                loss=self.getOrDefault("loss"),
+                loss=loss,
+                loss_weights=loss_weights(self),
                 metrics=metrics,
                 num_classes=num_classes,
                 curves=chosen_curves(curves, num_classes),
             ),
             predicted=predicted.output,
-            label=None if label is None else Beside(label.name, label.dtype, label.as_classes),
-            weight=None if weight is None else Beside(weight.name, weight.dtype),
+            **beside,
         )
-        entries = [*inputs, *(entry for entry in (label, weight) if entry is not None)]
-        return task, [entry.expression for entry in entries]
+        return task, [*(entry.expression for entry in inputs), *others]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
@@ -401,9 +401,3 @@ class TorchClassifierModel(TorchModel, ClassOutputParams):
             Wanted(column=self.getOrDefault(param), output=self._predicted(), make=make)
             for param, make in made.items()
         ]
-
-
-def example_inputs(columns: Sequence[Column], num_rows: int = 2) -> tuple[torch.Tensor, ...] | None:
-    """Inputs of zeros, shaped like the module's, to export it; None if some go by name."""
-    example = example_arguments(columns, num_rows)
-    return None if any(example.names) else example.values

@@ -23,6 +23,7 @@ from torch import nn
 from sparkdl.checkpoint.format import encode, views
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.checkpoint.tree import Snapshot, pack
+from sparkdl.data.example import Given
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.describe_module import find_difference
 from sparkdl.errors import ConfigError, StorageError
@@ -100,7 +101,7 @@ def prepare_module(
     module: nn.Module,
     factory: Any | None,
     *,
-    example_inputs: tuple[torch.Tensor, ...] | None,
+    example_inputs: Given | None,
     extra: Mapping[str, Any],
     others: Mapping[str, bytes] | None = None,
 ) -> PreparedModule:
@@ -110,7 +111,8 @@ def prepare_module(
         module: the fitted module; left as it was, and to be left until it is written.
         factory: importable callable without arguments (or `functools.partial`) that makes such a
             module; None if there is none.
-        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only.
+        example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only; see
+            `program.write_program`.
         extra: further values for `SavedModule.extra` to give back; see `describe.describe`.
         others: further files, by name.
 
@@ -144,7 +146,7 @@ def save_module(
     storage: Storage,
     path: str,
     *,
-    example_inputs: tuple[torch.Tensor, ...] | None,
+    example_inputs: Given | None,
     extra: Mapping[str, Any],
 ) -> None:
     """Write a module as a folder; see `prepare_module` and `PreparedModule.write`."""
@@ -185,7 +187,7 @@ def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, 
 
 
 def _recipe(
-    module: nn.Module, factory: Any | None, example_inputs: tuple[torch.Tensor, ...] | None
+    module: nn.Module, factory: Any | None, example_inputs: Given | None
 ) -> tuple[dict[str, Any], bytes | None]:
     """How to make the module again, and the exported program if that is the way."""
     causes = []

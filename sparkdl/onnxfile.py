@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.storage import Storage
+from sparkdl.data.example import Example, as_example, example_of
 from sparkdl.errors import ConfigError
+from sparkdl.places import open_parent
 from sparkdl.program import evaluating, export_program
 from sparkdl.saved import ModelSignature, open_saved, signature_of
 
@@ -42,7 +44,7 @@ _MISSING_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\
 
 def export_onnx(
     model: Any, path_or_url: str | os.PathLike[str], *,
-    example_inputs: tuple[torch.Tensor, ...] | None = None,
+    example_inputs: tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | None = None,
 ) -> float:  # fmt: skip
     """Write a model as an ONNX file whose batches may have any size, and try the file.
 
@@ -59,9 +61,11 @@ def export_onnx(
         model: a fitted model; path or URL of a saved one (see `load_module`); or a module, which
             needs ``example_inputs``. It is exported in evaluation mode, on the CPU.
         path_or_url: the file to write; a file that is there is replaced.
-        example_inputs: one batch, ``(batch, ...)`` each, on which module and file are compared;
-            None: numbers from a normal distribution, and zeros for whole numbers, in the shapes
-            of the model's columns. The inputs are then named after the columns.
+        example_inputs: one batch, ``(batch, ...)`` each, on which module and file are compared: a
+            tuple, or a dict by the names of ``forward``'s arguments. None: numbers from a normal
+            distribution, and zeros for whole numbers, in the shapes of the model's columns.
+            Inputs that are passed by position are then named after the columns, and sequences
+            may have any length.
 
     Returns:
         The largest absolute difference that was found.
@@ -73,19 +77,14 @@ def export_onnx(
     """
     _check_packages()
     module, signature = _resolve(model)
-    if example_inputs is None:
-        if signature is None:
-            raise ConfigError(
-                "a module does not tell what it takes; pass example_inputs=(tensor, ...), one "
-                "batch of rows each"
-            )
-        example_inputs = _made_up(signature)
-    batches = [tuple(_rows(x, num) for x in example_inputs) for num in _NUM_ROWS]
-    names = None if signature is None else [column.name for column in signature.inputs]
+    example = _made_up(signature) if example_inputs is None else as_example(example_inputs)
+    batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
+    batches += [example.shorter()] * any(example.lengths)
+    names = None if signature is None else _names(signature, example)
     storage, name = _target(path_or_url)
     with tempfile.TemporaryDirectory(prefix="sparkdl-onnx-") as folder:
         file = Path(folder) / name
-        _write(module, example_inputs, names, file)
+        _write(module, example, names, file)
         with evaluating(module):
             difference = _compare(module, batches, file)
         for written in sorted(Path(folder).iterdir(), reverse=True):  # the weights first
@@ -108,25 +107,34 @@ def _resolve(model: Any) -> tuple[nn.Module, ModelSignature | None]:
     return module, ModelSignature(inputs=tuple(columns), num_classes=None)
 
 
-def _made_up(signature: ModelSignature) -> tuple[torch.Tensor, ...]:
+def _made_up(signature: ModelSignature | None) -> Example:
+    if signature is None:
+        raise ConfigError(
+            "a module does not tell what it takes; pass example_inputs=(tensor, ...), one batch of "
+            "rows each"
+        )
     generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x
-        for x in signature.example_inputs(max(_NUM_ROWS))
+    example = example_of(signature.inputs, max(_NUM_ROWS))
+    return example.with_values(
+        [
+            torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.is_floating_point() else x
+            for x in example.values
+        ]
     )
 
 
-def _rows(batch: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The first rows of a batch, which begins anew where it is too short."""
-    return batch[torch.arange(num_rows) % len(batch)]
+def _names(signature: ModelSignature, example: Example) -> list[str]:
+    """The file's inputs: columns of what goes by position, then the names of all else."""
+    columns = [column.name for column in signature.inputs if column.argument is None]
+    # A mask may stand among the positions: its sequence goes by position, it never does.
+    return [*columns, *example.by_name]
 
 
 def _target(path_or_url: str | os.PathLike[str]) -> tuple[Storage, str]:
-    folder, _, name = os.fspath(path_or_url).rpartition("/")
+    storage, name = open_parent(path_or_url)
     if not name:
         raise ConfigError(f"name the file to write, such as model.onnx; received {path_or_url!r}")
-    folder = folder or ("/" if os.fspath(path_or_url).startswith("/") else ".")
-    return open_storage(folder), name
+    return storage, name
 
 
 def _check_packages() -> None:
@@ -146,7 +154,7 @@ def _check_packages() -> None:
 
 def _write(
     module: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: Example,
     names: Sequence[str] | None,
     file: Path,
 ) -> None:
@@ -190,7 +198,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _compare(module: nn.Module, batches: Sequence[tuple[torch.Tensor, ...]], file: Path) -> float:
+def _compare(module: nn.Module, batches: Sequence[Example], file: Path) -> float:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -209,17 +217,18 @@ def _compare(module: nn.Module, batches: Sequence[tuple[torch.Tensor, ...]], fil
         ) from error
 
 
-def _difference(module: nn.Module, session: Any, inputs: tuple[torch.Tensor, ...]) -> float:
+def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
     """The largest difference on one batch.
 
     Raises:
         ConfigError: it is too large.
     """
     names = [node.name for node in session.get_inputs()]
-    given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    ordered = (*inputs.positional, *inputs.by_name.values())
+    given = {name: x.numpy() for name, x in zip(names, ordered, strict=True)}
     found = [torch.from_numpy(array) for array in session.run(None, given)]
     with torch.no_grad():
-        expected = _leaves(module(*inputs))
+        expected = _leaves(inputs.arguments.call(module))
     largest = 0.0
     for ours, theirs in zip(expected, found, strict=True):
         relative, absolute = TOLERANCES.get(ours.dtype, (0.0, 0.0))
@@ -227,7 +236,8 @@ def _difference(module: nn.Module, session: Any, inputs: tuple[torch.Tensor, ...
             torch.testing.assert_close(theirs, ours, rtol=relative, atol=absolute, equal_nan=True)
         except AssertionError as error:
             raise ConfigError(
-                f"the ONNX file does not compute what the module does, on {len(inputs[0])} rows: "
+                f"the ONNX file does not compute what the module does, on "
+                f"{inputs.arguments.num_rows} rows: "
                 f"{str(error).strip()}; serve the module itself with sparkdl.load_module"
             ) from error
         if ours.numel() and ours.is_floating_point():

@@ -302,6 +302,18 @@ class EvaluateParams(CheckedParams, HasWeightCol):
         "loss module, or a callable (output, target) -> tensor; or a dict of these by label.",
         converters.to_losses,
     )
+    labels = declare(
+        "labels",
+        "several labels in place of labelCol, for evaluate and scores: a dict from names to "
+        "columns or specifications.",
+        converters.to_labels,
+    )
+    lossWeights = declare(
+        "lossWeights",
+        "by how much each label's loss counts, for evaluate and scores: a dict by label; 1 where "
+        "there is none.",
+        converters.to_weights,
+    )
 
 
 class PredictParams(InputParams, OutputParams, EvaluateParams, HasPredictionCol):

@@ -12,20 +12,19 @@ import json
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from pyspark.ml.param import Params
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.storage import Storage
+from sparkdl.data.example import example_of
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
-from sparkdl.model import TorchModel, example_inputs
+from sparkdl.model import TorchModel
 from sparkdl.modulefile import (
     PreparedModule,
     load_module_from,
@@ -36,7 +35,7 @@ from sparkdl.modulefile import (
 from sparkdl.params import OBJECT_PARAMS, UNKNOWN_LOSS
 from sparkdl.plan import Column
 from sparkdl.sealed import digest
-from sparkdl.spark.failures import is_spark_error
+from sparkdl.spark.saving import damaged, make_way, place_of, read_metadata, write_metadata
 from sparkdl.spark.session import is_connect
 from sparkdl.summary import TrainingSummary
 
@@ -69,24 +68,21 @@ class ParamsWriter(MLWriter):
         """
         folders: dict[str, PreparedModule] = {}
         described = self._describe(folders)
-        _make_way(path, self.shouldOverwrite, self.sparkSession)
+        make_way(path, self.shouldOverwrite, self.sparkSession)
         extra = {"sparkdl": _about(described, self.sparkSession)}
-        DefaultParamsWriter.saveMetadata(described, path, self.sparkSession, extraMetadata=extra)
-        storage = self._place(path)
+        storage = write_metadata(described, path, self.sparkSession, extra)
+        self._check_place(storage, path)
         for folder, prepared in folders.items():
             prepared.write(storage, folder)
 
-    def _place(self, path: str) -> Storage:
-        """The folder in which Spark has written the metadata."""
-        place = _qualified(path, self.sparkSession)
-        storage = open_storage(place)
+    def _check_place(self, storage: Storage, path: str) -> None:
+        """See that this is the folder in which Spark has written the metadata."""
         if is_connect(self.sparkSession) and not storage.exists("metadata"):
-            _make_way(path, True, self.sparkSession)
+            make_way(path, True, self.sparkSession)
             raise StorageError(
-                f"{place} lies on the host of the Spark Connect server, where this client cannot "
+                f"{storage} lies on the host of the Spark Connect server, where this client cannot "
                 "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
             )
-        return storage
 
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
         """A twin of the instance whose values are JSON; its modules go to ``folders``."""
@@ -152,7 +148,7 @@ class ModelWriter(ParamsWriter):
         folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,
-            example_inputs=example_inputs(model.columns),
+            example_inputs=example_of(model.columns),
             extra=extra,
             others=others,
         )
@@ -173,7 +169,7 @@ class ParamsReader(MLReader[P]):
             StorageError: the files are missing, damaged, of another class or a later format.
             ConfigError: the code that a description names cannot be imported here.
         """
-        metadata = _read_metadata(path, self.sparkSession)
+        metadata = read_metadata(path, self.sparkSession)
         self._check(metadata, path)
         instance: Any = self._make(path)
         instance._resetUid(metadata["uid"])
@@ -197,7 +193,7 @@ class ParamsReader(MLReader[P]):
                 f"{written.get('format')}; this sparkdl {__version__} reads formats up to {FORMAT}"
             )
         if written["format"] > 1 and written.get("sha256") != _sum(metadata):
-            raise _damaged(path, "it is not what was written")
+            raise damaged(path, "it is not what was written")
 
     def _values(self, saved: Mapping[str, Any], instance: Params, path: str) -> dict[str, Any]:
         values = {}
@@ -211,7 +207,7 @@ class ParamsReader(MLReader[P]):
         if name not in OBJECT_PARAMS:
             return value
         if isinstance(value, dict) and "folder" in value:
-            storage = open_storage(_qualified(path, self.sparkSession))
+            storage = place_of(path, self.sparkSession)
             if name == "module":
                 return load_module_from(storage, _MODULE)[0]
             state = open_module(storage, _WEIGHTS).weights()
@@ -224,7 +220,7 @@ class ModelReader(ParamsReader[M]):
     """Loads what `ModelWriter` saved; nothing is unpickled."""
 
     def _make(self, path: str) -> M:
-        storage = open_storage(_qualified(path, self.sparkSession))
+        storage = place_of(path, self.sparkSession)
         saved = open_module(storage, _MODEL)
         data = saved.files.get(_SUMMARY)
         if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):
@@ -247,32 +243,6 @@ def _sum(metadata: Mapping[str, Any]) -> str:
     return digest({name: metadata.get(name) for name in _SEALED})
 
 
-def _read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
-    """What `ParamsWriter` saved with Spark's help.
-
-    Raises:
-        StorageError: it is damaged.
-    """
-    try:
-        metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, spark)
-        if not isinstance(metadata["class"], str):
-            raise TypeError(f"class {metadata['class']!r}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, repr(error)) from error
-    except Exception as error:  # Spark's own have no common base class
-        if not is_spark_error(error):
-            raise
-        raise StorageError(
-            f"Spark cannot read {path}/metadata: {error}; check the path, and that the model is "
-            "whole"
-        ) from error
-    return metadata
-
-
-def _damaged(path: str, why: str) -> StorageError:
-    return StorageError(f"{path}/metadata is damaged: {why}; save it again, or take an intact copy")
-
-
 def _describable(factory: Any) -> Any:
     """The factory if JSON can hold it, for a loaded model to be saved again; otherwise None."""
     try:
@@ -280,28 +250,3 @@ def _describable(factory: Any) -> Any:
     except DescribeError:
         return None
     return factory
-
-
-def _make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
-    """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does."""
-    if is_connect(spark):
-        from pyspark.ml.connect.readwrite import RemoteMLWriter
-
-        RemoteMLWriter.handleOverwrite(path, overwrite)
-        return
-    from pyspark.ml.wrapper import JavaWrapper
-
-    name = "org.apache.spark.ml.util.FileSystemOverwrite"
-    helper: Any = JavaWrapper(JavaWrapper._new_java_obj(name))
-    helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
-
-
-def _qualified(path: str, spark: SparkSession) -> str:
-    """``path`` as Spark resolves it: with scheme and host of the cluster's default file system.
-
-    Spark tells where it reads the metadata from; that works on Spark Connect as well.
-    """
-    row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
-    if row is None:
-        raise StorageError(f"{path}/metadata is empty; save the instance again")
-    return unquote(str(row[0])).rsplit("/metadata/", 1)[0]

@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from sparkdl.config import DEVICES
 from sparkdl.data.arrow import to_numpy
 from sparkdl.data.assemble import Arguments, arguments
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.readers import read_trained
+from sparkdl.data.readers import read_trained, read_trained_usable
 from sparkdl.device import choose_device
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
@@ -33,6 +33,7 @@ from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
 from sparkdl.process import torch_threads, tuned_allocator
 
+R = TypeVar("R", torch.Tensor, Ragged)
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
 MODULES_PER_WORKER = 3
@@ -136,11 +137,61 @@ class InputRows:
     rows: Sequence[Any]
     """A tensor ``(rows, *shape)`` for each column, or what gives one for a slice."""
 
-    def runs(self, batch_size: int, device: torch.device) -> Iterator[Arguments]:
+    def runs(self, batch_size: int, device: torch.device) -> Iterator[Run]:
         """Rows in runs of at most ``batch_size``, as ``forward`` takes them."""
         for start in range(0, len(self.rows[0]), batch_size):
             rows = [rows[start : start + batch_size] for rows in self.rows]
-            yield arguments(self.columns, rows).to(device)
+            kept = None
+            if any(isinstance(piece, _Usable) for piece in rows):
+                rows, kept = _without_skipped(rows)
+            is_empty = kept is not None and not kept.any()
+            given = None if is_empty else arguments(self.columns, rows).to(device)
+            num_rows = min(batch_size, len(self.rows[0]) - start)
+            yield Run(given, num_rows, None if kept is None or kept.all() else kept)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows, as ``forward`` takes them."""
+
+    arguments: Arguments | None
+    """Of the rows that are kept; None if none are."""
+    num_rows: int
+    """All rows of the run."""
+    kept: np.ndarray | None = None
+    """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
+
+    def chosen(self, values: R) -> R:
+        """Of one value for each row those of the rows that are kept."""
+        return values if self.kept is None else _where(values, self.kept)
+
+    def spread(self, values: pa.Array) -> pa.Array:
+        """Of one value for each row that is kept one for each row, null where it is skipped."""
+        if self.kept is None:
+            return values
+        return values.take(pa.array(np.cumsum(self.kept) - 1, mask=~self.kept))
+
+
+@dataclass(frozen=True)
+class _Usable:
+    """Some of the rows that were asked for: the others' images cannot be used."""
+
+    rows: Any
+    kept: np.ndarray
+
+
+def _without_skipped(pieces: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
+    """The rows that no column skips, and which these are."""
+    kept = np.logical_and.reduce([piece.kept for piece in pieces if isinstance(piece, _Usable)])
+    rows = [
+        _where(piece.rows, kept[piece.kept]) if isinstance(piece, _Usable) else _where(piece, kept)
+        for piece in pieces
+    ]
+    return rows, kept
+
+
+def _where(rows: R, mask: np.ndarray) -> R:
+    return rows.where(mask) if isinstance(rows, Ragged) else rows[torch.from_numpy(mask)]
 
 
 def _rows(array: pa.Array, column: Column) -> Any:
@@ -161,8 +212,12 @@ class _Images:
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, rows: slice) -> torch.Tensor | Ragged:
+    def __getitem__(self, rows: slice) -> torch.Tensor | Ragged | _Usable:
         start, stop, _ = rows.indices(len(self))
+        if self.column.kind.skips:
+            part = self.array.slice(start, stop - start)
+            usable, kept = read_trained_usable(part, self.column, first_row=start)
+            return _Usable(usable if isinstance(usable, Ragged) else _tensor(usable), kept)
         return _trained_rows(self.array.slice(start, stop - start), self.column, start)
 
 
@@ -176,9 +231,13 @@ def _predict_rows(
 ) -> Iterator[pa.Array]:
     """The rows of one record batch; Spark only asks that all arrays together are as long."""
     pieces: list[pa.Array] = []
-    for batch in inputs.runs(task.batch_size, device):
-        found = task.forward.outputs(module, batch)
-        pieces.append(to_struct(found, batch.num_rows, task.leaves))
+    for run in inputs.runs(task.batch_size, device):
+        if run.arguments is None:
+            kind = pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
+            pieces.append(pa.nulls(run.num_rows, kind))
+            continue
+        found = task.forward.outputs(module, run.arguments)
+        pieces.append(run.spread(to_struct(found, run.arguments.num_rows, task.leaves)))
         if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
             yield _joined(pieces)
             pieces = []

@@ -33,6 +33,7 @@ from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 from torch.export.pt2_archive._package import load_pt2
 
+from sparkdl.data.example import Example, Given, as_example
 from sparkdl.errors import ConfigError, StorageError
 
 _MODEL = "models/model.json"
@@ -84,9 +85,9 @@ class ProgramModule(nn.Module):
         program = load_pt2(io.BytesIO(self._archive)).exported_programs["model"]
         return program
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
         """Run the program on a batch of any size."""
-        return self.program(*inputs)
+        return self.program(*inputs, **named)
 
     def train(self, mode: bool = True) -> ProgramModule:
         """Stay in evaluation mode.
@@ -104,12 +105,13 @@ class ProgramModule(nn.Module):
         return read_program, (self._archive,)
 
 
-def write_program(module: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -> bytes:
+def write_program(module: nn.Module, example_inputs: Given) -> bytes:
     """Export a module's forward pass in evaluation mode, for batches of any size.
 
     Args:
         module: on the CPU; left as it was.
-        example_inputs: one batch, ``(batch, ...)`` each, of at least one sample.
+        example_inputs: one batch, ``(batch, ...)`` each, of at least one sample: a tuple by
+            position, a dict by name, or an `Example`, whose lengths stay free as well.
 
     Returns:
         A ``.pt2`` archive that `read_program` accepts.
@@ -119,14 +121,12 @@ def write_program(module: nn.Module, example_inputs: tuple[torch.Tensor, ...]) -
     """
     if isinstance(module, ProgramModule):
         return module.archive
-    _check_examples(example_inputs)
+    example = _checked(example_inputs)
     with evaluating(module):
-        return _archive(module, example_inputs)
+        return _archive(module, example)
 
 
-def export_program(
-    module: nn.Module, example_inputs: tuple[torch.Tensor, ...]
-) -> torch.export.ExportedProgram:
+def export_program(module: nn.Module, example_inputs: Given) -> torch.export.ExportedProgram:
     """A module's forward pass in evaluation mode as a graph, for batches of any size.
 
     Args:
@@ -138,10 +138,10 @@ def export_program(
     """
     if isinstance(module, ProgramModule):
         return module.exported()
-    _check_examples(example_inputs)
+    example = _checked(example_inputs)
     with evaluating(module):
         try:
-            return _export(module, _pair(example_inputs))
+            return _export(module, _pair(example))
         except Exception as error:  # whatever the module's forward or torch's tracer raise
             raise _not_exportable(error) from error
 
@@ -161,9 +161,13 @@ def read_program(archive: bytes) -> ProgramModule:
         raise StorageError(f"the exported program cannot be read: {error!r}") from error
 
 
-def _check_examples(example_inputs: tuple[torch.Tensor, ...]) -> None:
-    if not example_inputs or any(x.dim() == 0 or not len(x) for x in example_inputs):
+def _checked(example_inputs: Given) -> Example:
+    example = as_example(example_inputs)
+    if not example.values or any(x.dim() == 0 or not len(x) for x in example.values):
         raise ConfigError("an export needs example inputs of shape (batch, ...) with a sample each")
+    if any(x.is_sparse for x in example.values):
+        raise ConfigError("torch.export takes no sparse tensors; use Sparse(..., dense=True)")
+    return example
 
 
 @contextlib.contextmanager
@@ -178,22 +182,30 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _pair(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _pair(example: Example) -> Example:
     # torch.export takes sizes 0 and 1 for constants, so the example needs two samples or more.
-    return tuple(torch.cat([x, x]) for x in inputs)
+    return example.rows(2 * example.arguments.num_rows)
 
 
-def _export(module: nn.Module, pair: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+def _export(module: nn.Module, pair: Example) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1)
-    shapes: Any = tuple({0: batch} for _ in pair)
-    if any(p.kind is p.VAR_POSITIONAL for p in signature(module.forward).parameters.values()):
-        shapes = (shapes,)  # torch takes ``*inputs`` for one argument
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, tuple):  # torch takes ``*inputs`` for one argument
+            return tuple(map(shape, value))
+        if isinstance(value, dict):
+            return {name: shape(item) for name, item in value.items()}
+        return {0: batch, 1: torch.export.Dim.DYNAMIC} if pair.has_length(value) else {0: batch}
+
+    bound = signature(module.forward).bind(*pair.positional, **pair.by_name).arguments
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the callers compare what comes out with the module
-        return torch.export.export(module, pair, dynamic_shapes=shapes)
+        return torch.export.export(
+            module, pair.positional, pair.by_name, dynamic_shapes=shape(bound)
+        )
 
 
-def _archive(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
+def _archive(module: nn.Module, inputs: Example) -> bytes:
     pair = _pair(inputs)
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -203,8 +215,10 @@ def _archive(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
             buffer = io.BytesIO()
             torch.export.save(program, buffer)
             exported = read_program(buffer.getvalue())
-            for example in (inputs, pair, tuple(torch.cat([x, x, x]) for x in inputs)):
-                torch.testing.assert_close(exported(*example), module(*example), equal_nan=True)
+            triple = inputs.rows(3 * inputs.arguments.num_rows)
+            for example in (inputs, pair, triple, inputs.shorter()):
+                found, expected = (example.arguments.call(made) for made in (exported, module))
+                torch.testing.assert_close(found, expected, equal_nan=True)
     except Exception as error:  # whatever the module's forward or torch's tracer raise
         raise _not_exportable(error) from error
     return buffer.getvalue()

@@ -2,7 +2,7 @@
 
 `load_module` gives the fitted module, `load_signature` what it takes and gives. Both accept the
 folder of a saved model, of a pipeline model that holds one, of an estimator whose module was saved
-along, or of one of a pipeline's stages; as a path or as a URL that fsspec knows.
+along, or of one of a pipeline's stages; as a path or as a URL, see `places`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.storage import Storage
+from sparkdl.data.assemble import Arguments, example_arguments
 from sparkdl.describe import restore
-from sparkdl.errors import StorageError
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
+from sparkdl.places import open_place
 from sparkdl.plan import Column
 
 Place = str | os.PathLike[str]
@@ -39,11 +41,25 @@ class ModelSignature:
     """Of a classifier; None for other models."""
 
     def example_inputs(self, num_rows: int = 2) -> tuple[torch.Tensor, ...]:
-        """Inputs of zeros, ``(num_rows, *shape)`` each."""
-        return tuple(
-            torch.zeros(num_rows, *column.shape, dtype=getattr(torch, column.dtype))
-            for column in self.inputs
-        )
+        """Inputs of zeros, ``(num_rows, *shape)`` each, for a module that takes them by position.
+
+        Raises:
+            ConfigError: the module takes some by name; see `example_arguments`.
+        """
+        arguments = self.example_arguments(num_rows)
+        if any(arguments.names):
+            raise ConfigError(
+                "the module takes inputs by name; use signature.example_arguments().call(module)"
+            )
+        return arguments.values
+
+    def example_arguments(self, num_rows: int = 2) -> Arguments:
+        """Inputs of zeros, with the names by which the module takes them.
+
+        ``.call(module)`` passes them; ``.values`` and ``.names`` are what is passed. Sequences
+        are as long as the longest of training, and their masks say that all values count.
+        """
+        return example_arguments(self.inputs, num_rows)
 
 
 def load_module(path_or_url: Place) -> nn.Module:
@@ -84,7 +100,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
         StorageError: there is no such model, it is damaged or of a later version, or it is an
             estimator, which does not know yet what it will be trained on.
     """
-    storage = open_storage(path_or_url)
+    storage = open_place(path_or_url)
     folder = _find(storage)
     index = read_module_index(storage, folder)
     signature = _signature(index["extra"])
@@ -98,7 +114,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
 
 def open_saved(path_or_url: Place) -> SavedModule:
     """The files of a saved model, read and found whole; see `load_module`."""
-    storage = open_storage(path_or_url)
+    storage = open_place(path_or_url)
     return open_module(storage, _find(storage))
 
 

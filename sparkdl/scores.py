@@ -92,12 +92,15 @@ class Evaluation(Mapping[str, Any]):
 
     As a mapping it holds the measures by name: ``loss``; ``accuracy`` and ``log_loss``, or
     ``rmse``, ``mae`` and ``r2``; ``roc_auc`` and ``average_precision`` of class 1 where there are
-    two classes; and the torchmetrics that were asked for.
+    two classes; ``loss_<label>`` where there are several labels; and the torchmetrics that were
+    asked for.
     """
 
     rows: int
     loss: float
     """Mean of the rows' losses, weighted as in training."""
+    loss_by_label: Mapping[str, float] = field(default_factory=dict)
+    """With several labels the mean of each one's losses, without its weight in the sum."""
     scores: ClassificationScores | RegressionScores | None = None
     """What classifiers and regressors are measured by, with ``confusion`` and ``per_class``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -128,6 +131,7 @@ class Evaluation(Mapping[str, Any]):
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {"loss": self.loss}
+        values |= {f"loss_{label}": loss for label, loss in self.loss_by_label.items()}
         if isinstance(self.scores, ClassificationScores):
             values |= {"accuracy": self.scores.accuracy, "log_loss": self.scores.log_loss}
         elif self.scores is not None:

@@ -23,11 +23,12 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
+from sparkdl.beside import Beside, NamedLabel
 from sparkdl.config import Task
 from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Named
 from sparkdl.measure import (
-    Beside,
     Evaluator,
     Measures,
     Part,
@@ -37,11 +38,13 @@ from sparkdl.measure import (
     united,
 )
 from sparkdl.outputs import Forward, Output, check_rows, pick
-from sparkdl.predict import ModuleTask, class_logits, input_rows, ready
+from sparkdl.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.scores import BUILT_IN, Evaluation
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, prepare, quoted
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
+from sparkdl.spark.specified import prepare_named
+from sparkdl.train.losses import class_labels
 
 _GROUPS = 16
 """Groups in which parts are added up."""
@@ -58,7 +61,9 @@ class EvaluateTask(ModuleTask):
     predicted: Output
     """Of which of the module's outputs ``transform`` makes the prediction."""
     label: Beside | None
-    """None: the loss compares with the inputs."""
+    """None: there are several, or the loss compares with the inputs."""
+    labels: tuple[NamedLabel, ...] = ()
+    """Several labels."""
     weight: Beside | None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -71,9 +76,10 @@ class EvaluateTask(ModuleTask):
             for batch in batches:
                 if evaluator is None:  # a partition without rows makes none
                     evaluator = Evaluator(self.measures, device)
-                for output, target, weight, num_rows in self.compared(
-                    module, device, batch.columns
-                ):
+                for run, output, target, weight in self.compared(module, device, batch.columns):
+                    if run.arguments is None:
+                        continue
+                    num_rows = run.arguments.num_rows
                     predicted = self._predicted(output, num_rows)
                     evaluator.update(output, predicted, target, weight, num_rows)
                 evaluator.check()
@@ -81,22 +87,33 @@ class EvaluateTask(ModuleTask):
 
     def compared(
         self, module: Any, device: torch.device, arrays: Sequence[pa.Array]
-    ) -> Iterator[tuple[Any, Any, torch.Tensor | None, int]]:
-        """Batch by batch: output, target, weight, rows."""
+    ) -> Iterator[tuple[Run, Any, Any, torch.Tensor | None]]:
+        """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         num_inputs = len(self.columns)
         inputs = input_rows(arrays[:num_inputs], self.columns)
         others = self._others(arrays[num_inputs:])
         start = 0
-        for features in inputs.runs(self.batch_size, device):
-            beside = [values[start : start + features.num_rows] for values in others]
-            start += features.num_rows
-            output = self.forward.module_output(module, features)
-            target = features.packed() if self.label is None else beside[0].to(device)
-            weight = beside[-1] if self.weight is not None else None
-            yield output, target, weight, features.num_rows
+        for run in inputs.runs(self.batch_size, device):
+            stop = start + run.num_rows
+            beside = [run.chosen(values[start:stop]) for values in others]
+            start = stop
+            if run.arguments is None:
+                yield run, None, None, None
+                continue
+            output = self.forward.module_output(module, run.arguments)
+            target = self._target(run.arguments, beside, device)
+            yield run, output, target, beside[-1] if self.weight is not None else None
 
-    def _others(self, arrays: Sequence[pa.Array]) -> list[torch.Tensor]:
-        values = [] if self.label is None else [self.label.read(arrays[0])]
+    def _target(self, inputs: Arguments, beside: Sequence[Any], device: torch.device) -> Any:
+        """What the loss compares with."""
+        if self.labels:
+            pairs = zip(self.labels, beside, strict=False)  # the weight may come behind them
+            return {label.name: label.tensor(rows).to(device) for label, rows in pairs}
+        return inputs.packed() if self.label is None else beside[0].to(device)
+
+    def _others(self, arrays: Sequence[pa.Array]) -> list[Any]:
+        values: list[Any] = [] if self.label is None else [self.label.read(arrays[0])]
+        values += [label.read(array) for label, array in zip(self.labels, arrays, strict=False)]
         return values if self.weight is None else [*values, self.weight.read_weights(arrays[-1])]
 
     def _predicted(self, output: Any, num_rows: int) -> Any:
@@ -197,8 +214,11 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
         with ready(task) as (module, device):
             loss = task.measures.make_loss(device)
             for arrays in batches:
-                for output, target, _, _ in task.compared(module, device, arrays):
-                    yield _row_losses(loss, output, target, task.measures)
+                for run, output, target, _ in task.compared(module, device, arrays):
+                    if run.arguments is None:
+                        yield pa.nulls(run.num_rows, pa.float64())
+                    else:
+                        yield run.spread(_row_losses(loss, output, target, task.measures))
 
     def losses_of_inputs(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         return losses_of((array,) for array in batches)
@@ -206,7 +226,7 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
     def losses_of_columns(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return losses_of(batches)
 
-    is_one = len(task.columns) == 1 and task.label is None
+    is_one = len(task.columns) == 1 and task.label is None and not task.labels
     return losses_of_inputs if is_one else losses_of_columns
 
 
@@ -275,6 +295,75 @@ def beside(
             is_case_sensitive=is_case_sensitive,
         )
     return label, weight
+
+
+def read_beside(
+    schema: T.StructType,
+    task: Task,
+    columns: tuple[str | None, str | None],
+    entries: Sequence[Named],
+    loss: Any,
+    **types: Any,
+) -> tuple[dict[str, Any], list[SparkColumn]]:
+    """What comes beside the inputs: the fields of an `EvaluateTask`, and the columns.
+
+    Args:
+        schema: schema of the DataFrame.
+        task: what the model has learnt.
+        columns: names of the columns with the only label and the weight.
+        entries: several labels.
+        loss: what compares with them.
+        types: see `beside`.
+    """
+    label, weight = beside(schema, *columns, task, **types)
+    several, labels = several_labels(schema, entries, task, loss, **types)
+    fields = {
+        "label": None if label is None else Beside(label.name, label.dtype, label.as_classes),
+        "labels": labels,
+        "weight": None if weight is None else Beside(weight.name, weight.dtype),
+    }
+    return fields, [e.expression for e in (label, *several, weight) if e is not None]
+
+
+def several_labels(
+    schema: T.StructType,
+    entries: Sequence[Named],
+    task: Task,
+    loss: Any,
+    *,
+    float_dtype: str,
+    is_case_sensitive: bool,
+) -> tuple[list[Prepared], tuple[NamedLabel, ...]]:
+    """Several labels, cast as `fit` casts them, and how tasks read them.
+
+    Raises:
+        DataError: one is missing, or of a type of which no tensor can be made.
+        ConfigError: the model has a single label by its kind.
+    """
+    if entries and task != "custom":
+        raise ConfigError(f"a model for {task} has one label; set labelCol, not labels")
+    classes = class_labels(loss)
+    prepared = [
+        prepare_named(
+            schema,
+            entry,
+            "label",
+            float_dtype=float_dtype,
+            as_classes=entry.argument in classes,
+            is_case_sensitive=is_case_sensitive,
+        )
+        for entry in entries
+    ]
+    labels = tuple(
+        NamedLabel(
+            name=str(p.argument),
+            specification=entry.specification,
+            dtype=p.dtype,
+            as_classes=p.as_classes,
+        )
+        for p, entry in zip(prepared, entries, strict=True)
+    )
+    return prepared, labels
 
 
 def vectors_to_arrays(rows: DataFrame) -> DataFrame:

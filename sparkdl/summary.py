@@ -34,6 +34,8 @@ class TrainingSummary:
     rows: int = 0
     """Training rows."""
     validation_rows: int = 0
+    skipped_rows: int = 0
+    """Rows that were left out, since ``on_error="skip"`` asks for that."""
     steps: int = 0
     """Optimizer steps of each rank."""
     world_size: int = 1
@@ -141,7 +143,11 @@ class TrainingSummary:
 
     def _lines(self) -> list[tuple[str, str]]:
         lines = [
-            ("rows", f"{self.rows:,} training, {self.validation_rows:,} validation"),
+            (
+                "rows",
+                f"{self.rows:,} training, {self.validation_rows:,} validation"
+                + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows),
+            ),
             ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
             ("restarts", str(self.restarts)),
             ("seconds", f"{self.seconds:.1f} ({self._phases()})"),

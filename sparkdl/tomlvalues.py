@@ -158,6 +158,8 @@ def _convert_union(value: Any, union: Any, name: str) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, list)
     if is_dataclass(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
@@ -176,6 +178,8 @@ def describe(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(part) for part in arguments if part is not type(None))
+    if origin is Literal:
+        return f"one of {_listed(arguments)}"
     if origin is tuple:
         return f"a list (each {describe(arguments[0])})"
     if is_dataclass(hint):

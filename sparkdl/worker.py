@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.channel import ChannelClient, ChannelStorage
-from sparkdl.checkpoint.storage import Storage, open_storage
+from sparkdl.checkpoint.folders import Subfolder
+from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.config import TrainConfig
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
+RELAYED = "relayed"
+"""Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,8 @@ class WorkOrder:
     """safetensors of the initial weights; None: read them from the storage."""
     storage_url: str | None
     """Where checkpoints lie; None: the driver keeps them, if it hosts the channel."""
+    relays: bool
+    """Whether only the driver can open ``storage_url``, and passes files on through its channel."""
     driver_hosts_channel: bool
     resume_path: str | None
     """Checkpoint to go on from, or None."""
@@ -162,7 +167,7 @@ def _train(
             )
             stack.enter_context(contextlib.closing(files))
         module = _module(order, structure, files, comm)
-        storage = open_storage(order.storage_url) if order.storage_url is not None else files
+        storage = _storage(order, files)
         checkpoints = None
         if storage is not None:
             checkpoints = stack.enter_context(_checkpoints(order, config, storage, comm, client))
@@ -188,6 +193,16 @@ def _train(
             results += _deliver(module, files)
         comm.barrier()  # nobody leaves, taking channel or files along, while a peer needs them
     return results
+
+
+def _storage(order: WorkOrder, files: ChannelStorage | None) -> Storage | None:
+    """Where this rank writes its checkpoints, or None."""
+    if order.storage_url is None:
+        return files
+    if not order.relays:
+        return open_storage(order.storage_url)
+    assert files is not None
+    return Subfolder(files, RELAYED, without_password(order.storage_url))
 
 
 def _module(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import s3
 from tests.gang import Gang, started_gang
 
 if TYPE_CHECKING:
@@ -25,10 +28,15 @@ os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 
+# Before Spark starts, whose workers read this as well.
+os.environ.update(s3.ENVIRONMENT)
+
 # A process has one Spark context: these directories bring their own and are named on the command
 # line, as `make unit` does.
-_OWN_CONTEXT = ["cluster", "cluster_gpu"]
-collect_ignore = [] if any("tests/cluster" in word for word in sys.argv) else _OWN_CONTEXT
+_OWN_CONTEXT = ["cluster", "cluster_gpu", "hdfs"]
+collect_ignore = [
+    name for name in _OWN_CONTEXT if not any(f"tests/{name}" in word for word in sys.argv)
+]
 
 
 ON_CONNECT = os.environ.get("SPARKDL_TEST_SPARK") == "connect"
@@ -83,3 +91,16 @@ def gang4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     """Four ranks, started once; for pairs of pairs, and two nodes of two."""
     with started_gang(tmp_path_factory.mktemp("gang4"), 4) as gang:
         yield gang
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[bytes]]:
+    """What `s3.ENVIRONMENT` points to, with the bucket `s3.BUCKET`."""
+    with s3.started_server(tmp_path_factory.mktemp("s3") / "log") as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server: subprocess.Popen[bytes]) -> str:
+    """A folder of the bucket that no other test uses."""
+    return f"s3://{s3.BUCKET}/{uuid.uuid4().hex}"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from sparkdl.demo import DigitsNet
+from sparkdl.demo import DigitsNet, PhotoNet
 
 
 def test_digits_net_takes_bytes_and_floats_alike() -> None:
@@ -19,3 +19,10 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(net(images), net(images))
     net.eval()
     assert torch.equal(net(images), net(images))
+
+
+def test_photo_net_takes_images_of_any_size() -> None:
+    net = PhotoNet(3, channels=1, hidden=4).eval()
+    for size in ((8, 8), (17, 30)):
+        images = torch.randint(0, 256, (2, 1, *size), dtype=torch.uint8)
+        assert net(images).shape == (2, 3)

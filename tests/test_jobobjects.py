@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+import sparkdl
 from sparkdl.config import EarlyStopping
 from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError
-from sparkdl.estimator import TorchClassifier, TorchRegressor
+from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.initialweights import InitialWeights
 from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
 from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
@@ -34,7 +35,8 @@ def job(**sections: Any) -> TrainJob:
 
 def test_the_section_has_every_param_and_no_other() -> None:
     keys = {camel_case(item.name) for item in fields(EstimatorSection)} - {"kind"}
-    params = {param.name for param in TorchClassifier().params} - {"module"}
+    kinds = (TorchClassifier, TorchRegressor, TorchEstimator)
+    params = {param.name for kind in kinds for param in kind().params} - {"module"}
     assert keys == params
 
 
@@ -115,6 +117,69 @@ def test_objects_are_imported_and_made() -> None:
     assert isinstance(scheduler, functools.partial)
     assert (scheduler.func, scheduler.keywords) == (StepLR, {"step_size": 5})
     assert estimator.getOrDefault("metrics")["f1"].num_classes == 10
+
+
+def upper(rows: Any) -> Any:
+    return rows
+
+
+def test_inputs_labels_and_losses_are_made() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "kind": "estimator",
+                "inputs": {
+                    "photo": {
+                        "factory": "sparkdl:Image",
+                        "args": {"column": "file", "size": [8, 8], "channels": 1},
+                    },
+                    "age": "age",
+                    "words": {
+                        "factory": "sparkdl:Sequence",
+                        "args": {
+                            "column": "text",
+                            "transform": {"factory": "tests.test_jobobjects:upper"},
+                        },
+                    },
+                },
+                "augmentation": "tests.test_jobobjects:upper",
+                "group_by_length": 4,
+                "labels": {
+                    "kind": "kind",
+                    "size": {"factory": "sparkdl:Tensor", "args": {"column": "cm"}},
+                },
+                "loss": {
+                    "kind": "cross_entropy",
+                    "size": {"factory": "torch.nn:HuberLoss", "args": {"delta": 2.0}},
+                },
+                "loss_weights": {"size": 0.5},
+            }
+        )
+    )
+    value = estimator.getOrDefault
+    assert value("inputs") == {
+        "photo": sparkdl.Image("file", size=(8, 8), channels=1),
+        "age": sparkdl.Tensor("age"),
+        "words": sparkdl.Sequence("text", transform=upper),
+    }
+    assert value("augmentation") is upper
+    assert (value("groupByLength"), value("lossWeights")) == (4, {"size": 0.5})
+    assert value("labels") == {"kind": sparkdl.Tensor("kind"), "size": sparkdl.Tensor("cm")}
+    assert value("loss")["kind"] == "cross_entropy"
+    assert value("loss")["size"].delta == 2.0
+
+
+def test_inputs_by_position() -> None:
+    sparse = {"factory": "sparkdl:Sparse", "args": {"column": "words"}}
+    estimator = make_estimator(job(estimator={"inputs": ["age", sparse]}))
+    assert estimator.getOrDefault("inputs") == [sparkdl.Tensor("age"), sparkdl.Sparse("words")]
+
+
+def test_an_augmentation_must_be_a_reference() -> None:
+    with pytest.raises(
+        ConfigError, match=r"estimator\.augmentation must be 'package\.module:name'"
+    ):
+        make_estimator(job(estimator={"augmentation": "flip"}))
 
 
 def test_a_validation_section_marks_rows_by_a_column() -> None:

@@ -26,7 +26,7 @@ SPARK_SIDE = {
     "spark",
 }
 # Run without Spark too; ask it only from inside a function, where they were called by it.
-ASKS_SPARK_LAZILY = {"packing", "predict"}
+ASKS_SPARK_LAZILY = {"packing", "places", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
     "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",

@@ -14,9 +14,9 @@ from torch import nn
 from torchmetrics import classification
 
 from sparkdl import measure
+from sparkdl.beside import Beside
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.measure import (
-    Beside,
     Evaluator,
     Measures,
     Part,

@@ -137,8 +137,8 @@ def test_regressor_gives_doubles_and_refuses_wide_outputs(arrays: DataFrame) -> 
     expected = direct(module, torch.tensor(ROWS, dtype=torch.float64)).reshape(-1).tolist()
     assert column(out, "prediction") == expected
     wide = TorchRegressorModel(linear(3, 2), [feature("features", "float32", 3)])
-    with pytest.raises(Exception, match="predicts one number"):
-        wide.transform(arrays).collect()
+    with pytest.raises(ConfigError, match=r"'prediction' is one number per row, .*\(2, 2\)"):
+        wide.transform(arrays)
 
 
 def test_several_inputs_of_several_dtypes(spark: SparkSession) -> None:

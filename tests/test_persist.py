@@ -21,6 +21,7 @@ from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.plan import Column
+from sparkdl.spark import saving
 from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
@@ -304,8 +305,8 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
 ) -> None:
     cleared: list[bool] = []
     monkeypatch.setattr(persist, "is_connect", lambda _: True)
-    monkeypatch.setattr(persist, "_make_way", lambda path, overwrite, _: cleared.append(overwrite))
-    monkeypatch.setattr(persist, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    monkeypatch.setattr(persist, "make_way", lambda path, overwrite, _: cleared.append(overwrite))
+    monkeypatch.setattr(saving, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     assert cleared == [False, True]

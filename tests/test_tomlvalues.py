@@ -29,6 +29,7 @@ class Outer:
     shape: tuple[int | tuple[int, ...], ...] = ()
     options: Mapping[str, str | bool | int] = field(default_factory=dict)
     either: str | Inner | None = None
+    chosen: Literal["x", "y"] | None = None
 
 
 @pytest.mark.parametrize(
@@ -144,3 +145,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken.write_text("a = = 1", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
         read_toml(broken)
+
+
+def test_a_choice_may_be_left_out() -> None:
+    assert build(Outer, {"name": "n", "chosen": "y"}).chosen == "y"
+    assert build(Outer, {"name": "n"}).chosen is None
+    with pytest.raises(ConfigError, match=r"chosen must be one of 'x', 'y'; received 'z'"):
+        build(Outer, {"name": "n", "chosen": "z"})

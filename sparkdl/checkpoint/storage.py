@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from sparkdl.checkpoint import s3, webhdfs
 from sparkdl.errors import StorageError
 
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
@@ -46,7 +47,14 @@ class Storage(Protocol):
         """Whether a file or folder is there."""
 
 
-def open_storage(path_or_url: str | os.PathLike[str]) -> Storage:
+class Folder(Storage, Protocol):
+    """A storage that can move its files: all but those that pass files on to others."""
+
+    def move(self, source: str, target: str) -> None:
+        """Give a file another path, replacing what was there; makes the folders."""
+
+
+def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
     """The storage for a local path, a ``file://`` URL, or any URL that fsspec knows.
 
     As in Hadoop, ``scheme:/path`` is a URL too: ``hdfs:/models`` lies on the default name node.
@@ -73,6 +81,17 @@ def absolute(path_or_url: str | os.PathLike[str]) -> str:
     """A local path as seen from the root, for other processes; a URL as it is."""
     storage = open_storage(path_or_url)
     return str(storage) if isinstance(storage, LocalStorage) else os.fspath(path_or_url)
+
+
+def scheme_of(path_or_url: str) -> str | None:
+    """The scheme of a URL in small letters, or None for a path."""
+    url = _URL.fullmatch(path_or_url)
+    return url["scheme"].lower() if url is not None else None
+
+
+def without_password(url: str) -> str:
+    """A URL, or a text with URLs in it, as errors and logs may show it."""
+    return re.sub(r"//[^/\s]*@", "//***@", url)
 
 
 def check_writable(storage: Storage) -> None:
@@ -120,14 +139,14 @@ class LocalStorage:
                 raise
             _sync_folder(target.parent)
         except OSError as error:
-            raise _failure("write", str(target), error) from error
+            raise failure("write", str(target), error) from error
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""
         try:
             return self._at(path).read_bytes()
         except OSError as error:
-            raise _failure("read", str(self._at(path)), error) from error
+            raise failure("read", str(self._at(path)), error) from error
 
     def list(self, path: str) -> builtins.list[str]:
         """See `Storage.list`."""
@@ -136,7 +155,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _failure("list", str(self._at(path)), error) from error
+            raise failure("list", str(self._at(path)), error) from error
         return sorted(name for name in names if not name.startswith(_ASIDE))
 
     def remove(self, path: str) -> None:
@@ -150,7 +169,17 @@ class LocalStorage:
         except FileNotFoundError:
             return  # someone else removed it at the same time
         except OSError as error:
-            raise _failure("remove", str(target), error) from error
+            raise failure("remove", str(target), error) from error
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        place = self._at(target)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._at(source).replace(place)
+            _sync_folder(place.parent)
+        except OSError as error:
+            raise failure("move", f"{self._at(source)} to {place}", error) from error
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
@@ -160,25 +189,47 @@ class LocalStorage:
         return self._root / checked(path)
 
 
+def open_url(url: str) -> tuple[Any, str]:
+    """The file system of fsspec's form behind a URL ``scheme://...``, and the path in it.
+
+    The one place where Python opens URLs, for all who read and write in other ways than `Storage`
+    too: with our time-outs, S3's server, and errors that name the remedy.
+
+    Raises:
+        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    """
+    import fsspec
+
+    scheme, name = scheme_of(url), without_password(url)
+    try:
+        if scheme in s3.SCHEMES:
+            return s3.open_s3(url)
+        files, path = fsspec.core.url_to_fs(url)
+        if scheme == "webhdfs":
+            webhdfs.bound(files)
+    except StorageError:
+        raise
+    except ImportError as error:
+        raise StorageError(
+            f"cannot open {name}: {error}; install that package on driver and executors"
+        ) from error
+    except Exception as error:  # each file system of fsspec has its own exception types
+        remedy = _WITHOUT_LIBHDFS if scheme == "hdfs" else None
+        raise failure("open", name, error, remedy) from error
+    return files, path
+
+
 class FsspecStorage:
-    """A folder behind any URL that fsspec knows: ``s3://``, ``gs://``, ``abfs://``, ``hdfs://``.
+    """A folder behind any URL that fsspec knows: ``gs://``, ``abfs://``, ``hdfs://``, or S3.
 
     Files are written in place: object stores show an object only when it is whole, and on the
     others the manifest that is written last tells a whole checkpoint from a part of one.
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._name = re.sub("//[^/@]*@", "//***@", url)  # errors and logs must not show passwords
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
-        except ImportError as error:
-            raise StorageError(
-                f"cannot open {self._name}: {error}; install that package on driver and executors"
-            ) from error
-        except Exception as error:  # each file system of fsspec has its own exception types
-            raise _failure("open", self._name, error) from error
+        self._name = without_password(url)
+        self._has_folders = scheme_of(url) not in s3.SCHEMES
+        self._fs, self._root = open_url(url)
 
     def __str__(self) -> str:
         return self._name
@@ -187,19 +238,20 @@ class FsspecStorage:
         """See `Storage.write`."""
         target = self._at(path)
         try:
-            self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+            if self._has_folders:
+                self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
             with self._fs.open(target, "wb") as file:
                 for chunk in pieces(data):
                     file.write(chunk)
         except Exception as error:
-            raise _failure("write", self._show(path), error) from error
+            raise failure("write", self._show(path), error) from error
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""
         try:
             return bytes(self._fs.cat_file(self._at(path)))
         except Exception as error:
-            raise _failure("read", self._show(path), error) from error
+            raise failure("read", self._show(path), error) from error
 
     def list(self, path: str) -> builtins.list[str]:
         """See `Storage.list`."""
@@ -209,7 +261,7 @@ class FsspecStorage:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except Exception as error:
-            raise _failure("list", self._show(path), error) from error
+            raise failure("list", self._show(path), error) from error
         return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in names)
 
     def remove(self, path: str) -> None:
@@ -220,15 +272,30 @@ class FsspecStorage:
         except FileNotFoundError:
             return
         except Exception as error:
-            raise _failure("remove", self._show(path), error) from error
+            raise failure("remove", self._show(path), error) from error
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        if not self.exists(source):
+            raise failure("move", self._show(source), FileNotFoundError(errno.ENOENT, "not there"))
+        self.remove(target)  # not every file system replaces
+        try:
+            place = self._at(target)
+            self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
+            self._fs.mv(self._at(source), place)
+        except Exception as error:
+            raise failure("move", f"{self._show(source)} to {target}", error) from error
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
         try:
             self._fs.invalidate_cache()
-            return bool(self._fs.exists(self._at(path)))
+            self._fs.info(self._at(path))  # fsspec's own exists takes every failure for a no
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         except Exception as error:
-            raise _failure("look for", self._show(path), error) from error
+            raise failure("look for", self._show(path), error) from error
+        return True
 
     def _at(self, path: str) -> str:
         relative = checked(path)
@@ -259,7 +326,7 @@ class MemoryStorage:
         with self._lock:
             content = self._files.get(checked(path))
         if content is None:
-            raise _failure("read", path, FileNotFoundError(errno.ENOENT, "no such file"))
+            raise failure("read", path, FileNotFoundError(errno.ENOENT, "no such file"))
         return content
 
     def list(self, path: str) -> builtins.list[str]:
@@ -276,6 +343,13 @@ class MemoryStorage:
         with self._lock:
             for name in [n for n in self._files if n == gone or n.startswith(f"{gone}/")]:
                 del self._files[name]
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        content = self.read(source)
+        with self._lock:
+            self._files[checked(target)] = content
+            del self._files[checked(source)]
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
@@ -314,13 +388,19 @@ _REMEDIES = {
     errno.EEXIST: "choose a path whose parents are folders",
     errno.ENOENT: "check the path, and that all hosts see the same storage",
 }
+_WITHOUT_LIBHDFS = (
+    "without libhdfs (HADOOP_HOME, CLASSPATH) Python reaches HDFS by webhdfs:// only; the driver "
+    "of classic Spark needs neither"
+)
 
 
-def _failure(action: str, place: str, error: Exception) -> StorageError:
+def failure(action: str, place: str, error: Exception, remedy: str | None = None) -> StorageError:
+    """What to raise when a file system has failed: the place, the cause and the remedy."""
     code: Any = getattr(error, "errno", None)
-    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    remedy = _REMEDIES.get(code, "check the path and the credentials")
-    return StorageError(f"cannot {action} {place}: {cause}; {remedy}")
+    cause = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    remedy = remedy or _REMEDIES.get(code, "check the path and the credentials")
+    shown = without_password(cause.splitlines()[0])  # libhdfs lists all places that it looks at
+    return StorageError(f"cannot {action} {place}: {shown}; {remedy}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -161,12 +161,7 @@ class Findings:
     def message(self, name: str) -> str:
         """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
         if self.causes:
-            found = "; ".join(
-                f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
-                for cause, count in self.causes.most_common(3)
-            )
-            nulls = f"; {self.nulls} null (first: {self.first_null})" * bool(self.nulls)
-            return f'column "{name}" has {found}{nulls}; drop or mend them before fit'
+            return f'column "{name}" has {self.faults()}; drop or mend them before fit'
         if self.nulls:
             return (
                 f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
@@ -180,6 +175,19 @@ class Findings:
             f"do not (first: {self.first_of_shape[example]}, of shape {example}); "
             "pad or drop them before fit"
         )
+
+    def faults(self) -> str:
+        """How many rows are bad for which causes, and how many are null, each with its first."""
+        found = [
+            f"{count} bad row{'s' * (count > 1)}: {cause} (first: {self.first_of_cause[cause]})"
+            for cause, count in self.causes.most_common(3)
+        ]
+        others = self.causes.total() - sum(count for _, count in self.causes.most_common(3))
+        if others:
+            found.append(f"{others} for other causes")
+        if self.nulls:
+            found.append(f"{self.nulls} null (first: {self.first_null})")
+        return "; ".join(found)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -6,7 +6,11 @@ scaling are only transposed.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +22,7 @@ from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
 
+_BYTES_LEFT = re.compile(r" \(\d+ bytes not processed\)")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Channels -> Pillow's name."""
 
@@ -37,24 +42,33 @@ def read_images(
     Raises:
         NotUniform: images are null, cannot be decoded, or differ in size; says which.
     """
-    rows: list[Array] = []
-    findings = Findings()
-    for row, value in enumerate(array):
-        place = f"row {first_row + row}{where}"
-        if not value.is_valid:
-            findings.note_null(place)
-            continue
-        try:
-            rows.append(_image(value, specification))
-        except BadImage as error:
-            findings.note_cause(*_cause_and_place(error, place))
-            continue
-        findings.note_shape(rows[-1].shape, place)
+    rows, _, findings = _decoded(array, specification, where, first_row)
     if findings:
         raise NotUniform(findings)
-    if rows:
-        return np.stack(rows)
-    return np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+    return _stacked(rows, specification)
+
+
+def usable_images(
+    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
+) -> tuple[Array | Ragged, Array, Findings]:
+    """Decode the images that can be, or keep them as they are if they are decoded for each batch.
+
+    Returns:
+        As `read_images` or `encoded` the good rows; which these are, bool ``(rows,)``; what is
+        wrong with the others.
+
+    Raises:
+        NotUniform: images differ in size; says which.
+    """
+    rows, kept, findings = _decoded(array, specification, where, first_row)
+    sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
+    if sizes:
+        raise NotUniform(sizes)
+    findings.shapes = Counter()
+    if specification.num_parts:
+        shape = rows[0].shape if rows else None
+        return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
+    return _stacked(rows, specification), kept, findings
 
 
 def encoded(
@@ -66,10 +80,42 @@ def encoded(
         NotUniform: as `read_images`.
     """
     checked = read_images(array, specification, where=where, first_row=first_row)
+    return _as_they_are(array, checked.shape[1:] if len(checked) else None)
+
+
+def _decoded(
+    array: pa.Array, specification: Image, where: str, first_row: int
+) -> tuple[list[Array], Array, Findings]:
+    """The images that can be decoded, which rows these are, and what was found on the way."""
+    rows: list[Array] = []
+    kept = np.zeros(len(array), dtype=bool)
+    findings = Findings()
+    for row, value in enumerate(array):
+        place = f"row {first_row + row}{where}"
+        if not value.is_valid:
+            findings.note_null(place)
+            continue
+        try:
+            rows.append(_image(value, specification))
+        except BadImage as error:
+            findings.note_cause(*_cause_and_place(error, place))
+            continue
+        kept[row] = True
+        findings.note_shape(rows[-1].shape, place)
+    return rows, kept, findings
+
+
+def _stacked(rows: list[Array], specification: Image) -> Array:
+    if rows:
+        return np.stack(rows)
+    return np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+
+
+def _as_they_are(array: pa.Array, shape: tuple[int, ...] | None) -> Ragged:
     data = [np.frombuffer(value.as_buffer(), dtype=np.uint8) for value in array]
     lengths = np.array([len(part) for part in data], dtype=np.int64)
     flat = np.concatenate(data) if data else np.empty(0, dtype=np.uint8)
-    return Ragged((flat,), offsets_of(lengths), checked.shape[1:] if data else None)
+    return Ragged((flat,), offsets_of(lengths), shape)
 
 
 def decode_rows(rows: Ragged, specification: Image, shape: tuple[int, ...]) -> Array:
@@ -131,13 +177,24 @@ def _from_struct(
 
 
 def _decode(data: Any, specification: Image) -> Array:
+    with opened(data) as image:
+        return _fitted(image, specification)
+
+
+@contextlib.contextmanager
+def opened(data: Any) -> Iterator[Any]:
+    """An encoded image as Pillow's object; what is done with it inside is part of decoding it.
+
+    Raises:
+        BadImage: it cannot be decoded.
+    """
     pillow = require_pillow()
     try:
         with pillow.open(io.BytesIO(data)) as image:
-            return _fitted(image, specification)
+            yield image
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        # Without the address of the buffer, which Pillow's message has: equal causes count.
-        text = str(error).split(" <_io.")[0]
+        # Without addresses and numbers of bytes, which Pillow's messages have: equal causes count.
+        text = _BYTES_LEFT.sub("", str(error).split(" <_io.")[0])
         raise BadImage(f"cannot be decoded ({type(error).__name__}: {text})") from None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow import Findings, NotUniform, examine, offsets, uniform
-from sparkdl.data.images import encoded, read_images
+from sparkdl.data.images import encoded, read_images, usable_images
 from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Sequence, Sparse, Specification, Tensor
@@ -23,6 +23,7 @@ from sparkdl.plan import Column
 
 Rows = Array | Ragged
 
+_IMAGE_TYPES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_struct)
 _WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")
 
 
@@ -57,7 +58,7 @@ def read(
         values = _transformed(array, specification)
     try:
         if isinstance(specification, Image):
-            _require(values, pa.types.is_binary, pa.types.is_large_binary, pa.types.is_struct)
+            _require(values, *_IMAGE_TYPES)
             return (encoded if specification.num_parts else read_images)(
                 values, specification, where=where, first_row=first_row
             )
@@ -80,10 +81,39 @@ def read(
         )
         raise BadRows(findings) from None
     except WrongType as error:
-        raise DataError(
-            f'the transform of "{specification.name}" returned {error}, of which '
-            f"{type(specification).__name__} cannot be made"
-        ) from None
+        raise _wrong_type(error, specification) from None
+
+
+def read_usable(
+    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
+) -> tuple[Rows, Array, Findings]:
+    """Convert a column of images, without the rows that cannot be used; otherwise as `read`.
+
+    Returns:
+        The good rows; which these are, bool ``(rows,)``; what is wrong with the others.
+
+    Raises:
+        BadRows: images differ in size.
+        DataError: the transform failed, or gave no images.
+    """
+    values: Any = array
+    if specification.transform is not None:
+        values = _transformed(array, specification)
+    try:
+        _require(values, *_IMAGE_TYPES)
+        return usable_images(values, specification, where=where, first_row=first_row)
+    except NotUniform as error:
+        assert error.findings is not None
+        raise BadRows(error.findings) from None
+    except WrongType as error:
+        raise _wrong_type(error, specification) from None
+
+
+def _wrong_type(error: WrongType, specification: Specification) -> DataError:
+    return DataError(
+        f'the transform of "{specification.name}" returned {error}, of which '
+        f"{type(specification).__name__} cannot be made"
+    )
 
 
 def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows:
@@ -99,6 +129,35 @@ def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows
         rows = read(array, kind, first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
+    return _as_trained(rows, column)
+
+
+def read_trained_usable(
+    array: pa.Array, column: Column, *, first_row: int = 0
+) -> tuple[Rows, Array]:
+    """Convert a column of images of which the bad ones are skipped; otherwise as `read_trained`.
+
+    Returns:
+        The good rows, and which these are, bool ``(rows,)``.
+
+    Raises:
+        DataError: images have another size than in training.
+    """
+    assert isinstance(column.kind, Image)
+    kind = replace(column.kind, decode="spool")
+    try:
+        rows, kept, _ = read_usable(array, kind, first_row=first_row)
+    except BadRows as error:
+        raise DataError(error.findings.message(column.name)) from None
+    return _as_trained(rows, column), kept
+
+
+def _as_trained(rows: Rows, column: Column) -> Rows:
+    """Rows in the shape and dtype of training.
+
+    Raises:
+        DataError: they have others.
+    """
     shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
     if shape is None or not len(rows) or shape == tuple(column.shape):
         return _typed(rows, column)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -22,7 +22,8 @@ from sparkdl.data.arrow import examine
 from sparkdl.data.disk import disk_errors
 from sparkdl.data.pages import EqualRows, FilePart, MappedFile, Pages, RaggedRows
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.readers import BadRows, Rows, read
+from sparkdl.data.readers import Rows
+from sparkdl.data.skipping import chosen, leave_out, read_noting
 from sparkdl.data.stats import ColumnStats, SpoolSummary, bad_values, made_dtype
 from sparkdl.errors import ShardLost
 from sparkdl.inputs import Image, Specification, Tensor
@@ -127,6 +128,14 @@ class SpoolWriter:
 
     def _write(self, batch: pa.RecordBatch) -> None:
         self._begun += batch.num_rows
+        num_rows = batch.num_rows
+        kinds = [column.kind for column in self._columns]
+        batch, ready = leave_out(batch, kinds, self._stats, where=self._where, first=self._rows)
+        if batch.num_rows:
+            self._write_usable(batch, ready)
+        self._rows += num_rows
+
+    def _write_usable(self, batch: pa.RecordBatch, ready: Mapping[int, Rows | None]) -> None:
         hashes = np.asarray(batch.column(batch.num_columns - 1).to_numpy(zero_copy_only=False))
         mask = self._validation_mask(batch)
         self._rows_digest.update(hashes.tobytes())
@@ -134,13 +143,14 @@ class SpoolWriter:
             self._mask_digest.update(mask.tobytes())
         self._content = (self._content + int(hashes.view(np.uint64).sum(dtype=np.uint64))) % 2**64
         for index, column in enumerate(self._columns):
-            values = self._values(index, column, batch.column(index))
+            rows = ready[index] if index in ready else self._read(index, batch.column(index))
+            self._sound &= rows is not None
+            values = None if rows is None else self._values(index, column, rows)
             if values is not None:
                 self._append(index, values, mask)
         num_validation = 0 if mask is None else int(mask.sum())
         self._kept["validation"] += num_validation
         self._kept["train"] += batch.num_rows - num_validation
-        self._rows += batch.num_rows
 
     def summary(self) -> SpoolSummary:
         """What was written; call it after the last record batch."""
@@ -151,6 +161,7 @@ class SpoolWriter:
             content=self._content,
             num_bytes=self._bytes,
             columns=(*self._stats, self._indicator_nulls) if self._has_validation else self._stats,
+            num_skipped_rows=self._rows - sum(self._kept.values()),
         )
 
     def _fingerprint(self) -> str:
@@ -174,15 +185,13 @@ class SpoolWriter:
             array = array.fill_null(False)
         return np.asarray(array.to_numpy(zero_copy_only=False))
 
-    def _values(self, index: int, column: SpoolColumn, array: pa.Array) -> Rows | None:
+    def _read(self, index: int, array: pa.Array) -> Rows | None:
+        kind, stats = self._columns[index].kind, self._stats[index]
+        return read_noting(array, kind, stats, where=self._where, first=self._rows)
+
+    def _values(self, index: int, column: SpoolColumn, rows: Rows) -> Rows | None:
         """The rows as they shall lie in the spool, or None if some are not usable."""
         stats = self._stats[index]
-        try:
-            rows = read(array, column.kind, where=self._where, first_row=self._rows)
-        except BadRows as error:
-            self._sound = False
-            stats.nulls_and_shapes.merge(error.findings)
-            return None
         if rows.shape is not None:
             self._note_shape(stats, rows)
         if isinstance(rows, Ragged):
@@ -244,8 +253,8 @@ class SpoolWriter:
             if mask is None or not mask.any():
                 self._put_rows("train", index, rows)
             else:
-                self._put_rows("train", index, _where(rows, ~mask))
-                self._put_rows("validation", index, _where(rows, mask))
+                self._put_rows("train", index, chosen(rows, ~mask))
+                self._put_rows("validation", index, chosen(rows, mask))
 
     def _note_made(self, index: int, rows: Rows) -> None:
         """What a transform made of the rows counts too: its code may change."""
@@ -270,10 +279,6 @@ class SpoolWriter:
         self._bytes += len(data)
         while len(data):
             data = data[file.write(data) :]
-
-
-def _where(rows: Rows, mask: Array) -> Rows:
-    return rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ class ColumnStats:
     longest: int = 0
     """Values of the longest row, where rows may differ."""
     nulls_and_shapes: Findings = field(default_factory=Findings)
+    skipped: Findings = field(default_factory=Findings)
+    """Rows that were left out, since their specification asks for that."""
     bad_values: int = 0
     """Labels that are infinite, NaN, or no class numbers where these are wanted; bad weights."""
     first_bad: str | None = None
@@ -32,7 +35,8 @@ class ColumnStats:
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["nulls_and_shapes"] = self.nulls_and_shapes.to_dict()
+        for name in ("nulls_and_shapes", "skipped"):
+            values[name] = values[name].to_dict()
         return values
 
     @classmethod
@@ -44,6 +48,7 @@ class ColumnStats:
                 **values,
                 "shape": None if shape is None else tuple(shape),
                 "nulls_and_shapes": Findings.from_dict(values["nulls_and_shapes"]),
+                "skipped": Findings.from_dict(values["skipped"]),
             }
         )
 
@@ -60,6 +65,8 @@ class SpoolSummary:
     """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
     num_bytes: int
     columns: tuple[ColumnStats, ...]
+    num_skipped_rows: int = 0
+    """Rows that are in neither split, since some column's value cannot be used."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -71,6 +78,52 @@ class SpoolSummary:
         """Inverse of `to_dict`."""
         columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
         return cls(**{**values, "columns": columns})
+
+
+def no_rows(summaries: Sequence[SpoolSummary]) -> str:
+    """Why there is nothing to train on, given that no spool holds a row."""
+    skipped = sum(summary.num_skipped_rows for summary in summaries)
+    if skipped:
+        return f"all {skipped} rows were skipped (on_error='skip'); check the column of images"
+    return "the DataFrame has no rows; check its source and filters"
+
+
+def skipped_rows(names: Sequence[str], summaries: Sequence[SpoolSummary]) -> tuple[int, str]:
+    """How many rows were left out on request, and in words of which columns and why.
+
+    Args:
+        names: of the columns.
+        summaries: of all shards.
+    """
+    texts = []
+    for index, name in enumerate(names):
+        found = Findings()
+        for summary in summaries:
+            found.merge(summary.columns[index].skipped)
+        if found:
+            texts.append(f'column "{name}" has {found.faults()}')
+    return sum(summary.num_skipped_rows for summary in summaries), "; ".join(texts)
+
+
+def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
+    """One column's statistics over all shards."""
+    merged = ColumnStats()
+    for part in stats:
+        merged.shape = merged.shape if merged.shape is not None else part.shape
+        merged.longest = max(merged.longest, part.longest)
+        if merged.dtype is not None and part.dtype not in (None, merged.dtype):
+            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
+            merged.nulls_and_shapes.note_cause(cause, "in another partition")
+        merged.dtype = merged.dtype or part.dtype
+        merged.nulls_and_shapes.merge(part.nulls_and_shapes)
+        merged.bad_values += part.bad_values
+        merged.first_bad = merged.first_bad or part.first_bad
+        low = [v for v in (merged.minimum, part.minimum) if v is not None]
+        high = [v for v in (merged.maximum, part.maximum) if v is not None]
+        merged = replace(
+            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
+        )
+    return merged
 
 
 def made_dtype(dtype: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:

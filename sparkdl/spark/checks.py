@@ -19,6 +19,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.source import Source
+from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
 from sparkdl.plan import Column, TrainPlan
@@ -26,7 +27,7 @@ from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import is_case_sensitive
-from sparkdl.spark.shards import ShardTable, SpooledShard, merge_stats
+from sparkdl.spark.shards import ShardTable, SpooledShard
 from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.specified import prepare_named
 from sparkdl.sync.base import SyncStrategy
@@ -74,6 +75,12 @@ def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) ->
         )
     if request.config.shuffle_window_bytes is not None:
         raise ConfigError(f"shuffleWindowBytes is for DataFrames; {name} has options of its own")
+    for entry in (*request.specified, *request.labels):
+        if getattr(entry.specification, "on_error", "raise") == "skip":
+            raise ConfigError(
+                f"on_error='skip' changes the number of rows, which {name} must know before "
+                "training; mend the images, or fit on a DataFrame"
+            )
     check_travels(request.config, source=source)
 
 

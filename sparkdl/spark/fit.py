@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
 from sparkdl.data.source import Source
+from sparkdl.data.stats import skipped_rows
 from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
@@ -144,6 +146,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
+        num_skipped = _warn_of_skipped(columns, spooled) if source is None else 0
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
@@ -152,14 +155,10 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             else:
                 check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
-        if source is None:
-            plan = with_windows(
-                plan,
-                spooled,
-                inspect_cluster(spark),
-                partial(conf, spark),
-                request.config.shuffle_window_bytes,
-            )
+        if source is None:  # others have windows of their own
+            info, entry = inspect_cluster(spark), partial(conf, spark)
+            window_bytes = request.config.shuffle_window_bytes
+            plan = with_windows(plan, spooled, info, entry, window_bytes)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -190,7 +189,9 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         module=module.eval(),
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
-        summary=trained.to_summary(plan, clock.laps, clock.total()),
+        summary=replace(
+            trained.to_summary(plan, clock.laps, clock.total()), skipped_rows=num_skipped
+        ),
     )
 
 
@@ -227,6 +228,15 @@ def _make_table(
         barrier=not in_rounds,
         shares=shares,
     )
+
+
+def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard]) -> int:
+    """Tell the user which rows are left out, and give back how many."""
+    names = [column.name for column in columns]
+    num_rows, causes = skipped_rows(names, [part.summary for part in spooled])
+    if num_rows:
+        logger.warning("training goes on without %d row(s): %s", num_rows, causes)
+    return num_rows
 
 
 def _view(plan: TrainPlan, verbose: int) -> View:

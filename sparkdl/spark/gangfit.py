@@ -81,6 +81,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
         payload=payload,
         weights=_weights_in_task(run),
         storage_url=link.url,
+        relays=link.relays,
         driver_hosts_channel=link.channel is not None,
         resume_path=found.path if found is not None else None,
         threads=slots.threads,

@@ -13,12 +13,15 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelServer, Hub
+from sparkdl.checkpoint.folders import Mounted
 from sparkdl.checkpoint.storage import Storage, absolute, check_writable, open_storage
-from sparkdl.errors import ClusterError
+from sparkdl.errors import ClusterError, StorageError
+from sparkdl.spark.hadoop import HadoopStorage, open_on_driver
 from sparkdl.spark.preflight import is_encrypted
-from sparkdl.spark.probe import probe
+from sparkdl.spark.probe import Findings, probe
 from sparkdl.spark.session import conf, driver_address, is_connect
 from sparkdl.spark.settings import Settings
+from sparkdl.worker import RELAYED
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -37,7 +40,9 @@ class Link:
     """The driver's temporary folder, which the channel serves."""
     checkpoints: Storage | None
     url: str | None
-    """``checkpointDir``, as all processes can open it, or None."""
+    """``checkpointDir``, with scheme and host as other processes know it, or None."""
+    relays: bool
+    """Whether workers reach ``checkpointDir`` by way of the driver's channel only."""
 
 
 def open_link(
@@ -57,21 +62,26 @@ def open_link(
     """
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-"))
     files = open_storage(folder)
+    url, checkpoints = _open_checkpoints(spark, checkpoint_dir)
     hub = Hub()
+    served = Mounted(files)
     server = None
     is_clear = is_encrypted(partial(conf, spark)) and not settings.allow_unencrypted
     if settings.channel != "workers" and not (in_rounds and is_clear):
-        server = _serve(spark, hub, files, settings)
+        server = _serve(spark, hub, served, settings)
         stack.callback(server.shutdown)
-    url = absolute(checkpoint_dir) if checkpoint_dir is not None else None
-    checkpoints = open_storage(url) if url is not None else None
-    if checkpoints is not None:
-        check_writable(checkpoints)
     address = server.address if server is not None else None
-    reached = _probe(spark, num_workers, profile, address, url, checkpoints, run_id)
-    if address is not None and not reached:
+    # In rounds the driver alone writes checkpoints, so executors need not see where.
+    seen = checkpoints if not in_rounds else None
+    found = _probe(spark, num_workers, profile, address, url, seen, run_id)
+    if address is not None and not found.reaches_driver:
         _require_no_channel(spark, address, settings, in_rounds=in_rounds)
         address = None
+    relays = found.storage_failure is not None
+    if relays:
+        assert checkpoints is not None
+        _require_relay(checkpoints, address, str(found.storage_failure))
+        served.mount(RELAYED, checkpoints)
     if address is None and checkpoints is None and not in_rounds:
         logger.warning(
             "the driver cannot keep checkpoints, since executors do not reach it, and no "
@@ -79,10 +89,39 @@ def open_link(
         )
     if address is not None and checkpoints is None:
         checkpoints = files
-    return Link(hub=hub, channel=address, files=files, checkpoints=checkpoints, url=url)
+    return Link(
+        hub=hub, channel=address, files=files, checkpoints=checkpoints, url=url, relays=relays
+    )
 
 
-def _serve(spark: SparkSession, hub: Hub, files: Storage, settings: Settings) -> ChannelServer:
+def _open_checkpoints(
+    spark: SparkSession, checkpoint_dir: str | None
+) -> tuple[str | None, Storage | None]:
+    """``checkpointDir`` as other processes know it, and the place itself, if there is one."""
+    if checkpoint_dir is None:
+        return None, None
+    storage = open_on_driver(spark, checkpoint_dir)
+    check_writable(storage)
+    url = storage.url if isinstance(storage, HadoopStorage) else absolute(checkpoint_dir)
+    return url, storage
+
+
+def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:
+    """Executors cannot open ``checkpointDir``: the driver passes files on, or it is an error."""
+    if address is None:
+        raise StorageError(
+            f"checkpointDir cannot be used from the executors: {reason}. Nor can the driver pass "
+            "files on, since the workers have no channel to it; give the executors what they lack, "
+            "choose another checkpointDir, or let them reach the driver (spark.sparkdl.channel)"
+        )
+    logger.info(
+        "checkpoints reach %s by way of the driver, since executors cannot open it: %s",
+        checkpoints,
+        reason,
+    )
+
+
+def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) -> ChannelServer:
     bind, announce = driver_address(spark)
     port = settings.channel_port
     try:
@@ -103,7 +142,7 @@ def _probe(
     url: str | None,
     checkpoints: Storage | None,
     run_id: str,
-) -> bool:
+) -> Findings:
     ask = partial(
         probe,
         spark,

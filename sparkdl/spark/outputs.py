@@ -73,7 +73,9 @@ class Assembly:
             return F.struct(*(part.expression(flat).alias(name) for name, part in self.fields))
         # A Python UDF cannot return vectors: over columnar input (Parquet), Spark 4.3 fails with
         # UNSUPPORTED_DATATYPE when it returns a user-defined type.
-        return array_to_vector(flat(self.leaf)) if self.as_vector else flat(self.leaf)
+        values = flat(self.leaf)
+        # array_to_vector throws at a null, which stands for a row that is skipped.
+        return F.when(values.isNotNull(), array_to_vector(values)) if self.as_vector else values
 
 
 @dataclass(frozen=True, kw_only=True)

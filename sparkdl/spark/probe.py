@@ -12,7 +12,7 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelClient
-from sparkdl.checkpoint.storage import open_storage
+from sparkdl.checkpoint.storage import open_storage, without_password
 from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.spark.session import described
@@ -43,7 +43,7 @@ class ProbeTask:
             "host": socket.gethostname(),
             "versions": versions(),
             "reaches_driver": self._reaches_driver(),
-            "storage_problem": self._storage_problem(),
+            **self._storage(),
         }
         yield pa.RecordBatch.from_pydict({"answer": [json.dumps(answer)]}, schema=_SCHEMA)
 
@@ -59,14 +59,25 @@ class ProbeTask:
             client.close()
         return True
 
-    def _storage_problem(self) -> str | None:
+    def _storage(self) -> dict[str, object]:
+        """Why the storage cannot be opened here, if so; whether the driver's file is there."""
         if self.storage_url is None or self.marker is None:
-            return None
+            return {"storage_failure": None, "sees_marker": True}
         try:
             found = open_storage(self.storage_url).exists(self.marker)
         except SparkDLError as error:
-            return str(error)
-        return None if found else "what the driver wrote there is not visible here"
+            return {"storage_failure": str(error), "sees_marker": False}
+        return {"storage_failure": None, "sees_marker": found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the executors can do; what they must be able to do has been checked."""
+
+    reaches_driver: bool
+    """Whether every executor asked reaches the driver's channel."""
+    storage_failure: str | None
+    """Why an executor cannot open the storage; None: all can."""
 
 
 def probe(
@@ -78,15 +89,12 @@ def probe(
     storage_url: str | None,
     marker: str | None,
     run_id: str,
-) -> bool:
+) -> Findings:
     """Compare versions and reach the storage on the executors.
-
-    Returns:
-        Whether every executor asked reaches the driver's channel.
 
     Raises:
         ClusterError: an executor has no sparkdl, or runs other versions than the driver.
-        StorageError: an executor does not see the storage of the driver.
+        StorageError: an executor opens the storage, but finds another one than the driver's.
     """
     task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
     with described(spark, f"sparkdl {run_id}: check the executors"):
@@ -105,7 +113,11 @@ def probe(
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:
         _check(answer, storage_url)
-    return all(answer["reaches_driver"] for answer in answers)
+    failures = [f"{a['storage_failure']} (on {a['host']})" for a in answers if a["storage_failure"]]
+    return Findings(
+        reaches_driver=all(answer["reaches_driver"] for answer in answers),
+        storage_failure=failures[0] if failures else None,
+    )
 
 
 def _last_line(error: PythonException) -> str:
@@ -120,9 +132,10 @@ def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
     problem = difference(versions(), found, f"the executor on {answer['host']}")
     if problem is not None:
         raise ClusterError(problem)
-    if answer["storage_problem"]:
+    if not answer["sees_marker"] and not answer["storage_failure"]:
         raise StorageError(
-            f"checkpointDir {storage_url} cannot be used from the executor on {answer['host']}: "
-            f"{answer['storage_problem']}; choose a directory that driver and all executors "
-            "share, such as hdfs://, s3:// or a network mount, or leave checkpointDir unset"
+            f"checkpointDir {without_password(storage_url or '')} cannot be used from the executor "
+            f"on {answer['host']}: what the driver wrote there is not visible here; choose a "
+            "directory that driver and all executors share, such as hdfs://, s3:// or a network "
+            "mount, or leave checkpointDir unset"
         )

@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,13 @@ from sparkdl import errors
 from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
-from sparkdl.data.stats import ColumnStats, SpoolSummary, bad_values_message
+from sparkdl.data.stats import (
+    ColumnStats,
+    SpoolSummary,
+    bad_values_message,
+    merge_stats,
+    no_rows,
+)
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.process import memory_bytes
@@ -204,7 +210,7 @@ class ShardTable:
         shards = tuple(_parse(shard_id, payloads[shard_id]) for shard_id in sorted(payloads))
         # Spark runs no task at all if it finds that there is nothing to do.
         if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):
-            raise DataError("the DataFrame has no rows; check its source and filters")
+            raise DataError(no_rows([part.summary for part in shards]))
         if self._first is None:
             self._first = shards
         else:
@@ -395,27 +401,6 @@ def content_of(shards: Sequence[SpooledShard]) -> str:
     total = sum(spooled.summary.content for spooled in shards) % 2**64
     rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
     return f"{total:016x}-{rows}"
-
-
-def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
-    """One column's statistics over all shards."""
-    merged = ColumnStats()
-    for part in stats:
-        merged.shape = merged.shape if merged.shape is not None else part.shape
-        merged.longest = max(merged.longest, part.longest)
-        if merged.dtype is not None and part.dtype not in (None, merged.dtype):
-            cause = f"{part.dtype} where others have {merged.dtype}: let the transform cast it"
-            merged.nulls_and_shapes.note_cause(cause, "in another partition")
-        merged.dtype = merged.dtype or part.dtype
-        merged.nulls_and_shapes.merge(part.nulls_and_shapes)
-        merged.bad_values += part.bad_values
-        merged.first_bad = merged.first_bad or part.first_bad
-        low = [v for v in (merged.minimum, part.minimum) if v is not None]
-        high = [v for v in (merged.maximum, part.maximum) if v is not None]
-        merged = replace(
-            merged, minimum=min(low) if low else None, maximum=max(high) if high else None
-        )
-    return merged
 
 
 def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:

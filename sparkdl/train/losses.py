@@ -7,17 +7,33 @@ adds up over micro-batches and ranks as that of a single loss does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import Task
 from sparkdl.errors import ConfigError
 from sparkdl.train.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
 
 
-def loss_of(config: TrainConfig) -> LossFunction:
+class Losses(Protocol):
+    """What says which loss there is: a `TrainConfig`, or the measures of an evaluation."""
+
+    @property
+    def loss(self) -> Any:
+        """One, or by label."""
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """By how much each label's loss counts."""
+
+
+def loss_of(config: Losses) -> LossFunction:
     """The loss that a run minimizes: one, or the weighted sum of those of several labels.
 
     Raises:
@@ -83,6 +99,11 @@ class LossSum:
         """The labels."""
         return tuple(self._parts)
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """By how much each label's loss counts."""
+        return self._weights
+
     def part(self, name: str) -> LossFunction:
         """The loss of a label."""
         return self._parts[name]
@@ -110,19 +131,34 @@ class LossSum:
 
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
         """See `LossFunction.rows`."""
+        by_label = self.rows_by_label(output, target)
+        if by_label is None:
+            return None
         total: torch.Tensor | None = None
-        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
-            if isinstance(part, ClassLoss):
-                losses = part.sample_losses(value, target[name])
-            else:
-                found = part.rows(value, target[name])
-                if found is None:
-                    return None
-                losses = found[0]
+        for name, losses in by_label.items():
             losses = self._weights[name] * losses
             total = losses if total is None else total + losses
         assert total is not None, "there is no label"
         return total, None
+
+    def rows_by_label(
+        self, output: Any, target: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """The samples' losses on each label, ``(batch,)``, without its weight.
+
+        Returns:
+            None if some label's loss knows sums only.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+            if isinstance(part, ClassLoss):
+                found[name] = part.sample_losses(value, target[name])
+                continue
+            rows = part.rows(value, target[name])
+            if rows is None:
+                return None
+            found[name] = rows[0]
+        return found
 
     def apart(
         self, output: Any, target: Mapping[str, torch.Tensor], weight: torch.Tensor | None

@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from sparkdl.checkpoint.storage import (
+    Folder,
     FsspecStorage,
     LocalStorage,
     MemoryStorage,
-    Storage,
     absolute,
     check_writable,
     open_storage,
 )
 from sparkdl.errors import StorageError
+from tests.checkpoint.contract import FolderContract
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     makers = {
         "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
         "memory": MemoryStorage,
@@ -31,50 +32,8 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return makers[request.param]()
 
 
-def test_files_come_back_and_are_replaced(storage: Storage) -> None:
-    storage.write("a/b", b"one")
-    assert storage.read("a/b") == b"one"
-    storage.write("a/b", [memoryview(b"tw"), bytearray(b"o"), b""])
-    assert storage.read("a/b") == b"two"
-    storage.write("empty", b"")
-    assert storage.read("empty") == b""
-
-
-def test_list_gives_the_names_directly_under_a_folder(storage: Storage) -> None:
-    assert storage.list("") == [] and storage.list("absent") == []
-    for name in ("a/b", "a/c/d", "e"):
-        storage.write(name, b"x")
-    assert storage.list("") == ["a", "e"]
-    assert storage.list("a") == ["b", "c"]
-
-
-def test_remove_takes_files_folders_and_nothing(storage: Storage) -> None:
-    for name in ("a/b", "a/c/d", "ab"):
-        storage.write(name, b"x")
-    storage.remove("a/b")
-    assert not storage.exists("a/b") and storage.exists("a/c")
-    storage.remove("a")
-    storage.remove("absent")
-    assert storage.list("") == ["ab"] and not storage.exists("a")
-
-
-def test_reading_nothing_is_an_error_that_names_it(storage: Storage) -> None:
-    with pytest.raises(StorageError, match=r"cannot read .*absent"):
-        storage.read("absent")
-
-
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x"])
-def test_no_path_leads_out(storage: Storage, path: str) -> None:
-    for act in (storage.read, storage.list, storage.remove, storage.exists):
-        with pytest.raises(StorageError, match="leads out"):
-            act(path)
-    with pytest.raises(StorageError, match="leads out"):
-        storage.write(path, b"")
-
-
-def test_a_writable_storage_passes_and_keeps_nothing(storage: Storage) -> None:
-    check_writable(storage)
-    assert storage.list("") == []
+class TestContract(FolderContract):
+    """The storages that need no server."""
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-JOBS = ("train", "evaluate", "predict")
+JOBS = ("prepare", "train", "evaluate", "predict")
 
 
 def load(path: Path) -> ModuleType:
@@ -71,6 +71,44 @@ def test_digits_are_split_and_written_whole(
     assert set(test["label"].to_pylist()) == set(range(10))
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
     assert "1437 training and 360 test digits" in capsys.readouterr().out
+
+
+def test_digits_become_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    arguments = ["digits.py", "--files", "--output", str(tmp_path / "digits")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    load(ROOT / "jobs" / "digits.py").main()
+    assert sorted(path.name for path in (tmp_path / "digits").iterdir()) == list("0123456789")
+    files = list((tmp_path / "digits").rglob("*.png"))
+    assert len(files) == 1797
+    with Image.open(files[0]) as image:
+        assert (image.mode, image.size) == ("L", (8, 8))
+    assert "wrote 1797 digits as PNG files" in capsys.readouterr().out
+
+
+def test_a_report_names_splits_classes_bad_files_and_the_next_command() -> None:
+    from sparkdl.prepare.ledger import Report
+
+    report = Report(
+        path="/data/o",
+        files={"train": 2, "test": 1},
+        rows={"train": 1500, "test": 9},
+        rows_by_label={"train": {"cat": 1000, "dog": 500}, "test": {"cat": 9, "dog": 0}},
+        bad=tuple((f"cat/{number}.png", "is broken") for number in range(7)),
+    )
+    text = "\n".join(load(ROOT / "jobs" / "prepare.py").lines(report))
+    assert "train          1,500 images in 2 files" in text
+    assert "test               9 images in 1 file\n" in text
+    assert "0 cat                      1,000" in text
+    assert "7 bad files skipped, listed in bad_files.jsonl" in text
+    assert "cat/4.png: is broken" in text and "cat/5.png" not in text and "and 2 more" in text
+    command = text.split("next:")[1]
+    assert "--set data.path=/data/o/train" in command
+    assert "--set test.path=/data/o/test" in command
+    assert "validation" not in command
 
 
 def test_the_lock_leaves_out_local_versions_and_what_torch_pins() -> None:

@@ -359,7 +359,7 @@ def with_maximum(*maxima: float | None) -> list[SpooledShard]:
             num_rows=1, num_validation_rows=0, fingerprint="", content=0, num_bytes=0,
             columns=(ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum)),
         )  # fmt: skip
-        parts.append(SpooledShard(shard=shard, summary=summary))
+        parts.append(SpooledShard(shard=shard, summary=summary, memory_bytes=1 << 30))
     return parts
 
 

@@ -13,13 +13,14 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
+from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Forward, Output
 from sparkdl.plan import Column
 from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type
 
-ZEROS = [torch.zeros(2, 3)]
+ZEROS = Arguments((torch.zeros(2, 3),))
 FEATURES = Column(name="features", role="feature", dtype="float32", shape=(3,))
 ROWS = [[float(i), i * 0.5, -1.0 * i] for i in range(7)]
 

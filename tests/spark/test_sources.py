@@ -25,7 +25,7 @@ from sparkdl import (
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool import Split
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Named, Sequence, Sparse, Tensor
+from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
 from sparkdl.plan import make_plan
 from sparkdl.spark.checks import prepare_columns, shaped
 from sparkdl.spark.fit import fit
@@ -134,6 +134,12 @@ def test_what_only_dataframes_can_do_is_refused(folder: Path) -> None:
         fit(
             ParquetSource(folder),
             replace(request(), config=replace(config, shuffle_window_bytes=1 << 20)),
+        )
+    skipping = Named(argument=None, specification=Image("features", on_error="skip"))
+    with pytest.raises(ConfigError, match="on_error='skip' changes the number of rows"):
+        fit(
+            ParquetSource(folder),
+            replace(request(), feature_cols=(), input_shapes=(), specified=(skipping,)),
         )
 
 

@@ -1,0 +1,115 @@
+"""How does a task of `evaluate` read labels and weights, as training reads them?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from sparkdl.data import assemble
+from sparkdl.data.arrow import to_numpy
+from sparkdl.data.ragged import Ragged
+from sparkdl.data.readers import BadRows, read
+from sparkdl.data.stats import bad_values, made_dtype
+from sparkdl.errors import DataError
+from sparkdl.inputs import Specification
+from sparkdl.plan import Column
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A column that comes beside the inputs: label or weight."""
+
+    name: str
+    dtype: str
+    """numpy name of the dtype in which it comes."""
+    as_classes: bool = False
+
+    def read(self, array: Any) -> torch.Tensor:
+        """Its values, ``(rows, ...)``.
+
+        Raises:
+            DataError: a null, or a value that is no class number where one is needed.
+        """
+        dtype = "float64" if self.as_classes else self.dtype
+        values = torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
+        return _class_numbers(values, self.name) if self.as_classes else values
+
+    def read_weights(self, array: Any) -> torch.Tensor:
+        """Its values as weights of rows.
+
+        Raises:
+            DataError: one is null, negative or not finite.
+        """
+        values = self.read(array)
+        wrong = ~torch.isfinite(values) | (values < 0)
+        if bool(wrong.any()):
+            raise DataError(
+                f'column "{self.name}" has the weight {float(values[wrong][0])}; weights are '
+                "numbers from 0"
+            )
+        return values
+
+
+def _class_numbers(values: torch.Tensor, name: str) -> torch.Tensor:
+    numbers = values.long()
+    wrong = (numbers != values) | (numbers < 0)
+    if bool(wrong.any()):
+        raise DataError(
+            f'column "{name}" has the label {float(values[wrong][0])}: no class number (index '
+            f"strings with StringIndexer, or filter such rows out)"
+        )
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedLabel:
+    """One of several labels; picklable."""
+
+    name: str
+    specification: Specification
+    dtype: str
+    """numpy name of the dtype in which it comes; for a transform's result that of floats."""
+    as_classes: bool
+
+    def read(self, array: pa.Array) -> torch.Tensor | Ragged:
+        """Its values, one per row.
+
+        Raises:
+            DataError: some cannot be used.
+        """
+        try:
+            rows = read(array, self.specification)
+        except BadRows as error:
+            raise DataError(error.findings.message(self.specification.name)) from None
+        values = rows.parts[-1] if isinstance(rows, Ragged) else rows
+        dtype = np.dtype(self.dtype)
+        if self.specification.transform is not None:
+            dtype = made_dtype(values.dtype, "label", self.dtype)
+        if isinstance(rows, Ragged):
+            last = values.astype(dtype, copy=False)
+            return Ragged((*rows.parts[:-1], last), rows.offsets, rows.shape)
+        wrong = bad_values(values, "label", as_classes=self.as_classes)
+        if wrong.any():
+            raise DataError(
+                f'label "{self.name}" has the value {values[wrong][0].tolist()}, which '
+                f"{'is no class number' if self.as_classes else 'is not finite'}; drop such rows"
+            )
+        return torch.from_numpy(values.astype(dtype))
+
+    def tensor(self, rows: torch.Tensor | Ragged) -> torch.Tensor:
+        """What the loss compares with, ``(rows, ...)``; sequences are padded."""
+        if isinstance(rows, torch.Tensor):
+            return rows
+        column = Column(
+            name=self.name,
+            role="label",
+            dtype=rows.parts[-1].dtype.name,
+            shape=rows.shape or (),
+            argument=self.name,
+            specification=self.specification,
+        )
+        return assemble.arguments([column], [rows]).values[0]

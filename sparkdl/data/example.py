@@ -1,0 +1,93 @@
+"""With which inputs is a module tried when it is exported, and which of their sizes are free?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from sparkdl.data.assemble import Arguments, example_arguments
+from sparkdl.inputs import Sequence as SequenceInput
+from sparkdl.plan import Column
+
+Given: TypeAlias = "tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | Example"
+"""Inputs by position, by name, or with what is known of their sizes."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One batch of inputs. The number of its rows is free."""
+
+    arguments: Arguments
+    lengths: tuple[bool, ...] = ()
+    """Of each input whether its second dimension is a length, which is free too; empty: none."""
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, ``(batch, ...)`` each."""
+        return self.arguments.values
+
+    @property
+    def positional(self) -> tuple[torch.Tensor, ...]:
+        """Those that are passed by position."""
+        names = self.arguments.names or (None,) * len(self.values)
+        return tuple(v for v, name in zip(self.values, names, strict=True) if name is None)
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """The others, in their order."""
+        pairs = zip(self.arguments.names, self.values, strict=bool(self.arguments.names))
+        return {name: value for name, value in pairs if name is not None}
+
+    def has_length(self, value: torch.Tensor) -> bool:
+        """Whether the second dimension of one of the tensors is a length."""
+        flags = self.lengths or (False,) * len(self.values)
+        return any(flag for flag, v in zip(flags, self.values, strict=True) if v is value)
+
+    def with_values(self, values: Sequence[torch.Tensor]) -> Example:
+        """The same with other tensors."""
+        return Example(Arguments(tuple(values), self.arguments.names), self.lengths)
+
+    def rows(self, num_rows: int) -> Example:
+        """The first rows, which begin anew where there are too few."""
+        index = torch.arange(num_rows) % self.arguments.num_rows
+        return self.with_values([value[index] for value in self.values])
+
+    def shorter(self) -> Example:
+        """The same with sequences that are a step shorter, where they have several."""
+        flags = self.lengths or (False,) * len(self.values)
+        return self.with_values(
+            [
+                value[:, : max(1, value.shape[1] - 1)] if flag else value
+                for flag, value in zip(flags, self.values, strict=True)
+            ]
+        )
+
+
+def example_of(columns: Sequence[Column], num_rows: int = 2) -> Example:
+    """Zeros in the shapes of a trained module's inputs."""
+    arguments = example_arguments(columns, num_rows)
+    lengths: list[bool] = []
+    for column in columns:
+        kind = column.kind
+        is_sequence = isinstance(kind, SequenceInput)
+        lengths.append(is_sequence)
+        if isinstance(kind, SequenceInput) and kind.mask is not None:
+            lengths.append(True)
+    # Lengths of 1 would be taken for constants.
+    values = [
+        torch.cat([value, value], dim=1) if flag and value.shape[1] == 1 else value
+        for flag, value in zip(lengths, arguments.values, strict=True)
+    ]
+    return Example(Arguments(tuple(values), arguments.names), tuple(lengths))
+
+
+def as_example(given: Given) -> Example:
+    """What a caller gave, as an example."""
+    if isinstance(given, Example):
+        return given
+    if isinstance(given, Mapping):
+        return Example(Arguments(tuple(given.values()), tuple(given)))
+    return Example(Arguments(tuple(given)))

@@ -1,0 +1,1 @@
+"""From folders of image files to Parquet that can be trained on."""

@@ -1,0 +1,35 @@
+"""Is a folder of a storage a storage, and a storage a folder of another?"""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkdl.checkpoint.folders import Mounted, Subfolder
+from sparkdl.checkpoint.storage import MemoryStorage, Storage
+from tests.checkpoint.contract import StorageContract
+
+
+@pytest.fixture(params=["mounted", "beside", "below"])
+def storage(request: pytest.FixtureRequest) -> Storage:
+    mounted = Mounted(MemoryStorage())
+    mounted.mount("there", MemoryStorage())
+    makers = {
+        "mounted": lambda: Subfolder(mounted, "there", "there"),
+        "beside": lambda: mounted,
+        "below": lambda: Subfolder(MemoryStorage(), "a/b", "below"),
+    }
+    return makers[request.param]()
+
+
+class TestContract(StorageContract):
+    """Both directions."""
+
+
+def test_what_is_mounted_lies_elsewhere() -> None:
+    base, other = MemoryStorage(), MemoryStorage()
+    both = Mounted(base)
+    both.mount("there", other)
+    both.write("there/a", b"1")
+    both.write("here/there", b"2")
+    assert other.list("") == ["a"] and base.list("") == ["here"]
+    assert str(both) == "memory" and str(Subfolder(both, "there", "hdfs://x")) == "hdfs://x"
