@@ -4,6 +4,8 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
+PETASTORM := .venv-petastorm
+PETASTORM_LOCK := requirements-petastorm.txt
 CONFIG ?= conf/digits.toml
 
 # The Spark of .venv and no other, with conf/log4j2.properties, and one Python for driver and
@@ -14,7 +16,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types unit test-hdfs bench lock clean
+.PHONY: help setup train evaluate predict test lint format types unit test-hdfs petastorm bench lock clean
 .PHONY: prerequisites
 
 help: ## list the targets
@@ -52,7 +54,7 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-test: lint types unit test-hdfs ## lint, types and all tests
+test: lint types unit test-hdfs petastorm ## lint, types and all tests
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -76,6 +78,27 @@ ifndef TESTS
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif
 
+# petastorm runs with older versions only, so it has an environment of its own. That shows as well
+# that the package works with the oldest pyarrow and numpy of setup.py, and with Spark 4.0.
+# Its pyarrow has no build for Python 3.13.
+petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
+	@python="$$(.ci/check_prerequisites.sh)"; \
+	if ! "$$python" -c 'import sys; sys.exit(sys.version_info >= (3, 13))'; then \
+		echo "petastorm needs Python 3.11 or 3.12: its tests are left out"; exit 0; \
+	fi; \
+	if ! cmp -s $(PETASTORM_LOCK) $(PETASTORM)/installed.lock; then \
+		echo "installing the packages of $(PETASTORM_LOCK) into $(PETASTORM)"; \
+		"$$python" -m venv --clear $(PETASTORM) \
+			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
+				-r $(PETASTORM_LOCK) \
+			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
+				--no-deps petastorm==0.13.1 \
+			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
+	fi; \
+	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
+		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider tests/petastorm tests/data \
+		tests/train/test_loop.py tests/test_predict.py tests/test_roundworker.py
+
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
 test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out
 ifeq ($(HDFS),skip)
@@ -92,5 +115,5 @@ lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)
 
 clean: ## remove what was built, trained and written, and .venv
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PETASTORM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -rf data models runs artifacts spark-warehouse metastore_db derby.log

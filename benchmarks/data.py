@@ -18,7 +18,8 @@ import torch
 from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images, seconds
 
 from sparkdl import TorchClassifier
-from sparkdl.data.batches import Batches, ShardData
+from sparkdl.data.batches import Batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.data.spool import open_spool
 from sparkdl.plan import TrainPlan, make_plan
 from sparkdl.process import tuned_allocator

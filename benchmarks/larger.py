@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from common import DATA, Measurements
 
-from sparkdl.data.batches import Batches, ShardData
+from sparkdl.data.batches import Batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.data.spool import column_path, open_spool
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.windows import HostLoad, choose_windows

@@ -20,7 +20,7 @@ from common import Measurements, SmallCNN, images, read_images, spark_session
 
 from sparkdl.comm import LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import ShardData
+from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, make_plan
 from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.train.callbacks import NullObserver

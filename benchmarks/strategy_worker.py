@@ -19,7 +19,7 @@ from torch import nn
 
 from sparkdl.comm import ProcessGroupCommunicator, process_group
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import ShardData
+from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, make_plan
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from sparkdl.compress.topk import TopKCompression
     from sparkdl.compress.twobit import TwoBitCompression
     from sparkdl.config import CheckpointConfig, EarlyStopping
+    from sparkdl.data.dataset import DatasetShard, DatasetSource
+    from sparkdl.data.parquet import ParquetSource
+    from sparkdl.data.petastorm import PetastormSource
     from sparkdl.errors import (
         CheckpointError,
         ClusterError,
@@ -74,6 +77,8 @@ _MODULE_OF = {
     "Compression": "sparkdl.compress.base",
     "ConfigError": "sparkdl.errors",
     "DataError": "sparkdl.errors",
+    "DatasetShard": "sparkdl.data.dataset",
+    "DatasetSource": "sparkdl.data.dataset",
     "DiLoCo": "sparkdl.sync.diloco",
     "EarlyStopping": "sparkdl.config",
     "ElasticAveraging": "sparkdl.sync.elastic_averaging",
@@ -91,6 +96,8 @@ _MODULE_OF = {
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
     "Output": "sparkdl.outputs",
     "ParameterAveraging": "sparkdl.sync.parameter_averaging",
+    "ParquetSource": "sparkdl.data.parquet",
+    "PetastormSource": "sparkdl.data.petastorm",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
     "Sequence": "sparkdl.inputs",
@@ -134,6 +141,8 @@ __all__ = [
     "Compression",
     "ConfigError",
     "DataError",
+    "DatasetShard",
+    "DatasetSource",
     "DiLoCo",
     "EarlyStopping",
     "ElasticAveraging",
@@ -149,6 +158,8 @@ __all__ = [
     "OneShotAveraging",
     "Output",
     "ParameterAveraging",
+    "ParquetSource",
+    "PetastormSource",
     "PopulationBasedTraining",
     "PowerSGD",
     "Sequence",

@@ -31,6 +31,7 @@ from sparkdl.params import (
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from sparkdl.data.source import Source
     from sparkdl.spark.fit import FitRequest, FitResult
 
 E = TypeVar("E", bound="_TorchEstimator")
@@ -44,7 +45,8 @@ class _TorchEstimator(
     _task: ClassVar[Task]
     _model_class: ClassVar[type[TorchModel]]
 
-    def _fit(self, dataset: DataFrame) -> TorchModel:
+    def _fit(self, dataset: DataFrame | Source) -> TorchModel:
+        """Train on a DataFrame, or on a source such as `ParquetSource`."""
         from sparkdl.spark.fit import fit
 
         return self._model(fit(dataset, self._request()))

@@ -87,7 +87,7 @@ def _measure(warm: Warm, shard: Shard, parts: Mapping[str, bytes], reporter: Rep
     report, results = {}, []
     for member, model in parts.items():
         (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
-            decoded(model), [warm.open(shard, "validation")]
+            decoded(model), warm.open(shard, "validation")
         )
         report[member] = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
         results.append((f"metrics {member}", metrics))
@@ -110,7 +110,7 @@ def _train(
         outcome = warm.replica.train(
             state,
             shard.shard_id,
-            [warm.open(shard, "train")],
+            warm.open(shard, "train"),
             part,
             reporter,
             hyperparameters=options["hyperparameters"],
@@ -143,6 +143,6 @@ def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
 
     losses = []
     for state in (own, rival):
-        (loss_sum, weight, *_), _ = warm.replica.evaluate(state, [warm.open(shard, "validation")])
+        (loss_sum, weight, *_), _ = warm.replica.evaluate(state, warm.open(shard, "validation"))
         losses.append(loss_sum / weight if weight > 0 else float("nan"))
     return {"loss": losses[0], "rival_loss": losses[1], "is_lost": has_won(losses[1], losses[0])}

@@ -19,7 +19,6 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.pandas.functions import arrow_udf
 from torch import nn
 
 from sparkdl import packing, predict, scoring
@@ -35,6 +34,7 @@ from sparkdl.parambase import with_accessors
 from sparkdl.params import UNKNOWN_LOSS, ClassOutputParams, PredictParams
 from sparkdl.plan import Column
 from sparkdl.scores import Evaluation
+from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.sending import Sender
@@ -125,9 +125,6 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         plan = plan_outputs(self._module, example_arguments(self._columns), forward, wanted)
         common = self._module_task(dataset.sparkSession, forward)
         task = predict.PredictTask(**common, leaves=plan.leaves)
-        udf: Any = arrow_udf(  # type: ignore[call-overload]
-            predict.udf_function(task), plan.spark_type
-        )
         packed = f"{self.uid}_output"
         marker = f"{self.uid}_partition"
         rows, seal = by_rows(dataset, schema, marker)
@@ -135,9 +132,15 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         def flat(leaf: int) -> SparkColumn:
             return F.col(packed)[plan.leaves[leaf].name]
 
-        struct_column = udf(*(entry.expression for entry in inputs))
+        computed = with_column(
+            rows,
+            packed,
+            [entry.expression for entry in inputs],
+            predict.udf_function(task),
+            plan.spark_type,
+        )
         projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
-        return rows.withColumn(packed, struct_column).withColumns(projected).drop(packed, marker)
+        return computed.withColumns(projected).drop(packed, marker)
 
     def _wanted(self) -> list[Wanted]:
         """The output columns, without those that are off."""

@@ -14,14 +14,14 @@ import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from sparkdl.channel import Address, ChannelClient
-from sparkdl.data.spool import Split, open_spool
+from sparkdl.data.source import ShardSource, SpoolSource
+from sparkdl.data.spool import Split
 from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.plan import RoundPart, Shard, TrainPlan
@@ -31,7 +31,7 @@ from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.tree import Snapshot
-    from sparkdl.data.batches import ShardData
+    from sparkdl.data.source import ShardRows
     from sparkdl.train.rounds import RoundReplica
 
 _SILENT_SECONDS = 5.0
@@ -56,6 +56,8 @@ class RoundOrder:
     """The driver's, which every process compares with its own."""
     is_population: bool = False
     """Whether the state is what `memberworker` takes, and the work is its."""
+    source: ShardSource = field(default_factory=SpoolSource)
+    """Opens the shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
         if place.channel is not None:
             client = ChannelClient(place.channel, scope=f"{order.run_id}/{order.attempt}/")
             stack.enter_context(contextlib.closing(client))
-        if shard.num_rows + shard.num_validation_rows and not Path(shard.path).is_dir():
+        if not order.source.is_here(shard):
             _wait_for_the_other(client, order.attempt, shard.shard_id)
             raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
         reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id)
@@ -154,7 +156,7 @@ def _train(
 
     reporter.phase("train")
     shard = place.shard
-    outcome = warm.replica.train(tree, shard.shard_id, [warm.open(shard, "train")], part, reporter)
+    outcome = warm.replica.train(tree, shard.shard_id, warm.open(shard, "train"), part, reporter)
     warm.rows[shard.shard_id] = reporter.rows
     report = {
         "loss_sum": outcome.loss_sum,
@@ -180,7 +182,7 @@ def _evaluate(
 ) -> list[tuple[str, bytes]]:
     reporter.phase("evaluate")
     (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
-        tree, [warm.open(place.shard, "validation")]
+        tree, warm.open(place.shard, "validation")
     )
     report = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
     return [("result", json.dumps(report).encode()), ("metrics", metrics)]
@@ -205,15 +207,16 @@ class Warm:
         self.run_id = order.run_id
         self.gpu_addresses = place.gpu_addresses
         self.plan = order.plan
+        self.source = order.source
         self.replica: RoundReplica = RoundReplica(module, config, order.plan, device)
         self.sent: Snapshot | None = None
         """What was sent last: its memory is used again."""
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""
-        self._open: dict[tuple[str, str], ShardData] = {}
+        self._open: dict[tuple[int, str, str], ShardRows] = {}
 
-    def open(self, shard: Shard, split: Split) -> ShardData:
-        """Map a shard's columns, or find them mapped.
+    def open(self, shard: Shard, split: Split) -> ShardRows:
+        """Open a shard, or find it open.
 
         Raises:
             DataError: the shard holds other rows than when the run began.
@@ -225,28 +228,22 @@ class Warm:
                 "holds other rows after it was rebuilt; train from a source that stays as it is, "
                 "such as written Parquet, and avoid rand() and current_timestamp() without a cache"
             )
-        key = (shard.path, split)
+        key = (shard.shard_id, shard.path, split)
         if key not in self._open:
-            self._open[key] = opened = self._map(shard, planned, split)
-            if self.plan.windows is not None and opened.pages is not None:
-                opened.pages.begin()
+            self._open[key] = self._rows(shard, planned, split)
         return self._open[key]
 
-    def _map(self, shard: Shard, planned: Shard, split: Split) -> ShardData:
+    def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
-        from sparkdl.data.batches import ShardData
-
-        path, columns = Path(shard.path), self.plan.columns
         if planned.num_rows == shard.num_rows:
-            num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
-            spool = open_spool(path, columns, num_rows=num_rows, split=split)
-            return ShardData(shard.fingerprint, spool.columns, spool.pages)
-        spool = open_spool(path, columns, num_rows=shard.num_rows, split="train")
+            return self.source.open(self.plan, [shard], split)
+        from sparkdl.data.mapped import MappedRows
+
+        whole = self.source.open(self.plan, [shard], "train")
+        assert isinstance(whole, MappedRows), "fit has refused to set rows of other sources aside"
         first = planned.num_rows
-        rows = slice(0, first) if split == "train" else slice(first, shard.num_rows)
-        own = {name: column[rows] for name, column in spool.columns.items()}
-        pages = spool.pages if split == "train" else spool.pages.after(first)
-        return ShardData(shard.fingerprint, own, pages)
+        own = (0, first) if split == "train" else (first, shard.num_rows)
+        return whole.part(*own).begin()
 
 
 _warm: list[Warm] = []

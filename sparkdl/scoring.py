@@ -21,7 +21,6 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.pandas.functions import arrow_udf
 from torch import nn
 
 from sparkdl.beside import Beside, NamedLabel
@@ -41,6 +40,7 @@ from sparkdl.measure import (
 from sparkdl.outputs import Forward, Output, check_rows, pick
 from sparkdl.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.scores import BUILT_IN, Evaluation
+from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, prepare, quoted
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.specified import prepare_named
@@ -200,10 +200,10 @@ def row_scores(
 ) -> DataFrame:
     """The loss of each row, beside the columns ``keys``; see `TorchModel.scores`."""
     task.measures.make_loss()  # as the tasks will
-    udf: Any = arrow_udf(_loss_udf(task), T.DoubleType())  # type: ignore[call-overload]
     packed, marker = (f"sparkdl_{task.digest[:16]}_{part}" for part in ("loss", "partition"))
     rows, seal = by_rows(dataset, dataset.schema, marker)
-    scored = rows.withColumn(packed, udf(*columns)).withColumn(name, seal(F.col(quoted(packed))))
+    computed = with_column(rows, packed, columns, _loss_udf(task), T.DoubleType())
+    scored = computed.withColumn(name, seal(F.col(quoted(packed))))
     return scored.select(*map(quoted, keys), quoted(name))
 
 

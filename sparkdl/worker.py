@@ -14,8 +14,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -24,7 +23,7 @@ from sparkdl.channel import ChannelClient, ChannelStorage
 from sparkdl.checkpoint.folders import Subfolder
 from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.config import TrainConfig
-from sparkdl.data.spool import Split, open_spool
+from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.plan import TrainPlan
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from sparkdl.checkpoint.manager import CheckpointManager
     from sparkdl.comm import Communicator
-    from sparkdl.data.batches import ShardData
     from sparkdl.train.loop import ResumePoint, TrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -74,6 +72,8 @@ class WorkOrder:
     """The driver's, which every worker compares with its own."""
     start_timeout_seconds: float
     collective_timeout_seconds: float
+    source: ShardSource = field(default_factory=SpoolSource)
+    """Opens the plan's shards."""
 
 
 def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str, bytes]]:
@@ -158,7 +158,7 @@ def _train(
     from sparkdl.train.loop import train
 
     reporter.phase("setup")
-    plan = order.plan
+    plan, mine = order.plan, order.plan.shards_of(comm.rank)
     with contextlib.ExitStack() as stack:
         files = None
         if order.driver_hosts_channel:
@@ -175,8 +175,8 @@ def _train(
             module=module,
             config=config,
             plan=plan,
-            shards=_open_shards(plan, comm.rank, "train"),
-            validation=_open_shards(plan, comm.rank, "validation"),
+            shards=order.source.open(plan, mine, "train"),
+            validation=order.source.open(plan, mine, "validation"),
             comm=comm,
             device=device,
             checkpoints=checkpoints,
@@ -291,19 +291,6 @@ def _say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None
             "bits will differ from those of an undisturbed run",
             ", ".join(changed),
         )
-
-
-def _open_shards(plan: TrainPlan, rank: int, split: Split) -> list[ShardData]:
-    from sparkdl.data.batches import ShardData
-
-    opened = []
-    for shard in plan.shards_of(rank):
-        num_rows = shard.num_rows if split == "train" else shard.num_validation_rows
-        spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
-        if plan.windows is not None:
-            spool.pages.begin()
-        opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
-    return opened
 
 
 def _report(

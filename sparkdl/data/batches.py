@@ -1,4 +1,4 @@
-"""How do a rank's memory-mapped columns become the batches of an epoch?
+"""How do a rank's rows become the batches of an epoch?
 
 Rows are gathered for several steps at once into buffers that are used again and again: one
 large gather costs less than many small ones, and fresh memory costs page faults.
@@ -12,39 +12,22 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sparkdl.data import assemble
 from sparkdl.data.assemble import Arguments, Rows
-from sparkdl.data.pages import Pages
-from sparkdl.data.places import Places, PlacesByLength, WholePlaces, WindowedPlaces
-from sparkdl.data.ragged import Ragged, gather, lengths_at
-from sparkdl.data.shuffle import LengthGroups, Order, cut_rows, epoch_order, windowed_order
-from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.plan import Column, TrainPlan, batch_bounds
+from sparkdl.data.gather import Buffer
+from sparkdl.data.mapped import MappedRows, ShardData
+from sparkdl.data.source import ShardRows
+from sparkdl.plan import TrainPlan, batch_bounds
 
+Shards = Sequence[ShardData] | ShardRows
+"""A rank's rows: shards that are mapped into memory, or what another source gives."""
 Inputs = tuple[torch.Tensor, ...]
 Target = torch.Tensor | Inputs | dict[str, torch.Tensor]
 
 GATHER_BYTES = 4 << 20
 """Steps are gathered together up to this size; it fits the cache of most machines."""
-
-
-@dataclass(frozen=True)
-class ShardData:
-    """One shard as memory-mapped tensors."""
-
-    fingerprint: str
-    columns: Mapping[str, Rows]
-    """Key of the plan's column -> ``(rows, *shape)``, or ragged rows."""
-    pages: Pages | None = None
-    """Which of it is in memory; None: all of it is, whatever the plan says."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the shard."""
-        return len(next(iter(self.columns.values())))
 
 
 @dataclass(frozen=True)
@@ -105,11 +88,11 @@ class Batch:
 class Batches:
     """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
 
-    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if the plan
-    has windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
+    Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if they are
+    mixed in windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
 
     Args:
-        shards: the rank's training shards, in the plan's order.
+        shards: the rank's training rows: its shards in the plan's order, or what its source opened.
         plan: the run's plan.
         rank: whose batches.
         seed: the run's seed.
@@ -122,7 +105,7 @@ class Batches:
 
     def __init__(
         self,
-        shards: Sequence[ShardData],
+        shards: Shards,
         plan: TrainPlan,
         rank: int,
         *,
@@ -133,7 +116,7 @@ class Batches:
         prefetch: bool = True,
         pin_memory: bool = False,
     ) -> None:
-        self._shards = [shard for shard in shards if shard.num_rows]
+        self._rows = _rows_of(shards, plan)
         self._plan = plan
         self._rank = rank
         self._seed = seed
@@ -149,134 +132,38 @@ class Batches:
         return _chain(_in_background(runs) if self._prefetch else runs)
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        num_rows = sum(shard.num_rows for shard in self._shards)
-        assert num_rows == self._plan.rows_of(self._rank), "shards do not fit the plan"
-        num_steps = self._plan.steps_per_epoch
-        num_together = self._steps_together()
+        plan, num_rows = self._plan, self._rows.num_rows
+        assert num_rows == plan.rows_of(self._rank), "shards do not fit the plan"
+        num_steps = plan.steps_per_epoch
+        epoch = self._rows.epoch(self._seed, self._epoch, num_together=self._num_together)
+        num_together = min(
+            num_steps, max(1, GATHER_BYTES // max(1, epoch.row_bytes * plan.batch_size))
+        )
         capacity = num_together * -(-num_rows // num_steps)
         # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
         # memory is taken afresh instead: torch's allocator knows when the device has read it.
         num_buffers = 3 if self._prefetch else 1
-        buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(num_buffers)]
-        with contextlib.closing(self._places(num_rows)) as places:
+        buffers = [Buffer(capacity) for _ in range(num_buffers)]
+        with contextlib.closing(epoch):
             for number, first in enumerate(range(self._start_step, num_steps, num_together)):
                 steps = range(first, min(first + num_together, num_steps))
                 together = [batch_bounds(num_rows, num_steps, step) for step in steps]
-                start, stop = together[0][0], together[-1][1]
-                buffer = {} if self._pin_memory else buffers[number % num_buffers]
-                positions = places.positions(start, stop)
-                columns = {
-                    column.key: self._gather(column, positions, buffer, capacity)
-                    for column in self._plan.columns
-                }
-                places.used(stop)
-                yield cut(self._plan, columns, [high - low for low, high in together])
-
-    def _places(self, num_rows: int) -> Places:
-        """The rows of the epoch, step by step."""
-        rows = [shard.num_rows for shard in self._shards]
-        known = (self._seed, self._epoch, [shard.fingerprint for shard in self._shards])
-        windows = self._plan.windows
-        places: Places
-        if windows is None:
-            places = WholePlaces(epoch_order(*known, rows))
-        else:
-            sizes = cut_rows(rows, windows.group_rows)
-            order = windowed_order(*known, sizes, windows.groups_together)
-            pages = [shard.pages for shard in self._shards]
-            places = WindowedPlaces(order, list(zip(pages, rows, strict=True)))
-        if self._num_together is None:
-            return places
-        groups = LengthGroups(
-            num_rows,
-            self._plan.steps_per_epoch,
-            self._num_together,
-            seed=self._seed,
-            epoch=self._epoch,
-        )
-        return PlacesByLength(places, groups, self._lengths)
-
-    def _lengths(self, positions: Order) -> Order:
-        """Length of the row at each position: the sum over its sequences."""
-        total = np.zeros(len(positions), dtype=np.int64)
-        for column in self._plan.columns:
-            sources = [shard.columns[column.key] for shard in self._shards]
-            if isinstance(column.kind, SequenceInput):
-                total += lengths_at(
-                    [rows for rows in sources if isinstance(rows, Ragged)], positions
-                )
-        return total
-
-    def _steps_together(self) -> int:
-        if not self._shards:
-            return max(1, self._plan.steps_per_epoch)
-        shard = self._shards[0]
-        row_bytes = sum(_row_bytes(rows) for rows in shard.columns.values())
-        return max(1, GATHER_BYTES // max(1, row_bytes * self._plan.batch_size))
-
-    def _gather(
-        self, column: Column, positions: Order, buffer: dict[str, torch.Tensor], capacity: int
-    ) -> Rows:
-        sources = [shard.columns[column.key] for shard in self._shards]
-        if not sources:
-            return assemble.no_rows(column)
-        if column.kind.num_parts:
-            return gather([rows for rows in sources if isinstance(rows, Ragged)], positions)
-        tensors = [rows for rows in sources if isinstance(rows, torch.Tensor)]
-        if column.key not in buffer:
-            shape = (capacity, *tensors[0].shape[1:])
-            buffer[column.key] = torch.empty(
-                shape, dtype=tensors[0].dtype, pin_memory=self._pin_memory
-            )
-        rows = buffer[column.key][: len(positions)]
-        gather_rows(tensors, positions, rows)
-        return rows
+                buffer = buffers[number % num_buffers]
+                if self._pin_memory:
+                    buffer = Buffer(capacity, pin_memory=True)
+                columns = epoch.read(together[0][0], together[-1][1], buffer)
+                yield cut(plan, columns, [high - low for low, high in together])
 
 
-def _row_bytes(rows: Rows) -> int:
-    if isinstance(rows, Ragged):
-        return rows.num_bytes // max(1, len(rows))
-    return rows[:1].numel() * rows.element_size()
-
-
-def sequential_batches(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
+def sequential_batches(shards: Shards, plan: TrainPlan) -> Iterator[Batch]:
     """All rows in their order, at most ``plan.batch_size`` at once; for evaluation."""
-    for shard in shards:
-        behind = 0
-        for start in range(0, shard.num_rows, plan.batch_size):
-            stop = min(start + plan.batch_size, shard.num_rows)
-            behind = _move_on(shard, plan, behind, start, stop)
-            # Copies: a model that changes its input in place must not reach the spool's pages.
-            columns = {
-                column.key: assemble.copied(shard.columns[column.key][start:stop])
-                for column in plan.columns
-            }
-            yield from cut(plan, columns, [stop - start])
-        if plan.windows is not None and shard.pages is not None:
-            shard.pages.leave()
-            shard.pages.drop(behind, shard.num_rows)
+    for columns in _rows_of(shards, plan).in_order(plan.batch_size):
+        num_rows = len(next(iter(columns.values())))
+        yield from cut(plan, columns, [num_rows])
 
 
-def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: int) -> int:
-    """Read a row group ahead of rows ``start`` to ``stop``, forget those from ``behind`` on.
-
-    Returns:
-        First row that was not forgotten.
-    """
-    windows, pages = plan.windows, shard.pages
-    if windows is None or pages is None:
-        return behind
-    group = windows.group_rows
-    if start == 0:
-        pages.expect(0, min(2 * group, shard.num_rows))
-    reached, before = stop // group, start // group
-    if reached > before:
-        first = min((before + 2) * group, shard.num_rows)
-        pages.expect(first, min((reached + 2) * group, shard.num_rows))
-        pages.leave()
-        pages.drop(behind, start)
-        return start
-    return behind
+def _rows_of(shards: Shards, plan: TrainPlan) -> ShardRows:
+    return shards if isinstance(shards, ShardRows) else MappedRows(shards, plan)
 
 
 def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> list[Batch]:
@@ -304,29 +191,6 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
     weights = by_role["weight"][0][1] if by_role["weight"] else [None] * len(sizes)
     named = [names if any(names) else ()] * len(sizes)
     return [Batch(*parts) for parts in zip(inputs, targets, weights, sizes, named, strict=True)]
-
-
-def gather_rows(sources: Sequence[torch.Tensor], positions: Order, out: torch.Tensor) -> None:
-    """Write the rows at ``positions`` of the concatenation of ``sources`` to ``out``, in order."""
-    if len(sources) == 1:
-        torch.index_select(sources[0], 0, torch.from_numpy(positions), out=out)
-        return
-    ends = np.cumsum([len(source) for source in sources])
-    # Small integers of one type: numpy then sorts by radix and converts nothing.
-    owners = np.searchsorted(ends.astype(positions.dtype), positions, side="right")
-    by_owner = np.argsort(owners.astype(np.min_scalar_type(len(sources))), kind="stable")
-    rows = positions[by_owner]
-    # One source after the other, then into order: twice `index_select`, which takes whole rows,
-    # costs a fourth of one `index_copy_`, which does not.
-    staged, start = torch.empty_like(out), 0
-    for source, end, count in zip(sources, ends, np.bincount(owners).tolist(), strict=False):
-        stop = start + count
-        local = torch.from_numpy(rows[start:stop] - rows.dtype.type(end - len(source)))
-        torch.index_select(source, 0, local, out=staged[start:stop])
-        start = stop
-    places = np.empty_like(by_owner)
-    places[by_owner] = np.arange(len(by_owner))
-    torch.index_select(staged, 0, torch.from_numpy(places), out=out)
 
 
 def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, None]:

@@ -147,3 +147,16 @@ def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
     if as_classes or role == "weight":
         bad |= flat < 0
     return np.asarray(bad.any(axis=1))
+
+
+def bad_values_message(name: str, *, as_classes: bool, role: Role, count: int, first: str) -> str:
+    """One sentence on labels or weights that cannot be used: how many, which, what to do."""
+    wanted = {
+        True: "whole, non-negative class indices (index strings with StringIndexer)",
+        False: "finite numbers" + (" that are not negative" * (role == "weight")),
+    }[as_classes]
+    rows = "row" if count == 1 else "rows"
+    return (
+        f'column "{name}" must hold {wanted}, but {count} {rows} do not (first: {first}); drop or '
+        "mend them before fit"
+    )

@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.source import Source
 from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
@@ -27,7 +28,10 @@ from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicato
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard
+from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.specified import prepare_named
+from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.population import PopulationStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +55,33 @@ def check_travels(config: TrainConfig, **columns: Any) -> None:
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
+
+
+def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) -> None:
+    """Refuse what only spools can do.
+
+    Raises:
+        ConfigError: names it.
+    """
+    name = type(source).__name__
+    if isinstance(strategy, PopulationStrategy):
+        raise ConfigError(
+            f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a DataFrame"
+        )
+    if request.config.group_by_length:
+        raise ConfigError(
+            f"groupByLength needs the lengths of all rows, which {name} does not know; fit on a "
+            "DataFrame"
+        )
+    if request.config.shuffle_window_bytes is not None:
+        raise ConfigError(f"shuffleWindowBytes is for DataFrames; {name} has options of its own")
+    for entry in (*request.specified, *request.labels):
+        if getattr(entry.specification, "on_error", "raise") == "skip":
+            raise ConfigError(
+                f"on_error='skip' changes the number of rows, which {name} must know before "
+                "training; mend the images, or fit on a DataFrame"
+            )
+    check_travels(request.config, source=source)
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
@@ -168,7 +199,7 @@ def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:
 
 
 def shaped(
-    table: ShardTable, spooled: Items[SpooledShard], request: FitRequest
+    table: ShardTable | SourceTable, spooled: Items[SpooledShard], request: FitRequest
 ) -> tuple[Column, ...]:
     """The spool's columns, features reshaped as asked for."""
     if request.validation_col is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
+from sparkdl.data.source import Source
 from sparkdl.data.stats import skipped_rows
 from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
@@ -28,6 +29,7 @@ from sparkdl.spark.arrival import await_executors
 from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
+    check_source,
     check_sync_batch_norm,
     check_training,
     check_travels,
@@ -58,6 +60,7 @@ from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame, require_source
 from sparkdl.spark.supervise import persistently
 from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
@@ -65,7 +68,10 @@ from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from torch import nn
+
+    from sparkdl.spark.columns import Prepared
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
@@ -75,8 +81,12 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user is told."""
 
 
-def fit(df: DataFrame, request: FitRequest) -> FitResult:
+def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
     """Train on all workers of the cluster.
+
+    Args:
+        data: the rows, or a source that workers read by themselves.
+        request: what the estimator asks for.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -87,16 +97,22 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     clock = Clock()
-    spark = df.sparkSession
+    # DataFrames first: they have an attribute for each column, whatever its name.
+    source = None if isinstance(data, DataFrame) else require_source(data)
+    spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
-    require_plain_files(partial(conf, spark), settings)
+    if source is None:
+        require_plain_files(partial(conf, spark), settings)
     check_travels(request.config, inputs=request.specified, labels=request.labels)
     strategy = sync.resolve(request.config.sync_strategy)
     in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
     module, float_dtype = make_module(request)
     frozen = freeze(module, request.config.frozen_layers)
     check_training(module, request)
+    if source is not None:
+        check_source(source, request, strategy)
+    df = data if isinstance(data, DataFrame) else empty_frame(spark, data)
     prepared, validation = prepare_columns(df, request, float_dtype)
     plan_slots = _plan_rounds if in_rounds else _plan_gang
     slots = plan_slots(spark, request, settings)
@@ -119,15 +135,8 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
             in_rounds=in_rounds,
         )
         clock.lap("preflight")
-        table = ShardTable(
-            df,
-            prepared,
-            validation,
-            num_shards=slots.num_workers,
-            run_id=run_id,
-            profile=slots.profile,
-            barrier=not in_rounds,
-            shares=strategy.row_shares(slots.num_workers),
+        table = _make_table(
+            df, source, prepared, validation, run_id, slots, request, strategy, in_rounds=in_rounds
         )
         stack.callback(table.close)
         spooled = persistently(
@@ -137,12 +146,19 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
-        num_skipped = _warn_of_skipped(columns, spooled)
+        num_skipped = _warn_of_skipped(columns, spooled) if source is None else 0
         num_classes = dry_run(module, columns, request)
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
-            check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(spark, columns, spooled, slots, request, strategy)
+            if isinstance(table, SourceTable):
+                table.check_labels(request.label_col, num_classes, index)
+            else:
+                check_labels(df, request.label_col, num_classes, index, spooled)
+        plan = _make_plan(columns, spooled, slots, request, strategy)
+        if source is None:  # others have windows of their own
+            info, entry = inspect_cluster(spark), partial(conf, spark)
+            window_bytes = request.config.shuffle_window_bytes
+            plan = with_windows(plan, spooled, info, entry, window_bytes)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
         view = _view(plan, request.verbose)
@@ -176,6 +192,41 @@ def fit(df: DataFrame, request: FitRequest) -> FitResult:
         summary=replace(
             trained.to_summary(plan, clock.laps, clock.total()), skipped_rows=num_skipped
         ),
+    )
+
+
+def _make_table(
+    df: DataFrame,
+    source: Source | None,
+    prepared: Sequence[Prepared],
+    validation: SparkColumn | None,
+    run_id: str,
+    slots: Slots,
+    request: FitRequest,
+    strategy: SyncStrategy,
+    *,
+    in_rounds: bool,
+) -> ShardTable | SourceTable:
+    """Where the shards will be listed; nothing is read yet."""
+    shares = strategy.row_shares(slots.num_workers)
+    if source is not None:
+        return SourceTable(
+            df.sparkSession,
+            source,
+            prepared,
+            request.validation_col,
+            num_shards=slots.num_workers,
+            shares=shares,
+        )
+    return ShardTable(
+        df,
+        prepared,
+        validation,
+        num_shards=slots.num_workers,
+        run_id=run_id,
+        profile=slots.profile,
+        barrier=not in_rounds,
+        shares=shares,
     )
 
 
@@ -249,7 +300,6 @@ def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: b
 
 
 def _make_plan(
-    spark: SparkSession,
     columns: Sequence[Column],
     spooled: Sequence[SpooledShard],
     slots: Slots,
@@ -280,8 +330,7 @@ def _make_plan(
         plan.total_steps,
     )
     _warn_of_skew(plan, strategy.row_shares(plan.world_size))
-    info, entry = inspect_cluster(spark), partial(conf, spark)
-    return with_windows(plan, spooled, info, entry, config.shuffle_window_bytes)
+    return plan
 
 
 def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:

@@ -88,6 +88,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
         versions=versions(),
         start_timeout_seconds=settings.start_timeout_seconds,
         collective_timeout_seconds=settings.collective_timeout_seconds,
+        source=run.table.reader,
     )
     return partial(
         launch, run.table.df, worker.run, order, channel=link.channel, profile=slots.profile

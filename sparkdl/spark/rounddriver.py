@@ -206,6 +206,7 @@ class RoundsDriver(ABC):
             part=part,
             threads=run.slots.threads,
             versions=versions(),
+            source=run.table.reader,
         )
         return partial(stage, order)
 

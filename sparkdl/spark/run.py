@@ -14,6 +14,7 @@ from sparkdl.progress import View
 from sparkdl.spark.link import Link
 from sparkdl.spark.settings import Settings
 from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.sourcetable import SourceTable
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -42,7 +43,7 @@ class Run:
     module: nn.Module
     """The driver's copy; it gets the trained weights."""
     packed: PackedModule
-    table: ShardTable
+    table: ShardTable | SourceTable
     slots: Slots
     link: Link
     settings: Settings

@@ -30,8 +30,15 @@ from pyspark.sql import functions as F
 
 from sparkdl import errors
 from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
+from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
-from sparkdl.data.stats import ColumnStats, SpoolSummary, merge_stats, no_rows
+from sparkdl.data.stats import (
+    ColumnStats,
+    SpoolSummary,
+    bad_values_message,
+    merge_stats,
+    no_rows,
+)
 from sparkdl.errors import DataError, SparkDLError
 from sparkdl.plan import Column, Shard
 from sparkdl.process import memory_bytes
@@ -112,6 +119,9 @@ class SpoolTask:
 
 class ShardTable:
     """The shards of one run. ``close`` removes them from the executors."""
+
+    reader = SpoolSource()
+    """Opens the shards on workers."""
 
     def __init__(
         self,
@@ -204,7 +214,7 @@ class ShardTable:
         if self._first is None:
             self._first = shards
         else:
-            _require_same(self._first, shards)
+            require_same(self._first, shards)
         return shards
 
     def rebuild(self) -> None:
@@ -367,7 +377,12 @@ def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
     return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
 
 
-def _require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
+def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
+    """Refuse shards that hold other rows than before.
+
+    Raises:
+        DataError: names them.
+    """
     changed = [
         new.shard.shard_id
         for old, new in zip(before, now, strict=True)
@@ -393,16 +408,12 @@ def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:
     findings = stats.nulls_and_shapes
     if findings:
         return findings.message(prepared.name)
-    return _bad_values_message(prepared, stats) if stats.bad_values else None
-
-
-def _bad_values_message(prepared: Prepared, stats: ColumnStats) -> str:
-    wanted = {
-        True: "whole, non-negative class indices (index strings with StringIndexer)",
-        False: "finite numbers" + (" that are not negative" * (prepared.role == "weight")),
-    }[prepared.as_classes]
-    rows = "row" if stats.bad_values == 1 else "rows"
-    return (
-        f'column "{prepared.name}" must hold {wanted}, but {stats.bad_values} {rows} do not '
-        f"(first: {stats.first_bad}); drop or mend them before fit"
+    if not stats.bad_values:
+        return None
+    return bad_values_message(
+        prepared.name,
+        as_classes=prepared.as_classes,
+        role=prepared.role,
+        count=stats.bad_values,
+        first=str(stats.first_bad),
     )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from sparkdl import sync
 from sparkdl.comm import Communicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.frozen import training_mode
 from sparkdl.plan import TrainPlan
 from sparkdl.sync.collective import CollectiveStrategy
@@ -42,8 +42,8 @@ def train(
     module: nn.Module,
     config: TrainConfig,
     plan: TrainPlan,
-    shards: Sequence[ShardData],
-    validation: Sequence[ShardData],
+    shards: Shards,
+    validation: Shards,
     comm: Communicator,
     device: torch.device,
     checkpoints: CheckpointSink | None,
@@ -94,8 +94,8 @@ class _Trainer:
         module: nn.Module,
         config: TrainConfig,
         plan: TrainPlan,
-        shards: Sequence[ShardData],
-        validation: Sequence[ShardData],
+        shards: Shards,
+        validation: Shards,
         comm: Communicator,
         device: torch.device,
         checkpoints: CheckpointSink | None,

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches, ShardData, sequential_batches
+from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.frozen import still_names, training_mode
 from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
@@ -83,7 +83,7 @@ class RoundReplica:
         self,
         state: dict[str, Any],
         shard_id: int,
-        shards: Sequence[ShardData],
+        shards: Shards,
         part: RoundPart,
         observer: Observer,
         *,
@@ -153,7 +153,7 @@ class RoundReplica:
         return {**state, "model": model}
 
     def evaluate(
-        self, state: dict[str, Any], validation: Sequence[ShardData]
+        self, state: dict[str, Any], validation: Shards
     ) -> tuple[tuple[float, ...], bytes]:
         """Measure ``state`` on this shard's validation rows.
 

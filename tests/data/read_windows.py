@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from sparkdl.data.batches import Batches, ShardData, sequential_batches
+from sparkdl.data.batches import Batches, sequential_batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.data.spool import open_spool
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.windows import Windows

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from sparkdl.data import batches
-from sparkdl.data.batches import Batch, Batches, ShardData, gather_rows, sequential_batches
+from sparkdl.data.batches import Batch, Batches, sequential_batches
+from sparkdl.data.gather import gather_rows
+from sparkdl.data.mapped import ShardData
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.windows import Windows

@@ -128,7 +128,7 @@ def test_bad_labels_are_counted_and_shown(tmp_path: Path) -> None:
     ],
 )
 def test_infinite_labels_and_weights_are_counted(tmp_path: Path, column: SpoolColumn) -> None:
-    values = pa.record_batch({"v": [1.0, float("inf"), 2.0], "hash": [0, 1, 2]})
+    values = pa.RecordBatch.from_pydict({"v": [1.0, float("inf"), 2.0], "hash": [0, 1, 2]})
     with SpoolWriter(tmp_path / "s", [column], has_validation=False) as out:
         out.write(values)
     (stats,) = out.summary().columns

@@ -10,7 +10,8 @@ from torch import nn
 from sparkdl.checkpoint.format import decode, encode
 from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batches, ShardData
+from sparkdl.data.batches import Batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import AllReduce
 from tests.gang import Gang

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.comm import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import ShardData
+from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import ResumePoint, TrainOutcome, train

@@ -8,7 +8,8 @@ from torch import nn
 
 from sparkdl.comm import LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import ShardData, sequential_batches
+from sparkdl.data.batches import sequential_batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.train.evaluate import evaluate, evaluation_mode
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.metrics import Metrics

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batches, ShardData
+from sparkdl.data.batches import Batches
+from sparkdl.data.mapped import ShardData
 from sparkdl.data.ragged import Ragged, offsets_of
 from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan

@@ -1,0 +1,242 @@
+"""How does a column that a worker reads by itself become rows, and which rows are refused?
+
+What Catalyst does for the spool is done here with Arrow and numpy, and the checks are the same.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sparkdl.data.ragged import Array, Ragged
+from sparkdl.data.readers import BadRows, Rows, read
+from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.stats import bad_values, bad_values_message, made_dtype
+from sparkdl.errors import DataError
+from sparkdl.inputs import Image, Sparse, Tensor
+from sparkdl.plan import Column
+
+if TYPE_CHECKING:
+    import torch
+
+_UNSIGNED = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.large_string(): pa.string(),
+    pa.large_binary(): pa.binary(),
+}
+"""Types that Spark reads as others, which ``transform`` will get."""
+_MAPPED_BYTES = 128 << 10
+"""Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
+_VECTOR = ("type", "size", "indices", "values")
+
+
+def as_spark(kind: pa.DataType) -> pa.DataType:
+    """The type as which Spark reads such a column of Parquet."""
+    if pa.types.is_dictionary(kind):
+        return as_spark(kind.value_type)
+    if _is_list(kind):
+        return pa.list_(as_spark(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(as_spark(field.type)) for field in fields])
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", tz=kind.tz)
+    return _UNSIGNED.get(kind, kind)
+
+
+def path_of(schema: pa.Schema, name: str) -> tuple[str, ...]:
+    """Column ``name``, or a field of a struct column: ``("user", "age")`` for ``user.age``.
+
+    Spark has found it already, by its own rules for upper and lower case.
+    """
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        top = _like(schema.names, ".".join(parts[:length]))
+        if top is None:
+            continue
+        path, kind = [top], schema.field(top).type
+        for part in parts[length:]:
+            found = _like([kind.field(i).name for i in range(kind.num_fields)], part)
+            if found is None:
+                break
+            path.append(found)
+            kind = kind.field(found).type
+        else:
+            return tuple(path)
+    raise DataError(f'column "{name}" is not in the files; their columns: {schema.names}')
+
+
+def _like(names: list[str], name: str) -> str | None:
+    same = [known for known in names if known == name]
+    return next(iter(same or [known for known in names if known.lower() == name.lower()]), None)
+
+
+def column_at(table: pa.Table, path: tuple[str, ...]) -> pa.Array:
+    """The column, or the field of a struct column, as one array."""
+    array = _one(table.column(path[0]))
+    for name in path[1:]:
+        array = pc.struct_field(array, name)
+    return array
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def found_rows(
+    arrays: list[pa.Array], column: SpoolColumn, *, where: str = "", first_row: int = 0
+) -> Rows:
+    """What the column's specification makes of arrays, in their own dtype.
+
+    Raises:
+        BadRows: rows are null, have different shapes, or hold no image.
+        DataError: the transform failed.
+    """
+    kind = column.kind
+    if kind.transform is not None:
+        parts = [_for_transform(array, column.dtype) for array in arrays]
+        names = [f"c{number}" for number in range(len(parts))]
+        return read(
+            pa.StructArray.from_arrays(parts, names), kind, where=where, first_row=first_row
+        )
+    (array,) = arrays
+    if isinstance(kind, Tensor) and _is_vector(array.type):
+        return _dense(read(array, Sparse(kind.columns[0]), where=where, first_row=first_row))
+    numbers = _numbers(array.type)
+    if numbers != array.type:
+        array = array.cast(numbers)
+    return read(array, kind, where=where, first_row=first_row)
+
+
+def checked_rows(
+    arrays: list[pa.Array],
+    wanted: SpoolColumn,
+    column: Column,
+    *,
+    where: str = "",
+    first_row: int = 0,
+) -> Rows:
+    """A column's rows as the plan has them, in numpy.
+
+    Args:
+        arrays: the columns that its specification names.
+        wanted: how it was asked for.
+        column: how the plan has it.
+        where: suffix of a row's description, such as `` of row group 2 of a.parquet``.
+        first_row: number of the first row.
+
+    Raises:
+        DataError: rows cannot be used: with column, count and an example.
+    """
+    try:
+        rows = found_rows(arrays, wanted, where=where, first_row=first_row)
+    except BadRows as error:
+        raise DataError(error.findings.message(column.name)) from None
+    _check_shape(rows, column, f"row {first_row}{where}")
+    if isinstance(rows, Ragged):
+        last = _typed(rows.parts[-1], wanted, column)
+        return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
+    if column.role != "feature" and rows.dtype.kind in "biuf":
+        bad = bad_values(rows, column.role, as_classes=wanted.as_classes)
+        if bad.any():
+            row = int(bad.argmax())
+            first = f"{rows[row].tolist()} in row {first_row + row}{where}"
+            raise DataError(
+                bad_values_message(
+                    column.name, as_classes=wanted.as_classes, role=column.role,
+                    count=int(bad.sum()), first=first,
+                )
+            )  # fmt: skip
+    return _typed(rows, wanted, column).reshape(len(rows), *column.shape)
+
+
+def owned(rows: Rows) -> torch.Tensor | Ragged:
+    """The rows for batches, in memory of their own: Arrow's is not to be written to.
+
+    Mapped by itself if it is large, so that it is given back as soon as it is not used any more:
+    the allocator of a worker keeps what it has got.
+    """
+    import torch
+
+    if isinstance(rows, Ragged):
+        return rows
+    if rows.nbytes < _MAPPED_BYTES:
+        return torch.from_numpy(np.array(rows))
+    memory = mmap.mmap(-1, rows.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own = np.frombuffer(memory, dtype=rows.dtype, count=rows.size).reshape(rows.shape)
+    own[...] = rows
+    return torch.from_numpy(own)
+
+
+def _check_shape(rows: Rows, column: Column, first: str) -> None:
+    shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
+    if shape is None or not len(rows) or math.prod(shape) == math.prod(column.shape):
+        return
+    raise DataError(
+        f'column "{column.name}" is ragged: {len(rows)} rows have shape {tuple(shape)} (first: '
+        f"{first}), others {tuple(column.shape)}; pad or drop them before fit"
+    )
+
+
+def _typed(values: Array, wanted: SpoolColumn, column: Column) -> Array:
+    """Values of the plan's dtype."""
+    dtype = np.dtype(column.dtype)
+    if wanted.kind.transform is not None and not isinstance(wanted.kind, Image) and len(values):
+        made = made_dtype(values.dtype, column.role, wanted.dtype)
+        if made != dtype:
+            raise DataError(
+                f'the transform of "{column.name}" gave {made} where others have {dtype}: let it '
+                "cast them"
+            )
+    return values.astype(dtype, copy=False)
+
+
+def _for_transform(array: pa.Array, float_dtype: str) -> pa.Array:
+    """As Spark passes it: vectors as arrays, no types that it has not."""
+    if _is_vector(array.type):
+        rows = _dense(read(array, Sparse("vector")))
+        flat = pa.array(rows.reshape(-1).astype(float_dtype))
+        return pa.FixedSizeListArray.from_arrays(flat, rows.shape[1]).cast(pa.list_(flat.type))
+    kind = as_spark(array.type)
+    return array if kind == array.type else array.cast(kind)
+
+
+def _numbers(kind: pa.DataType) -> pa.DataType:
+    """The type without dictionaries and decimals."""
+    if pa.types.is_dictionary(kind):
+        return _numbers(kind.value_type)
+    if pa.types.is_decimal(kind):
+        return pa.float64()
+    if _is_list(kind):
+        inner = _numbers(kind.value_type)
+        return kind if inner == kind.value_type else pa.list_(inner)
+    return kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(check(kind) for check in checks)
+
+
+def _is_vector(kind: pa.DataType) -> bool:
+    """Whether a column of Spark ML's vectors is stored like this."""
+    if not pa.types.is_struct(kind):
+        return False
+    return {kind.field(i).name for i in range(kind.num_fields)} == set(_VECTOR)
+
+
+def _dense(rows: Any) -> Array:
+    """``(rows, size)``."""
+    index, values = rows.own()
+    dense = np.zeros((len(rows), *(rows.shape or (0,))), dtype=values.dtype)
+    dense[np.repeat(np.arange(len(rows)), rows.lengths), index] = values
+    return dense

@@ -1,0 +1,269 @@
+"""How does a fit train on a torch ``Dataset`` of the user's own?
+
+Workers make the dataset by calling the user's function. A map-style one is dealt to shards by index
+and shuffled by sparkdl; an iterable one says itself what a shard holds, and in which order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.samples import Fields, check_kinds, column_of, element_type, named, nested
+from sparkdl.data.source import Contents, Wanted, rows_of
+from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.plan import Shard, TrainPlan
+
+if TYPE_CHECKING:
+    from sparkdl.data.source import ShardRows
+
+Style = Literal["map", "iterable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetShard:
+    """Which part of the data a `DatasetSource`'s function shall open."""
+
+    shard_id: int
+    """Number of the shard, from 0. Each belongs to one worker."""
+    num_shards: int
+    epoch: int
+    """Number of the epoch, from 0."""
+    seed: int
+    """The estimator's."""
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A torch ``Dataset`` or ``IterableDataset`` that workers make by calling ``factory``.
+
+    Given to ``fit`` in place of a DataFrame::
+
+        def make() -> Dataset:
+            return ImageFolder("/mnt/images", transform=to_tensor)
+
+
+        TorchClassifier(module=make_net, labelCol="label").fit(DatasetSource(make))
+
+    A sample is a tensor, a tuple or a dict of tensors (or arrays, or numbers), all samples alike.
+    The parts of a tuple are called by `names`, and Params such as ``featuresCol`` name them.
+
+    A map-style dataset is exact in all respects: each index once an epoch, in an order that follows
+    from seed and epoch; a resumed run goes on bit for bit. For that ``dataset[i]`` must depend on
+    nothing but ``i``, the epoch and the seed; a worker reads ahead in another thread, so draws from
+    torch's global generator do not repeat. An iterable dataset must give the same samples each time
+    it is made for the same `DatasetShard`: a resumed run makes it anew and passes over those that
+    were used. It is not shuffled.
+    """
+
+    factory: Callable[..., Any]
+    """Makes the dataset. Called with a `DatasetShard`, once an epoch, if it takes an argument; an
+    iterable dataset needs that, to read another part on each worker. The driver calls it too, to
+    see the length and the first sample."""
+    _: KW_ONLY
+    names: tuple[str, ...] = ("features", "label", "weight")
+    """What the parts of tuples are called, in their order; of a lone tensor the first."""
+    num_rows: int | None = None
+    """Samples of an epoch over all workers, of an iterable dataset without ``len``: each worker
+    uses the first of its share, and must give as many."""
+    validation: Callable[..., Any] | None = None
+    """Makes the dataset that is used for validation, as `factory` does."""
+    version: str = ""
+    """Change it when the data changes: checkpoints of another version are not continued."""
+
+    def __post_init__(self) -> None:
+        for name in ("factory", "validation"):
+            value = getattr(self, name)
+            if not callable(value) and (name == "factory" or value is not None):
+                raise ConfigError(f"{name} must be a function; received {value!r}")
+        object.__setattr__(self, "names", tuple(self.names))
+        if self.num_rows is not None and self.num_rows < 1:
+            raise ConfigError(f"num_rows must be at least 1; received {self.num_rows}")
+
+    def schema(self) -> pa.Schema:
+        """See `source.Source.schema`."""
+        sample = self._first(_part(0, 1))
+        return pa.schema(
+            [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
+        )
+
+    def contents(self, wanted: Wanted) -> Contents:
+        """See `source.Source.contents`."""
+        if wanted.validation is not None:
+            raise ConfigError(
+                "validationIndicatorCol needs a DataFrame or files; use "
+                "DatasetSource(validation=...)"
+            )
+        check_kinds(wanted.columns)
+        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
+        train, style = _sizes(self.factory, self.num_rows, shares)
+        held, held_style = [0] * wanted.num_shards, style
+        if self.validation is not None:
+            held, held_style = _sizes(self.validation, None, shares)
+        sample = self._first(_part(0, wanted.num_shards))
+        columns = tuple(column_of(column, sample) for column in wanted.columns)
+        content = self._content(sample, sum(train), sum(held))
+        return Contents(
+            columns=columns,
+            shards=tuple(
+                Shard(
+                    shard_id=number,
+                    host="",
+                    path="",
+                    num_rows=train[number],
+                    num_validation_rows=held[number],
+                    fingerprint=f"{content:016x}-{number}-{train}",
+                    num_bytes=0,
+                )
+                for number in range(wanted.num_shards)
+            ),
+            content=content,
+            reader=DatasetShards(
+                factories=(self.factory, self.validation or self.factory),
+                styles=(style, held_style),
+                sizes=(tuple(train), tuple(held)),
+                names=self.names,
+                wanted=wanted.columns,
+            ),
+            labels_outside=lambda index, num_classes: None,
+        )
+
+    def _first(self, part: DatasetShard) -> Fields:
+        dataset = make(self.factory, part)
+        try:
+            sample = dataset[0] if style_of(dataset) == "map" else next(iter(dataset))
+        except (StopIteration, IndexError):
+            raise DataError("the dataset has no samples") from None
+        return named(sample, self.names)
+
+    def _content(self, sample: Fields, train: int, held: int) -> int:
+        digest = hashlib.blake2b(digest_size=8)
+        names = [
+            f"{getattr(f, '__module__', '')}:{getattr(f, '__qualname__', type(f).__qualname__)}"
+            for f in (self.factory, self.validation)
+        ]
+        digest.update(json.dumps([names, train, held, self.version]).encode())
+        for name, value in sorted(sample.items()):
+            digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
+        return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetShards:
+    """Opens shards of a dataset on a worker; see `source.ShardSource`."""
+
+    factories: tuple[Callable[..., Any], Callable[..., Any]]
+    """For training, for validation."""
+    styles: tuple[Style, Style]
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    """Rows of each shard."""
+    names: tuple[str, ...]
+    wanted: tuple[SpoolColumn, ...]
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """See `source.ShardSource.open`."""
+        from sparkdl.data.samples import IterableRows, MapRows, Sampler
+
+        which = 0 if split == "train" else 1
+        sampler = Sampler(plan.columns, self.wanted, self.names)
+        sizes, factory = self.sizes[which], self.factories[which]
+        parts = [(shard.shard_id, rows_of(shard, split)) for shard in shards]
+        if self.styles[which] == "iterable":
+            return IterableRows(sampler, factory, parts, len(sizes))
+        fingerprints = [shard.fingerprint for shard in shards]
+        indices = [dealt(sizes, number) for number, _ in parts]
+        return MapRows(sampler, factory, parts, len(sizes), indices, fingerprints)
+
+    def is_here(self, shard: Shard) -> bool:
+        """See `source.ShardSource.is_here`: the user's function is everywhere."""
+        return True
+
+
+def dealt(sizes: Sequence[int], number: int) -> np.ndarray:
+    """Indices of shard ``number``: its part of a permutation that is always the same.
+
+    Neighbours are often alike, such as images of one folder; each shard shall have some of all.
+    """
+    total = sum(sizes)
+    order = np.random.Generator(np.random.PCG64(total)).permutation(total)
+    start = sum(sizes[:number])
+    return np.sort(order[start : start + sizes[number]])
+
+
+def make(factory: Callable[..., Any], part: DatasetShard) -> Any:
+    """The dataset of a part; its function gets it if it takes an argument."""
+    return factory(part) if takes_part(factory) else factory()
+
+
+def takes_part(factory: Callable[..., Any]) -> bool:
+    """Whether a function takes an argument."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # some callables of C have no signature
+        return False
+    return any(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def style_of(dataset: Any) -> Style:
+    """Whether samples are had by index or by iteration.
+
+    Raises:
+        ConfigError: by neither.
+    """
+    from torch.utils.data import IterableDataset
+
+    is_iterable = isinstance(dataset, IterableDataset)
+    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return "map"
+    if is_iterable or hasattr(dataset, "__iter__"):
+        return "iterable"
+    raise ConfigError(
+        f"the factory of a DatasetSource must return a torch Dataset with len() or an "
+        f"IterableDataset; it returned {type(dataset).__name__}"
+    )
+
+
+def _part(number: int, num_shards: int) -> DatasetShard:
+    return DatasetShard(shard_id=number, num_shards=num_shards, epoch=0, seed=0)
+
+
+def _sizes(
+    factory: Callable[..., Any], num_rows: int | None, shares: Sequence[float]
+) -> tuple[list[int], Style]:
+    """Rows of each shard."""
+    num_shards = len(shares)
+    dataset = make(factory, _part(0, num_shards))
+    style = style_of(dataset)
+    if style == "iterable" and num_shards > 1 and not takes_part(factory):
+        raise ConfigError(
+            "the function of an iterable dataset must take an argument, a sparkdl.DatasetShard, "
+            "and read only that part; otherwise all workers would train on the same samples"
+        )
+    if style == "map":
+        if num_rows is not None:
+            raise ConfigError("num_rows is for iterable datasets; this one has a length")
+        return _cut(len(dataset), shares), style
+    if num_rows is not None:
+        return _cut(num_rows, shares), style
+    try:
+        return [len(make(factory, _part(n, num_shards))) for n in range(num_shards)], style
+    except TypeError as error:
+        raise ConfigError(
+            "the iterable dataset has no length; give it __len__ (the samples of its part), or "
+            "set DatasetSource(num_rows=...)"
+        ) from error
+
+
+def _cut(num_rows: int, shares: Sequence[float]) -> list[int]:
+    bounds = [0, *(round(upto * num_rows) for upto in accumulate(shares[:-1])), num_rows]
+    return [stop - start for start, stop in pairwise(bounds)]

@@ -1,0 +1,180 @@
+"""How does a fit train on Parquet files that workers read by themselves?
+
+No Spark job reads them and nothing is written to local disks. The driver reads footers: they tell
+the row groups, and which of them have nulls, rows of another width or labels out of range; the
+columns of those alone are then read to say how many. Workers check every row that they read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import pyarrow as pa
+
+from sparkdl.data.convert import as_spark, path_of
+from sparkdl.data.parquetfiles import Listing, Reader, list_files
+from sparkdl.data.rowgroups import (
+    Group,
+    RowGroupShards,
+    ShardPieces,
+    content_of,
+    deal_both,
+    describe_shard,
+    hold_out,
+    marks,
+    pieces_together,
+    place,
+)
+from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.survey import ColumnSurvey
+from sparkdl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Parquet files that workers read by themselves, for data larger than their disks.
+
+    Given to ``fit`` in place of a DataFrame::
+
+        model = TorchClassifier(module=make_net, epochs=3).fit(ParquetSource("s3://bucket/train"))
+
+    The estimator's Params name columns as they do for a DataFrame of these files. Each epoch reads
+    the row groups in random order and mixes the rows of several; see `buffer_bytes`.
+    """
+
+    path: str | os.PathLike[str]
+    """A file or a folder: a path that driver and executors see, or a URL."""
+    _: KW_ONLY
+    buffer_bytes: int = 512 << 20
+    """Memory of a worker for rows: half of it holds those that are mixed, half those that are read
+    ahead. A row group that is larger than half is held whole all the same."""
+    validation_fraction: float = 0.0
+    """Part of the rows that is used for validation: whole row groups, always the same ones. In
+    place of ``validationIndicatorCol``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.fspath(self.path))
+        if self.buffer_bytes < 1:
+            raise ConfigError(f"buffer_bytes must be at least 1; received {self.buffer_bytes}")
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(
+                f"validation_fraction must be in [0, 1); received {self.validation_fraction}"
+            )
+
+    def schema(self) -> pa.Schema:
+        """See `source.Source.schema`."""
+        schema = list_files(str(self.path)).schema
+        fields = [field.with_type(as_spark(field.type)) for field in schema]
+        return pa.schema(fields, metadata=schema.metadata)
+
+    def contents(self, wanted: Wanted) -> Contents:
+        """See `source.Source.contents`."""
+        if wanted.validation is not None and self.validation_fraction:
+            raise ConfigError("set either validation_fraction or validationIndicatorCol, not both")
+        return _Survey(self, wanted, list_files(str(self.path))).contents()
+
+
+class _Survey:
+    """One look at the files, on the driver."""
+
+    def __init__(self, source: ParquetSource, wanted: Wanted, listing: Listing) -> None:
+        self._source = source
+        self._wanted = wanted
+        self._listing = listing
+        self._names = [file.digest for file in listing.files]
+        self._reader = Reader(str(source.path))
+        self._paths = tuple(
+            tuple(path_of(listing.schema, name) for name in column.kind.columns)
+            for column in wanted.columns
+        )
+        self._validation = None
+        if wanted.validation is not None:
+            self._validation = path_of(listing.schema, wanted.validation)
+
+    def contents(self) -> Contents:
+        groups = [
+            (number, group.number, group.num_rows)
+            for number, file in enumerate(self._listing.files)
+            for group in file.row_groups
+            if group.num_rows
+        ]
+        if not groups:
+            raise DataError(f"the files under {self._source.path} have no rows")
+        survey = ColumnSurvey(self._listing, self._reader, self._wanted.columns, self._paths)
+        survey.check(groups)
+        columns, row_bytes = survey.columns(groups[0])
+        wanted = self._wanted
+        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
+        pieces = deal_both(*self._split(groups), shares, self._names)
+        self._say_memory(pieces, row_bytes)
+        return Contents(
+            columns=columns,
+            shards=tuple(
+                describe_shard(
+                    number,
+                    shard,
+                    self._names,
+                    about=self._validation,
+                    num_bytes=self._source.buffer_bytes,
+                )
+                for number, shard in enumerate(pieces)
+            ),
+            content=content_of(self._names, [self._validation, self._source.validation_fraction]),
+            reader=RowGroupShards(
+                url=str(self._source.path),
+                files=self._listing.files,
+                pieces=pieces,
+                wanted=self._wanted.columns,
+                paths=self._paths,
+                validation=self._validation,
+                buffer_bytes=self._source.buffer_bytes,
+                row_bytes=row_bytes,
+            ),
+            labels_outside=survey.labels_outside,
+        )
+
+    def _split(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Rows of each row group for training, and for validation."""
+        if self._validation is not None:
+            counted = list(self._counted(groups))
+            return [(f, g, rows) for f, g, rows, _ in counted if rows], [
+                (f, g, marked) for f, g, _, marked in counted if marked
+            ]
+        return hold_out(groups, self._source.validation_fraction, self._names)
+
+    def _counted(self, groups: Sequence[Group]) -> Iterator[tuple[int, int, int, int]]:
+        """Rows for training and for validation of each row group, by reading that one column."""
+        assert self._validation is not None
+        name = ".".join(self._validation)
+        for number, group, num_rows in groups:
+            file = self._listing.files[number]
+            table = self._reader.read(file, group, [name])
+            marked = int(marks(table, self._validation, place(file, group)).sum())
+            yield number, group, num_rows - marked, marked
+
+    def _say_memory(self, shards: Sequence[ShardPieces], row_bytes: int) -> None:
+        limit = self._source.buffer_bytes
+        for split in ("train", "validation"):
+            pieces = [piece for shard in shards for piece in shard.of(split)]
+            largest = max((piece.num_rows for piece in pieces), default=0) * row_bytes
+            if 2 * largest > limit:
+                logger.warning(
+                    "the largest row group needs %d MiB of memory, more than half of buffer_bytes "
+                    "(%d MiB): workers will hold two row groups of that size, and rows of one row "
+                    "group alone are mixed; write smaller row groups or raise buffer_bytes",
+                    -(-largest >> 20),
+                    limit >> 20,
+                )
+        together = min(pieces_together(shard.train, row_bytes, limit) for shard in shards)
+        logger.info(
+            "workers read Parquet by themselves: about %d bytes per row, rows of %d row group(s) "
+            "mixed, at most %d MiB of rows in memory",
+            row_bytes,
+            together,
+            limit >> 20,
+        )

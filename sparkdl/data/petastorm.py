@@ -1,0 +1,248 @@
+"""How does a fit train on a petastorm dataset?
+
+petastorm reads single row groups for us, in a shard count that is their number; which row group is
+read when, and how rows are mixed, is as for `ParquetSource`, so that runs resume exactly, which
+petastorm's own readers cannot. https://github.com/uber/petastorm
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.parquetfiles import DataFile, list_files
+from sparkdl.data.rowgroups import (
+    Group,
+    Piece,
+    ShardPieces,
+    content_of,
+    deal_both,
+    describe_shard,
+    hold_out,
+    pieces_together,
+    place,
+)
+from sparkdl.data.samples import (
+    Fields,
+    Sampler,
+    check_kinds,
+    column_of,
+    element_type,
+    named,
+    nested,
+    row_bytes,
+)
+from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.plan import Shard, TrainPlan
+
+if TYPE_CHECKING:
+    from sparkdl.data.assemble import Rows
+    from sparkdl.data.source import ShardRows
+
+_READERS = ("make_batch_reader", "make_reader")
+
+
+@dataclass(frozen=True)
+class PetastormSource:
+    """A dataset that petastorm reads, by its URL.
+
+    Given to ``fit`` in place of a DataFrame::
+
+        fit(PetastormSource("hdfs:///data/mnist", reader="make_reader"))
+
+    petastorm unpickles the metadata of a dataset: read only datasets that you trust. It needs an
+    environment of its own (``requirements-petastorm.txt``).
+    """
+
+    url: str
+    """``file:///...``, ``hdfs://...``, ``s3://...``."""
+    _: KW_ONLY
+    reader: Literal["make_batch_reader", "make_reader"] = "make_batch_reader"
+    """``make_batch_reader`` for any Parquet; ``make_reader`` for what petastorm has written, with
+    images and arrays in its codecs."""
+    transform_spec: Any = None
+    """petastorm's ``TransformSpec``; it must keep the number of rows."""
+    storage_options: Mapping[str, Any] | None = None
+    """For petastorm's file system."""
+    buffer_bytes: int = 512 << 20
+    """See `ParquetSource.buffer_bytes`."""
+    validation_fraction: float = 0.0
+    """See `ParquetSource.validation_fraction`."""
+
+    def __post_init__(self) -> None:
+        if "://" not in os.fspath(self.url):
+            raise ConfigError(f"petastorm takes URLs, such as file:///data; received {self.url!r}")
+        if self.reader not in _READERS:
+            raise ConfigError(f"reader must be one of {_READERS}; received {self.reader!r}")
+        if self.buffer_bytes < 1:
+            raise ConfigError(f"buffer_bytes must be at least 1; received {self.buffer_bytes}")
+        if not 0 <= self.validation_fraction < 1:
+            raise ConfigError(
+                f"validation_fraction must be in [0, 1); received {self.validation_fraction}"
+            )
+
+    def schema(self) -> pa.Schema:
+        """See `source.Source.schema`."""
+        files, groups = self._groups()
+        sample = self._first(files, groups, None)
+        return pa.schema(
+            [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
+        )
+
+    def contents(self, wanted: Wanted) -> Contents:
+        """See `source.Source.contents`."""
+        if wanted.validation is not None:
+            raise ConfigError(
+                "validationIndicatorCol needs a DataFrame or a ParquetSource; use "
+                "PetastormSource(validation_fraction=...)"
+            )
+        check_kinds(wanted.columns)
+        files, groups = self._groups()
+        names = [file.digest for file in files]
+        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
+        pieces = deal_both(*hold_out(groups, self.validation_fraction, names), shares, names)
+        sample = self._first(files, groups, [column.name for column in wanted.columns])
+        about = [self.reader, self.validation_fraction]
+        return Contents(
+            columns=tuple(column_of(column, sample) for column in wanted.columns),
+            shards=tuple(
+                describe_shard(number, shard, names, about=about, num_bytes=self.buffer_bytes)
+                for number, shard in enumerate(pieces)
+            ),
+            content=content_of(names, about),
+            reader=PetastormShards(source=self, files=files, pieces=pieces, wanted=wanted.columns),
+            labels_outside=lambda index, num_classes: None,
+        )
+
+    def _groups(self) -> tuple[tuple[DataFile, ...], list[Group]]:
+        files = list_files(self.url).files
+        groups = [
+            (number, group.number, group.num_rows)
+            for number, file in enumerate(files)
+            for group in file.row_groups
+            if group.num_rows
+        ]
+        if not groups:
+            raise DataError(f"the dataset {self.url} has no rows")
+        return files, groups
+
+    def _first(
+        self, files: Sequence[DataFile], groups: Sequence[Group], names: Sequence[str] | None
+    ) -> Fields:
+        """The parts of the first row of which tensors can be made."""
+        with opened(self, files, groups[0][0], groups[0][1], names) as reader:
+            row = next(iter(reader))._asdict()
+        if self.reader == "make_batch_reader":
+            row = {name: values[0] for name, values in row.items()}
+        found: Fields = {}
+        for name, value in row.items():
+            with contextlib.suppress(DataError):  # matters only if it is asked for
+                found.update(named({name: value}, ()))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PetastormShards:
+    """Opens shards on a worker; see `source.ShardSource`."""
+
+    source: PetastormSource
+    files: tuple[DataFile, ...]
+    pieces: tuple[ShardPieces, ...]
+    wanted: tuple[SpoolColumn, ...]
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """See `source.ShardSource.open`."""
+        from sparkdl.data.streamed import StreamedRows
+
+        pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
+        size = row_bytes(plan.columns)
+        read: Callable[[Piece], Mapping[str, Rows]] = partial(
+            self._rows, Sampler(plan.columns, self.wanted, ())
+        )
+        return StreamedRows(
+            plan,
+            [(piece, piece.num_rows) for piece in pieces],
+            read,
+            fingerprints=[shard.fingerprint for shard in shards],
+            pieces_together=pieces_together(pieces, size, self.source.buffer_bytes),
+            row_bytes=size,
+        )
+
+    def is_here(self, shard: Shard) -> bool:
+        """See `source.ShardSource.is_here`: storage is everywhere."""
+        return True
+
+    def _rows(self, sampler: Sampler, piece: Piece) -> Mapping[str, Rows]:
+        names = [column.name for column in self.wanted]
+        with opened(self.source, self.files, piece.file, piece.row_group, names) as reader:
+            rows = [row._asdict() for row in reader]
+        where = place(self.files[piece.file], piece.row_group)
+        if self.source.reader == "make_batch_reader":
+            columns = {name: np.concatenate([row[name] for row in rows]) for name in names}
+            rows = [
+                {name: values[number] for name, values in columns.items()}
+                for number in range(len(columns[names[0]]))
+            ]
+        places = [f"row {number} of {where}" for number in range(piece.first, piece.stop)]
+        return sampler.rows(rows[piece.first : piece.stop], places)
+
+
+@contextlib.contextmanager
+def opened(
+    source: PetastormSource,
+    files: Sequence[DataFile],
+    file: int,
+    row_group: int,
+    names: Sequence[str] | None,
+) -> Iterator[Any]:
+    """Petastorm's reader of one row group, in this thread.
+
+    Raises:
+        ConfigError: petastorm is not installed.
+        StorageError: it cannot read the dataset.
+    """
+    petastorm = _petastorm()
+    storage_options = None if source.storage_options is None else dict(source.storage_options)
+    if source.reader == "make_reader":  # it needs the dataset's metadata, beside all files
+        before = sum(len(f.row_groups) for f in files[:file])
+        where: Any = source.url
+        number, count = before + row_group, sum(len(f.row_groups) for f in files)
+    else:
+        where = [f"{source.url.partition('://')[0]}://{files[file].path}"]
+        number, count = row_group, len(files[file].row_groups)
+    try:
+        reader = getattr(petastorm, source.reader)(
+            where,
+            schema_fields=None if names is None else list(names),
+            cur_shard=number,
+            shard_count=count,
+            shuffle_row_groups=False,
+            reader_pool_type="dummy",
+            num_epochs=1,
+            transform_spec=source.transform_spec,
+            storage_options=storage_options,
+        )
+    except Exception as error:  # petastorm's own, and those of its file systems
+        raise StorageError(f"petastorm cannot read {source.url}: {error}") from error
+    with reader:
+        yield reader
+
+
+def _petastorm() -> Any:
+    try:
+        import petastorm
+    except ImportError as error:
+        raise ConfigError(
+            f"PetastormSource needs petastorm ({error}), in an environment of its own: pip install "
+            "-r requirements-petastorm.txt, then pip install --no-deps petastorm==0.13.1"
+        ) from error
+    return petastorm

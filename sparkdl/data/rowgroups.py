@@ -1,0 +1,256 @@
+"""How are row groups dealt to shards, and how does a worker read those of its rank?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.convert import checked_rows, column_at, owned
+from sparkdl.data.parquetfiles import DataFile, Reader
+from sparkdl.data.ragged import Array, Ragged
+from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.errors import DataError
+from sparkdl.plan import Column, Shard, TrainPlan
+
+if TYPE_CHECKING:
+    from sparkdl.data.assemble import Rows
+    from sparkdl.data.source import ShardRows
+
+
+Group = tuple[int, int, int]
+"""Number of the file in the listing, of the row group in it, and its rows."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a row group, all in one shard."""
+
+    file: int
+    """Number of the file in the listing."""
+    row_group: int
+    first: int
+    """Of those rows of the row group that belong to the split, counted from 0."""
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return self.stop - self.first
+
+
+@dataclass(frozen=True)
+class ShardPieces:
+    """A shard's rows."""
+
+    train: tuple[Piece, ...]
+    validation: tuple[Piece, ...]
+
+    def of(self, split: Split) -> tuple[Piece, ...]:
+        """Those of a split."""
+        return self.train if split == "train" else self.validation
+
+
+def deal(
+    groups: Sequence[Group], shares: Sequence[float], names: Sequence[str]
+) -> list[tuple[Piece, ...]]:
+    """Deal row groups to shards, so that each has its share of the rows, to the row.
+
+    The row groups are put into an order that is random but follows from their content, then cut: a
+    row group on a border is read by two shards, each of which uses its part.
+
+    Args:
+        groups: file, number in it and rows of each row group.
+        shares: each shard's part, adding up to 1.
+        names: digest of each file, by which they are put into order.
+    """
+
+    def place(group: Group) -> tuple[str, int, int]:
+        text = f"{names[group[0]]}:{group[1]}"
+        return hashlib.sha256(text.encode()).hexdigest(), group[0], group[1]
+
+    ordered = sorted(groups, key=place)
+    total = sum(rows for _, _, rows in ordered)
+    bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
+    dealt: list[list[Piece]] = [[] for _ in shares]
+    start, shard = 0, 0
+    for file, number, rows in ordered:
+        taken = 0
+        while taken < rows:
+            while bounds[shard + 1] <= start + taken:
+                shard += 1
+            stop = min(rows, bounds[shard + 1] - start)
+            dealt[shard].append(Piece(file, number, taken, stop))
+            taken = stop
+        start += rows
+    return [tuple(pieces) for pieces in dealt]
+
+
+def hold_out(
+    groups: Sequence[Group], fraction: float, names: Sequence[str]
+) -> tuple[list[Group], list[Group]]:
+    """Row groups for training, and so many for validation that they have ``fraction`` of the rows.
+
+    Which ones these are is random but follows from their content.
+    """
+
+    def lot(group: Group) -> str:
+        text = f"validation:{names[group[0]]}:{group[1]}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    wanted = fraction * sum(rows for _, _, rows in groups)
+    train: list[Group] = []
+    validation: list[Group] = []
+    taken = 0
+    for group in sorted(groups, key=lot):
+        if taken < wanted:
+            validation.append(group)
+            taken += group[2]
+        else:
+            train.append(group)
+    return train, validation
+
+
+def deal_both(
+    train: Sequence[Group],
+    validation: Sequence[Group],
+    shares: Sequence[float],
+    names: Sequence[str],
+) -> tuple[ShardPieces, ...]:
+    """Deal the rows of both splits, those for validation equally.
+
+    Raises:
+        DataError: no rows are left for training.
+    """
+    if not sum(rows for _, _, rows in train):
+        raise DataError(
+            "no rows are left for training; lower validation_fraction, or write more row groups"
+        )
+    equal = [1 / len(shares)] * len(shares)
+    dealt = zip(deal(train, shares, names), deal(validation, equal, names), strict=True)
+    return tuple(ShardPieces(*both) for both in dealt)
+
+
+def describe_shard(
+    number: int, pieces: ShardPieces, names: Sequence[str], *, about: object, num_bytes: int
+) -> Shard:
+    """A shard for the plan; its fingerprint follows from its pieces and from ``about``."""
+
+    def lines(several: Sequence[Piece]) -> list[list[object]]:
+        return [[names[p.file], p.row_group, p.first, p.stop] for p in several]
+
+    text = json.dumps([lines(pieces.train), lines(pieces.validation), about])
+    return Shard(
+        shard_id=number,
+        host="",
+        path="",
+        num_rows=sum(piece.num_rows for piece in pieces.train),
+        num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
+        fingerprint=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        num_bytes=num_bytes,
+    )
+
+
+def content_of(names: Sequence[str], about: object) -> int:
+    """Fingerprint of all files, 64 bits."""
+    text = json.dumps([sorted(names), about])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroupShards:
+    """Opens shards of row groups on a worker; see `source.ShardSource`."""
+
+    url: str
+    files: tuple[DataFile, ...]
+    pieces: tuple[ShardPieces, ...]
+    """Of each shard."""
+    wanted: tuple[SpoolColumn, ...]
+    paths: tuple[tuple[tuple[str, ...], ...], ...]
+    """Of each wanted column: where its specification's columns lie in the files."""
+    validation: tuple[str, ...] | None
+    """Where the column lies that marks validation rows."""
+    buffer_bytes: int
+    row_bytes: int
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """See `source.ShardSource.open`."""
+        from sparkdl.data.streamed import StreamedRows
+
+        pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
+        return StreamedRows(
+            plan,
+            [(piece, piece.num_rows) for piece in pieces],
+            self._read_piece(plan, split),
+            fingerprints=[shard.fingerprint for shard in shards],
+            pieces_together=pieces_together(pieces, self.row_bytes, self.buffer_bytes),
+            row_bytes=self.row_bytes,
+        )
+
+    def is_here(self, shard: Shard) -> bool:
+        """See `source.ShardSource.is_here`: storage is everywhere."""
+        return True
+
+    def _read_piece(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
+        return partial(self._rows, Reader(self.url), plan.columns, split)
+
+    def _rows(
+        self, reader: Reader, columns: Sequence[Column], split: Split, piece: Piece
+    ) -> Mapping[str, Rows]:
+        file = self.files[piece.file]
+        paths = [path for several in self.paths for path in several]
+        if self.validation is not None:
+            paths.append(self.validation)
+        names = sorted({".".join(path) for path in paths})
+        table = reader.read(file, piece.row_group, names)
+        mask: Array | None = None
+        first, stop = piece.first, piece.stop
+        if self.validation is not None:
+            marked = marks(table, self.validation, place(file, piece.row_group))
+            chosen = np.flatnonzero(marked if split == "validation" else ~marked)[first:stop]
+            first, stop = int(chosen[0]), int(chosen[-1]) + 1
+            mask = np.zeros(stop - first, dtype=bool)
+            mask[chosen - first] = True
+        table = table.slice(first, stop - first)
+        where = f" of {place(file, piece.row_group)}"
+        found: dict[str, Any] = {}
+        for wanted, several, column in zip(self.wanted, self.paths, columns, strict=True):
+            arrays = [column_at(table, path) for path in several]
+            rows = checked_rows(arrays, wanted, column, where=where, first_row=first)
+            if mask is not None and not mask.all():
+                rows = rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
+            found[column.key] = owned(rows)
+        return found
+
+
+def place(file: DataFile, row_group: int) -> str:
+    """A row group, as errors name it."""
+    return f"row group {row_group} of {file.name}"
+
+
+def marks(table: pa.Table, path: tuple[str, ...], where: str) -> Array:
+    """Bool ``(rows,)``: which rows are for validation.
+
+    Raises:
+        DataError: some rows do not say.
+    """
+    array = column_at(table, path)
+    if array.null_count:
+        raise DataError(
+            f'column "{".".join(path)}" has {array.null_count} null row(s) in {where}; drop or '
+            "fill them before fit"
+        )
+    return np.asarray(array.to_numpy(zero_copy_only=False))
+
+
+def pieces_together(pieces: Sequence[Piece], row_bytes: int, buffer_bytes: int) -> int:
+    """Pieces that are mixed: half of the memory is for them, half for those that are read ahead."""
+    largest = max((piece.num_rows for piece in pieces), default=1) * max(1, row_bytes)
+    return max(1, buffer_bytes // 2 // largest)

@@ -1,0 +1,350 @@
+"""How do samples of a torch dataset become the rows of an epoch?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.data.ragged import Array
+from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.stats import bad_values, bad_values_message
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Tensor
+from sparkdl.plan import Column
+
+if TYPE_CHECKING:
+    from sparkdl.data.assemble import Rows
+    from sparkdl.data.gather import Buffer
+
+Fields = dict[str, Array]
+"""Name of a part of a sample -> its values."""
+
+_ARROW_TYPES: Mapping[str, pa.DataType] = {
+    "float16": pa.float32(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "int8": pa.int8(),
+    "uint8": pa.int16(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+}
+"""Types under which Spark's rules for columns apply to tensors."""
+
+
+def named(sample: Any, names: Sequence[str]) -> Fields:
+    """A sample's parts by name.
+
+    Raises:
+        DataError: it is nothing of which tensors can be made.
+        ConfigError: a tuple has more parts than there are names.
+    """
+    if isinstance(sample, Mapping):
+        parts = {str(name): value for name, value in sample.items()}
+    elif isinstance(sample, (tuple, list)):
+        if len(sample) > len(names):
+            raise ConfigError(
+                f"samples have {len(sample)} parts, but names has {len(names)}: {list(names)}; "
+                "name them all with DatasetSource(names=(...))"
+            )
+        parts = dict(zip(names, sample, strict=False))
+    else:
+        parts = {names[0]: sample}
+    return {name: _array(value, name) for name, value in parts.items()}
+
+
+def _array(value: Any, name: str) -> Array:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)
+    array = np.asarray(value)
+    if array.dtype.name not in _ARROW_TYPES:
+        raise DataError(
+            f'part "{name}" of a sample is {type(value).__name__} of {array.dtype}, of which no '
+            "tensor can be made; let the dataset give tensors, arrays or numbers"
+        )
+    return array
+
+
+def element_type(value: Array, name: str) -> pa.DataType:
+    """As which type of column Spark's rules see a part."""
+    if value.dtype.name not in _ARROW_TYPES:
+        raise DataError(f'part "{name}" of a sample has dtype {value.dtype}, which has no column')
+    return _ARROW_TYPES[value.dtype.name]
+
+
+def nested(kind: pa.DataType, depth: int) -> pa.DataType:
+    """Lists in lists."""
+    for _ in range(depth):
+        kind = pa.list_(kind)
+    return kind
+
+
+def column_of(wanted: SpoolColumn, sample: Fields) -> Column:
+    """A column as the first sample has it."""
+    value = sample[wanted.name]
+    dtype = wanted.dtype
+    if wanted.role == "feature" and value.dtype.kind != "f":
+        dtype = value.dtype.name  # Spark has no uint8
+    return Column(
+        name=wanted.name,
+        role=wanted.role,
+        dtype=dtype,
+        shape=tuple(value.shape),
+        specification=wanted.specification,
+    )
+
+
+def row_bytes(columns: Sequence[Column]) -> int:
+    """Memory of a row of dense columns."""
+    return sum(math.prod(c.shape) * np.dtype(c.dtype).itemsize for c in columns)
+
+
+def check_kinds(columns: Sequence[SpoolColumn]) -> None:
+    """Refuse specifications of columns that are tensors already.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for column in columns:
+        if not isinstance(column.kind, Tensor) or column.kind.transform is not None:
+            raise ConfigError(
+                f'"{column.name}": this source gives tensors, of which only Tensor(...) without '
+                "transform can be made; transform samples where they are read"
+            )
+
+
+class Sampler:
+    """Puts samples together to rows."""
+
+    def __init__(
+        self, columns: Sequence[Column], wanted: Sequence[SpoolColumn], names: Sequence[str]
+    ) -> None:
+        self.columns = tuple(columns)
+        self._wanted = tuple(wanted)
+        self._names = tuple(names)
+
+    def rows(
+        self, samples: Sequence[Any], places: Sequence[str], buffer: Buffer | None = None
+    ) -> dict[str, Rows]:
+        """The plan's columns of samples.
+
+        Args:
+            samples: as the dataset gives them.
+            places: describe them for errors.
+            buffer: memory to use.
+
+        Raises:
+            DataError: a sample is not like the first that the driver saw.
+        """
+        import torch
+
+        parts = [named(sample, self._names) for sample in samples]
+        found: dict[str, Rows] = {}
+        for column, wanted in zip(self.columns, self._wanted, strict=True):
+            shape, dtype = (len(parts), *column.shape), getattr(torch, column.dtype)
+            rows = torch.empty(shape if buffer is None else (0, *column.shape), dtype=dtype)
+            if buffer is not None:
+                rows = buffer.rows(column.key, rows, len(parts))
+            values = rows.numpy()
+            for row, part in enumerate(parts):
+                self._put(values, row, part, column, wanted, places[row])
+            found[column.key] = rows
+        return found
+
+    def _put(
+        self,
+        values: Array,
+        row: int,
+        part: Fields,
+        column: Column,
+        wanted: SpoolColumn,
+        place: str,
+    ) -> None:
+        if wanted.name not in part:
+            raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
+        value = part[wanted.name]
+        if value.size != values[row].size:
+            raise DataError(
+                f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
+                f"{column.shape}; pad samples in the dataset"
+            )
+        if column.role == "feature" and value.dtype.kind == "f" != np.dtype(column.dtype).kind:
+            raise DataError(
+                f'column "{column.name}" is {column.dtype}, but {place} has {value.dtype}; cast '
+                "samples in the dataset"
+            )
+        if column.role != "feature" and value.dtype.kind in "biuf":
+            bad = bad_values(value[None], column.role, as_classes=wanted.as_classes)
+            if bad.any():
+                first = f"{value.tolist()} in {place}"
+                raise DataError(
+                    bad_values_message(
+                        column.name,
+                        as_classes=wanted.as_classes,
+                        role=column.role,
+                        count=1,
+                        first=first,
+                    )
+                )
+        values[row] = value.reshape(column.shape)
+
+
+class _SampledRows:
+    """What both kinds of datasets share; see `source.ShardRows`."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        factory: Callable[..., Any],
+        parts: Sequence[tuple[int, int]],
+        num_shards: int,
+    ) -> None:
+        self._sampler = sampler
+        self._factory = factory
+        self._parts = tuple(parts)
+        self._num_shards = num_shards
+        self._made: Any = None
+        """The dataset, where it is the same for all epochs."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all shards."""
+        return sum(rows for _, rows in self._parts)
+
+    def _make(self, shard_id: int, epoch: int, seed: int) -> Any:
+        from sparkdl.data.dataset import DatasetShard, make, takes_part
+
+        part = DatasetShard(shard_id=shard_id, num_shards=self._num_shards, epoch=epoch, seed=seed)
+        if takes_part(self._factory):
+            return make(self._factory, part)
+        if self._made is None:
+            self._made = make(self._factory, part)
+        return self._made
+
+    @staticmethod
+    def _refuse(num_together: int | None) -> None:
+        if num_together is not None:
+            raise ConfigError("groupByLength needs a DataFrame; a dataset's lengths are not known")
+
+
+class MapRows(_SampledRows):
+    """Samples by index, in an order of ours."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        factory: Callable[..., Any],
+        parts: Sequence[tuple[int, int]],
+        num_shards: int,
+        indices: Sequence[Array],
+        fingerprints: Sequence[str],
+    ) -> None:
+        super().__init__(sampler, factory, parts, num_shards)
+        self._indices = np.concatenate([np.empty(0, np.int64), *indices])
+        self._fingerprints = tuple(fingerprints)
+
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
+        """See `source.ShardRows.epoch`."""
+        from sparkdl.data.shuffle import epoch_order
+
+        self._refuse(num_together)
+        rows = [count for _, count in self._parts]
+        order = epoch_order(seed, epoch, self._fingerprints, rows)
+        return SampledEpoch(self._sampler, self._taker(order, epoch, seed))
+
+    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+        """See `source.ShardRows.in_order`."""
+        take = self._taker(np.arange(self.num_rows), 0, 0)
+        for start in range(0, self.num_rows, batch_size):
+            samples, places = take(start, min(start + batch_size, self.num_rows))
+            yield self._sampler.rows(samples, places)
+
+    def _taker(self, order: Array, epoch: int, seed: int) -> Take:
+        dataset = self._make(self._parts[0][0], epoch, seed) if self._parts else None
+
+        def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
+            chosen = self._indices[order[start:stop]].tolist()
+            assert dataset is not None, "rows without shards"
+            if hasattr(dataset, "__getitems__"):  # torch's way to ask for several at once
+                samples = list(dataset.__getitems__(chosen))
+            else:
+                samples = [dataset[index] for index in chosen]
+            return samples, [f"sample {index}" for index in chosen]
+
+        return take
+
+
+class IterableRows(_SampledRows):
+    """Samples as the dataset gives them."""
+
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
+        """See `source.ShardRows.epoch`."""
+        self._refuse(num_together)
+        return SampledEpoch(self._sampler, self._taker(epoch, seed))
+
+    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+        """See `source.ShardRows.in_order`."""
+        take = self._taker(0, 0)
+        for start in range(0, self.num_rows, batch_size):
+            samples, places = take(start, min(start + batch_size, self.num_rows))
+            yield self._sampler.rows(samples, places)
+
+    def _taker(self, epoch: int, seed: int) -> Take:
+        samples = self._samples(epoch, seed)
+        reached = 0
+
+        def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
+            nonlocal reached
+            for _ in islice(samples, start - reached):  # used before the run was resumed
+                pass
+            reached = stop
+            taken = list(islice(samples, stop - start))
+            return taken, [f"sample {place}" for place in range(start, stop)]
+
+        return take
+
+    def _samples(self, epoch: int, seed: int) -> Iterator[Any]:
+        for shard_id, wanted in self._parts:
+            given = 0
+            for sample in islice(iter(self._make(shard_id, epoch, seed)), wanted):
+                given += 1
+                yield sample
+            if given < wanted:
+                raise DataError(
+                    f"the dataset of shard {shard_id} gave {given} samples in epoch {epoch + 1}, "
+                    f"but {wanted} are wanted; correct its __len__ or num_rows"
+                )
+
+
+Take = Callable[[int, int], tuple[list[Any], list[str]]]
+"""The samples from one place of the epoch to another, and what errors call each."""
+
+
+class SampledEpoch:
+    """See `source.EpochRows`."""
+
+    def __init__(self, sampler: Sampler, take: Take) -> None:
+        self._sampler = sampler
+        self._take = take
+
+    @property
+    def row_bytes(self) -> int:
+        """See `source.EpochRows.row_bytes`."""
+        return row_bytes(self._sampler.columns)
+
+    def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
+        """Ask the dataset for the samples."""
+        samples, places = self._take(start, stop) if stop > start else ([], [])
+        return self._sampler.rows(samples, places, buffer)
+
+    def close(self) -> None:
+        """Nothing is held."""

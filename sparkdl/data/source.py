@@ -1,0 +1,167 @@
+"""Where can a fit's rows come from, and what must such a place be able to do?
+
+Two protocols. On the driver a `Source` says what it holds and cuts it into shards; on a worker a
+`ShardSource` opens a rank's shards, and `ShardRows` give the rows of an epoch in its order. The
+spool, which `fit` makes of a DataFrame, is one implementation; others are given to ``fit`` in place
+of a DataFrame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from sparkdl.data.spool import Split, SpoolColumn, open_spool
+from sparkdl.plan import Column, Shard, TrainPlan
+
+if TYPE_CHECKING:
+    from sparkdl.data.assemble import Rows
+    from sparkdl.data.gather import Buffer
+
+
+class EpochRows(Protocol):
+    """The rows of one rank in the order of one epoch."""
+
+    @property
+    def row_bytes(self) -> int:
+        """About the memory of a row, by which steps are read together."""
+
+    def read(self, start: int, stop: int, buffer: Buffer) -> Mapping[str, Rows]:
+        """The rows from ``start`` to ``stop`` of the epoch's order.
+
+        Called with one range after the other, each beginning where the last one ended; the first
+        may begin anywhere, and must give what an undisturbed epoch gives there.
+
+        Args:
+            start: first row, counted in the epoch.
+            stop: one past the last.
+            buffer: memory that may be used for the result.
+
+        Returns:
+            Key of the plan's column -> ``(rows, *shape)``, or ragged rows.
+
+        Raises:
+            DataError: rows cannot be used.
+        """
+
+    def close(self) -> None:
+        """Release threads and files."""
+
+
+@runtime_checkable
+class ShardRows(Protocol):
+    """The rows of one rank in one split, opened on a worker."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all the rank's shards; what the plan says."""
+
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> EpochRows:
+        """An order that is a pure function of seed, epoch and the shards' fingerprints.
+
+        Args:
+            seed: the run's seed.
+            epoch: number of the epoch, from 0.
+            num_together: steps whose rows are sorted by length together; None: none.
+
+        Raises:
+            ConfigError: ``num_together`` is asked for, and lengths are not known beforehand.
+        """
+
+    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+        """The rows as they are stored, up to ``batch_size`` at once; for evaluation.
+
+        What is yielded stays: it is in memory of its own.
+        """
+
+
+class ShardSource(Protocol):
+    """Opens shards on a worker. Travels there by cloudpickle, and imports torch only when used."""
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """A rank's rows of ``split``: all of ``shards``, which the plan gives to one rank.
+
+        Raises:
+            ShardLost: they are not there; they may be after a restart.
+            DataError: they are not what the plan says.
+        """
+
+    def is_here(self, shard: Shard) -> bool:
+        """Whether this host can open the shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a source holds, cut into shards."""
+
+    columns: tuple[Column, ...]
+    """One for each column that was asked for, in that order; arguments are not filled in."""
+    shards: tuple[Shard, ...]
+    content: int
+    """Fingerprint of all rows, 64 bits, whatever the number of shards."""
+    reader: ShardSource
+    """Opens these shards."""
+    labels_outside: Callable[[int, int], tuple[int, str] | None]
+    """Given the number of a label's column and how many classes there are: how many labels are
+    not below it, as far as that can be known before training, and where the first one is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a fit asks of a source."""
+
+    columns: tuple[SpoolColumn, ...]
+    validation: str | None
+    """Boolean column that marks validation rows."""
+    num_shards: int
+    shares: tuple[float, ...] | None
+    """Each shard's part of the rows, adding up to 1; None: equal parts."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Data that workers read by themselves. Given to ``fit`` in place of a DataFrame.
+
+    Options only; the driver calls both methods, before anything is launched.
+    """
+
+    def schema(self) -> Any:
+        """The columns it has, as a ``pyarrow.Schema``.
+
+        Raises:
+            StorageError: it cannot be opened.
+        """
+
+    def contents(self, wanted: Wanted) -> Contents:
+        """Cut the rows into shards. Equal calls give equal shards.
+
+        Raises:
+            DataError: there are no rows, or they cannot be used.
+        """
+
+
+@dataclass(frozen=True)
+class SpoolSource:
+    """The default: shards that a Spark task has written to a disk of this host."""
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """See `ShardSource.open`: maps the files into memory."""
+        from sparkdl.data.mapped import MappedRows, ShardData
+
+        opened = []
+        for shard in shards:
+            num_rows = rows_of(shard, split)
+            spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+            opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+        return MappedRows(opened, plan).begin()
+
+    def is_here(self, shard: Shard) -> bool:
+        """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
+        return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
+
+
+def rows_of(shard: Shard, split: Split) -> int:
+    """Rows of one split of a shard."""
+    return shard.num_rows if split == "train" else shard.num_validation_rows
