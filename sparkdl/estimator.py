@@ -20,13 +20,9 @@ from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArg
 from sparkdl.config import Task
 from sparkdl.dataparams import OptionalLabelParams
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.modelparams import INFERENCE_BATCH_SIZE
 from sparkdl.parambase import with_accessors
-from sparkdl.params import (
-    INFERENCE_BATCH_SIZE,
-    ClassOutputParams,
-    TrainParams,
-    training_values,
-)
+from sparkdl.params import ClassOutputParams, TrainParams, training_values
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -29,9 +29,10 @@ from sparkdl.dataparams import labels_of, loss_of_labels, loss_weights
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inputs import Named
 from sparkdl.measure import Measures, chosen_curves
+from sparkdl.modelparams import UNKNOWN_LOSS, PredictParams
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
-from sparkdl.params import UNKNOWN_LOSS, ClassOutputParams, PredictParams
+from sparkdl.params import ClassOutputParams
 from sparkdl.plan import Column
 from sparkdl.scores import Evaluation
 from sparkdl.spark.arrowudf import with_column

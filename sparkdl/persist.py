@@ -25,6 +25,7 @@ from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchModel
+from sparkdl.modelparams import UNKNOWN_LOSS
 from sparkdl.modulefile import (
     PreparedModule,
     load_module_from,
@@ -32,7 +33,7 @@ from sparkdl.modulefile import (
     prepare_module,
     prepare_weights,
 )
-from sparkdl.params import OBJECT_PARAMS, UNKNOWN_LOSS
+from sparkdl.params import OBJECT_PARAMS
 from sparkdl.plan import Column
 from sparkdl.sealed import digest
 from sparkdl.spark.saving import damaged, make_way, place_of, read_metadata, write_metadata

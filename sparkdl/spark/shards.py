@@ -11,27 +11,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
-import socket
-import sys
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-from pyspark import BarrierTaskContext, TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import (
     ColumnStats,
     SpoolSummary,
@@ -39,11 +30,11 @@ from sparkdl.data.stats import (
     merge_stats,
     no_rows,
 )
-from sparkdl.errors import DataError, SparkDLError
+from sparkdl.errors import DataError
 from sparkdl.plan import Column, Shard
-from sparkdl.process import memory_bytes
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.session import described, num_slots
+from sparkdl.spark.spooltask import TABLE_SCHEMA, CleanTask, SpoolTask
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -55,8 +46,6 @@ _PASSES = 4
 """Tasks per shard that look for spools which a first round of tasks has not met."""
 _KILL_SECONDS = 3.0
 """A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
-TABLE_SCHEMA = "shard_id int, payload string"
-_ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,54 +56,6 @@ class SpooledShard:
     summary: SpoolSummary
     memory_bytes: int
     """Memory of the host or container that holds the shard, as its task has found it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolTask:
-    """The spooling task: writes its partition, yields its row. Runs on executors."""
-
-    run_id: str
-    columns: tuple[SpoolColumn, ...]
-    has_validation: bool
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
-        shard_id, host = _place()
-        try:
-            root = roomiest(local_dirs())
-            directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
-            summary = self._write(root, directory, shard_id, batches)
-            payload = {
-                "host": host,
-                "path": str(directory),
-                "memory_bytes": memory_bytes(),
-                "summary": summary.to_dict(),
-            }
-        except SparkDLError as error:
-            for _ in batches:  # a worker whose input was not read to the end is not reused
-                pass
-            payload = {"error": type(error).__name__, "message": str(error)}
-        row: dict[str, list[Any]] = {"shard_id": [shard_id], "payload": [json.dumps(payload)]}
-        yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
-
-    def _write(
-        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
-    ) -> SpoolSummary:
-        where = f" of partition {shard_id}"
-        writer = SpoolWriter(
-            directory, self.columns, has_validation=self.has_validation, where=where
-        )
-        free, rows = free_bytes(root), 0
-        try:
-            with writer:
-                for batch in batches:
-                    rows += batch.num_rows
-                    writer.write(batch)
-        except DiskFull as error:
-            rows += sum(batch.num_rows for batch in batches)
-            needed = int(rows * writer.row_bytes)
-            raise full_disk(root, shard_id, needed=needed, free=free) from error
-        return writer.summary()
 
 
 class ShardTable:
@@ -292,36 +233,10 @@ class ShardTable:
                 self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
 
     def _clean(self, num_tasks: int) -> None:
-        task = _CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
+        task = CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
         tasks = self._spark.range(0, num_tasks, 1, num_tasks)
         removed = tasks.mapInArrow(task, "path string").collect()
         self._seen.difference_update(row["path"] for row in removed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CleanTask:
-    run_id: str
-    paths: tuple[str, ...]
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        if "sparkdl.roundworker" in sys.modules:
-            sys.modules["sparkdl.roundworker"].cool_down()
-        removed = [path for path in self.paths if remove_spool(Path(path))]
-        for root in local_dirs():  # what the driver has not seen: of tasks that were lost
-            shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)
-        yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})
-
-
-def _place() -> tuple[int, str]:
-    """Number of this task's partition, and its host as Spark calls it, or as the host does."""
-    context = TaskContext.get()
-    assert context is not None
-    number = context.partitionId()
-    if not isinstance(context, BarrierTaskContext):
-        return number, socket.gethostname()
-    return number, context.getTaskInfos()[number].address.rsplit(":", 1)[0]
 
 
 def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
@@ -336,20 +251,6 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
     for bound in bounds:
         shard += (row_hash >= F.lit(min(bound, 2**63 - 1))).cast("int")
     return shard
-
-
-def local_dirs() -> list[str]:
-    """Spark's local directories of the executor that runs this task."""
-    return [name for name in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if name]
-
-
-def run_folder(run_id: str) -> str:
-    """Name of the folder of one run's spools, in every local directory."""
-    return f"sparkdl-{run_id}"
-
-
-def _attempt_name(shard_id: int) -> str:
-    return f"shard-{shard_id:05d}-{uuid.uuid4().hex[:8]}"
 
 
 def parse_shard(shard_id: int, values: dict[str, Any]) -> Shard:

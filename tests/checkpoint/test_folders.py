@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sparkdl.checkpoint.folders import Mounted, Subfolder
-from sparkdl.checkpoint.storage import MemoryStorage, Storage
+from sparkdl.checkpoint.storage import Storage
 from tests.checkpoint.contract import StorageContract
+from tests.checkpoint.memory import MemoryStorage
 
 
 @pytest.fixture(params=["mounted", "beside", "below"])

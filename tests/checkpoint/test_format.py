@@ -26,9 +26,9 @@ from sparkdl.checkpoint.format import (
     views,
     write_manifest,
 )
-from sparkdl.checkpoint.storage import MemoryStorage
 from sparkdl.checkpoint.tree import DTYPES, snapshot
 from sparkdl.errors import CheckpointError, ConfigError
+from tests.checkpoint.memory import MemoryStorage
 
 
 def write(storage: MemoryStorage, step: int, *, is_final: bool = False) -> CheckpointInfo:

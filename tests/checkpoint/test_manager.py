@@ -16,9 +16,10 @@ import torch
 
 from sparkdl.checkpoint.format import latest, load_rank, load_shared
 from sparkdl.checkpoint.manager import CheckpointManager
-from sparkdl.checkpoint.storage import Data, LocalStorage, MemoryStorage, Storage, pieces
+from sparkdl.checkpoint.storage import Data, LocalStorage, Storage, pieces
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CheckpointError, CommunicationError, StorageError
+from tests.checkpoint.memory import MemoryStorage
 
 
 class Keys:

@@ -12,13 +12,13 @@ from sparkdl.checkpoint.storage import (
     Folder,
     FsspecStorage,
     LocalStorage,
-    MemoryStorage,
     absolute,
     check_writable,
     open_storage,
 )
 from sparkdl.errors import StorageError
 from tests.checkpoint.contract import FolderContract
+from tests.checkpoint.memory import MemoryStorage
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])

@@ -12,9 +12,10 @@ import pytest
 
 from sparkdl.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.checkpoint.folders import Mounted, Subfolder
-from sparkdl.checkpoint.storage import MemoryStorage, Storage, open_storage
+from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.errors import StorageError
 from tests.checkpoint.contract import FolderContract
+from tests.checkpoint.memory import MemoryStorage
 from tests.hdfs.daemons import Hdfs
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdl.checkpoint.storage import LocalStorage, MemoryStorage
+from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import ConfigError
 from sparkdl.prepare.ledger import Ledger, Record
 from sparkdl.prepare.plan import Part
+from tests.checkpoint.memory import MemoryStorage
 
 PLAN: dict[str, Any] = {
     "version": 1, "source": "s", "files": 4, "labels": ["a", "b"], "options": {"rows_per_file": 2}

@@ -21,7 +21,7 @@ from pyspark.errors import ArithmeticException
 
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
-from sparkdl.spark import preflight, shards
+from sparkdl.spark import preflight, spooltask
 from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
@@ -90,7 +90,7 @@ def num_jobs(spark: SparkSession) -> int:
 def tell_local_dirs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:
         pass
-    yield pa.RecordBatch.from_pydict({"folder": shards.local_dirs()})
+    yield pa.RecordBatch.from_pydict({"folder": spooltask.local_dirs()})
 
 
 @pytest.fixture(scope="module")

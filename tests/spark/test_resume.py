@@ -17,10 +17,10 @@ from sparkdl.checkpoint.format import (
     rank_file,
     write_manifest,
 )
-from sparkdl.checkpoint.storage import MemoryStorage
 from sparkdl.checkpoint.tree import snapshot
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.train.state import TrainState
+from tests.checkpoint.memory import MemoryStorage
 
 
 def write(storage: MemoryStorage, state: TrainState, *, run_key: str = "run") -> None:

@@ -19,6 +19,7 @@ from sparkdl.errors import DataError, StorageError
 from sparkdl.spark import shards as module
 from sparkdl.spark.columns import prepare, validation_indicator
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.spooltask import CleanTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -384,7 +385,7 @@ def test_cleaning_keeps_the_directories_of_spark(
     for folder in (seen, unseen, other):
         folder.mkdir(parents=True)
         (folder / "train-000.bin").write_bytes(b"x")
-    task = module._CleanTask(run_id="r", paths=(str(seen), "/nowhere/sparkdl-r/shard-9"))
+    task = CleanTask(run_id="r", paths=(str(seen), "/nowhere/sparkdl-r/shard-9"))
     (batch,) = task(iter([]))
     assert batch.column(0).to_pylist() == [str(seen)]
     assert list(roots[0].iterdir()) == []

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from sparkdl.checkpoint.format import CheckpointInfo, folder_name, write_manifest
-from sparkdl.checkpoint.storage import MemoryStorage
 from sparkdl.data.stats import SpoolSummary
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.preflight import ClusterInfo
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.spark.windows import as_begun, host_loads, with_windows
 from sparkdl.windows import WINDOWS, HostLoad, Windows
+from tests.checkpoint.memory import MemoryStorage
 
 GIB = 1 << 30
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))
