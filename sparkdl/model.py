@@ -1,8 +1,6 @@
 """How does a trained module become a Spark ML model?
 
-A model adds columns to a DataFrame. Only the input columns travel to Python, as Arrow, through
-one UDF whose struct holds all that the model computes; see `sparkdl.predict` for what happens
-there.
+It adds columns by one UDF, to which only inputs travel, as Arrow; see `sparkdl.predict`.
 """
 
 from __future__ import annotations
@@ -133,13 +131,9 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         def flat(leaf: int) -> SparkColumn:
             return F.col(packed)[plan.leaves[leaf].name]
 
-        computed = with_column(
-            rows,
-            packed,
-            [entry.expression for entry in inputs],
-            predict.udf_function(task),
-            plan.spark_type,
-        )
+        expressions = [entry.expression for entry in inputs]
+        function = predict.udf_function(task)
+        computed = with_column(rows, packed, expressions, function, plan.spark_type)
         projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
         return computed.withColumns(projected).drop(packed, marker)
 
