@@ -160,5 +160,6 @@ def test_rows_that_are_set_aside_are_measured_on_and_not_trained_on(plan: TrainP
     roundworker.cool_down()
     list(roundworker.run(place(plan), order(plan, Net()), encoded({"model": {}})))
     whole = roundworker._warm[0].open(plan.shards[0], "train")
-    for name, column in whole.columns.items():
-        assert torch.equal(torch.cat([train.columns[name], validation.columns[name]]), column)
+    kept, held_out, all_rows = (rows._shards[0].columns for rows in (train, validation, whole))
+    for name, column in all_rows.items():
+        assert torch.equal(torch.cat([kept[name], held_out[name]]), column)
