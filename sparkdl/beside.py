@@ -32,11 +32,21 @@ class Beside:
         """Its values, ``(rows, ...)``.
 
         Raises:
-            DataError: a null, or a value that is no class number where one is needed.
+            DataError: a null, a value that is not finite, or one that is no class number where
+                one is needed.
         """
+        values = self._values(array)
+        if self.as_classes:
+            return _class_numbers(values, self.name)
+        if not bool(torch.isfinite(values).all()):
+            raise DataError(
+                f'column "{self.name}" has a label that is infinite or NaN; filter such rows out'
+            )
+        return values
+
+    def _values(self, array: Any) -> torch.Tensor:
         dtype = "float64" if self.as_classes else self.dtype
-        values = torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
-        return _class_numbers(values, self.name) if self.as_classes else values
+        return torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
 
     def read_weights(self, array: Any) -> torch.Tensor:
         """Its values as weights of rows.
@@ -44,7 +54,7 @@ class Beside:
         Raises:
             DataError: one is null, negative or not finite.
         """
-        values = self.read(array)
+        values = self._values(array)
         wrong = ~torch.isfinite(values) | (values < 0)
         if bool(wrong.any()):
             raise DataError(

@@ -250,8 +250,8 @@ class Evaluator:
             sums.add("loss_weight", float(count))
             return
         values, counts = losses
-        counted = counts > 0
-        sums.add("loss", exact_sum((values * weights)[counted].tolist()))
+        counted = (counts > 0) & (weights > 0)  # infinity times nothing would be no number
+        sums.add("loss", exact_sum((values[counted] * weights[counted]).tolist()))
         sums.add("loss_weight", exact_sum((counts * weights).tolist()))
 
     def _add_label_losses(
@@ -272,13 +272,14 @@ class Evaluator:
             sums.add("loss_weight", float(count))
             return
         for name, losses in by_label.items():
-            values = losses.double().cpu().numpy() * weights
-            sums.add(f"loss {name}", exact_sum(values[weights > 0].tolist()))
+            counted = weights > 0
+            values = losses.double().cpu().numpy()[counted] * weights[counted]
+            sums.add(f"loss {name}", exact_sum(values.tolist()))
         sums.add("loss_weight", exact_sum(weights.tolist()))
 
     def _add_classes(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
         labels = target.cpu().numpy().astype(np.int64)
-        counted = labels != _ignored(self._loss)
+        counted = (labels != _ignored(self._loss)) & (weights > 0)
         labels, weights = labels[counted], weights[counted]
         classes = likeliest_class(predicted).cpu().numpy()[counted]
         chances = class_probabilities(predicted).cpu().numpy()[counted]
@@ -296,8 +297,10 @@ class Evaluator:
             table.add(chances[:, number], labels == number, weights)
 
     def _add_numbers(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
-        labels = target.double().cpu().reshape(-1).numpy()
-        errors = predicted.double().cpu().reshape(-1).numpy() - labels
+        counted = weights > 0
+        labels = target.double().cpu().reshape(-1).numpy()[counted]
+        errors = predicted.double().cpu().reshape(-1).numpy()[counted] - labels
+        weights = weights[counted]
         sums = self._part.sums
         sums.add("weight", exact_sum(weights.tolist()))
         sums.add("squared_error", exact_sum((weights * errors**2).tolist()))

@@ -244,6 +244,25 @@ def test_without_weight_there_is_no_loss() -> None:
     assert math.isnan(found["loss"])
 
 
+def test_a_row_without_weight_may_be_anything() -> None:
+    some = slice(0, 50)
+    weight, target = torch.ones(50), LABELS[some].clone()
+    target[7], weight[7] = 5, 0  # a class that the module does not know
+    measures = Measures(task="classification", loss="cross_entropy", num_classes=3)
+    others = torch.arange(50) != 7
+    expected = nn.functional.cross_entropy(LOGITS[some][others], target[others])
+    found = evaluated(measures, [50], LOGITS[some], target, weight)
+    assert found["loss"] == pytest.approx(float(expected), abs=1e-12)
+    assert 5 not in found.confusion
+
+    predicted = NUMBERS[some].clone()
+    predicted[7] = math.nan
+    truth = NUMBERS[some] + 1
+    found = evaluated(Measures(task="regression", loss="mse"), [50], predicted, truth, weight)
+    assert [found[name] for name in ("loss", "mae", "rmse")] == [1, 1, 1]
+    assert math.isfinite(found["r2"])
+
+
 @pytest.mark.parametrize(
     ("curves", "num_classes", "expected"),
     [
@@ -278,6 +297,8 @@ def test_columns_beside_the_inputs_are_checked() -> None:
     ):
         with pytest.raises(DataError, match=message):
             label.read(pa.array(values))
+    with pytest.raises(DataError, match='"y" has a label that is infinite or NaN'):
+        Beside("y", "float32").read(pa.array([1.0, math.nan]))
     weight = Beside("w", "float64")
     assert weight.read_weights(pa.array([0.0, 2.0])).tolist() == [0, 2]
     for wrong in (-1.0, math.inf, math.nan):

@@ -33,20 +33,20 @@ def open_s3(url: str) -> tuple[Any, str]:
     from fsspec.implementations.arrow import ArrowFSWrapper
     from pyarrow.fs import S3FileSystem
 
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
+    bucket, _, key = url.partition("://")[2].partition("/")  # a key may hold # and ?
+    if "@" in bucket:
         raise StorageError(
             "a URL of S3 cannot carry a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if not parts.netloc:
+    if not bucket:
         raise StorageError(f"{url} names no bucket; write s3://bucket/folder")
     files = S3FileSystem(
         connect_timeout=_CONNECT_SECONDS,
         request_timeout=_REQUEST_SECONDS,
-        **_server(parts.netloc, os.environ),
+        **_server(bucket, os.environ),
     )
     # Not kept by fsspec: it would tell no two file systems of pyarrow apart.
-    return ArrowFSWrapper(files, skip_instance_cache=True), f"{parts.netloc}{parts.path}"
+    return ArrowFSWrapper(files, skip_instance_cache=True), f"{bucket}/{key}".rstrip("/")
 
 
 def _server(bucket: str, environment: Mapping[str, str]) -> dict[str, str]:

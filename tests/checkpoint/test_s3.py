@@ -33,6 +33,12 @@ def test_hadoops_name_for_s3_is_the_same_place(storage: Storage, s3_url: str) ->
     assert storage.read("a") == b"x" and storage.list("") == ["a"]
 
 
+@pytest.mark.parametrize("name", ["models#2", "lr=0.1?", "a b%20c"])
+def test_a_key_may_hold_what_ends_the_path_of_a_web_page(s3_url: str, name: str) -> None:
+    open_storage(f"{s3_url}/{name}/net").write("a", b"x")
+    assert open_storage(s3_url).list("") == [name]
+
+
 def test_a_wrong_bucket_is_told(s3_url: str) -> None:
     with pytest.raises(
         StorageError, match=r"cannot write s3://absent/x/a: .*; check the path, and"
