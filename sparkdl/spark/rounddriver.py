@@ -64,6 +64,7 @@ class RoundsDriver(ABC):
         self._sent: Snapshot | None = None
         self._restarts = 0
         self._num_jobs = 0
+        self._fingerprints = [shard.fingerprint for shard in run.plan.shards]
         num_shards = run.plan.world_size
         self._totals = Totals(
             rows=[0] * num_shards,
@@ -313,6 +314,7 @@ class RoundsDriver(ABC):
             "epoch_sums": self._totals.epoch_sums,
             "state": self._progress.state_dict(),
             "best_model": self._best,
+            "shards": self._fingerprints,
         }
 
     def _resume(self) -> None:
@@ -328,6 +330,22 @@ class RoundsDriver(ABC):
         self._best = shared["best_model"]
         if self._stopper is not None:
             self._stopper.load_state_dict(self._progress.early_stopping)
+        if shared.get("shards") != self._fingerprints:
+            self._begin_epoch_anew()
+
+    def _begin_epoch_anew(self) -> None:
+        """Other shards cannot tell which rows of the epoch have been used."""
+        progress = self._progress
+        if progress.step_in_epoch > 0:
+            logger.warning(
+                "the shards have changed: epoch %d begins anew after %d of its steps, with "
+                "the weights of step %d",
+                progress.epoch + 1,
+                progress.step_in_epoch,
+                progress.step,
+            )
+        progress.step_in_epoch = 0
+        self._totals.epoch_sums = [0.0, 0.0]
 
     def _callback_state(self) -> CallbackState:
         progress = self._progress

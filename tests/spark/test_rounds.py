@@ -132,6 +132,21 @@ def test_a_run_goes_on_where_the_last_one_stopped(df: DataFrame, tmp_path: Path)
         }
 
 
+def test_with_other_shards_the_epoch_begins_anew(
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = CheckpointConfig(directory=str(tmp_path), interval=4)
+    stopped = fit(df, request(checkpoint=checkpoint, max_steps=11, epochs=2, num_workers=1))
+    assert stopped.summary.history[-1]["epoch"] == 1
+    resumed = fit(df, request(checkpoint=checkpoint, epochs=2, num_workers=5))
+    (warning,) = [text for text in caplog.messages if "the shards have changed" in text]
+    assert "epoch 1 begins anew after 11 of its steps" in warning
+    epochs = resumed.summary.history
+    assert [record["epoch"] for record in epochs] == [1, 2]
+    assert epochs[0]["steps"] == epochs[1]["steps"] < 11
+    assert resumed.summary.steps == 11 + 2 * epochs[0]["steps"]
+
+
 def test_metrics_and_early_stopping_see_the_merged_model(df: DataFrame) -> None:
     metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
     stopping = EarlyStopping(monitor="val_accuracy", mode="max", patience=1)
