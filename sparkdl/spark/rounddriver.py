@@ -331,21 +331,8 @@ class RoundsDriver(ABC):
         if self._stopper is not None:
             self._stopper.load_state_dict(self._progress.early_stopping)
         if shared.get("shards") != self._fingerprints:
-            self._begin_epoch_anew()
-
-    def _begin_epoch_anew(self) -> None:
-        """Other shards cannot tell which rows of the epoch have been used."""
-        progress = self._progress
-        if progress.step_in_epoch > 0:
-            logger.warning(
-                "the shards have changed: epoch %d begins anew after %d of its steps, with "
-                "the weights of step %d",
-                progress.epoch + 1,
-                progress.step_in_epoch,
-                progress.step,
-            )
-        progress.step_in_epoch = 0
-        self._totals.epoch_sums = [0.0, 0.0]
+            self._progress.begin_epoch_anew()
+            self._totals.epoch_sums = [0.0, 0.0]
 
     def _callback_state(self) -> CallbackState:
         progress = self._progress

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +15,6 @@ from sparkdl.train.divergence import LossWatch
 from sparkdl.train.precision import NumberFormat
 from sparkdl.train.rng import random_state, seed_everything, set_random_state
 from sparkdl.train.state import TrainState
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointSink(Protocol):
@@ -90,15 +87,7 @@ class Replica:
         if point.rank_state is not None:
             self._restore_rank(point.rank_state)
             return
-        if self.state.step_in_epoch > 0:
-            logger.warning(
-                "the shards have changed: epoch %d begins anew after %d of its steps, with "
-                "the weights of step %d",
-                self.state.epoch + 1,
-                self.state.step_in_epoch,
-                self.state.step,
-            )
-        self.state.step_in_epoch = 0
+        self.state.begin_epoch_anew()
         seed_everything(seed, rank, self.state.step)
 
     def _restore_rank(self, rank_state: dict[str, Any]) -> None:

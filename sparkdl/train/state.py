@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, float]
 
@@ -40,6 +43,18 @@ class TrainState:
         """Append an epoch's record; it replaces the one that an earlier limit cut short."""
         self.history = [old for old in self.history if old["epoch"] != record["epoch"]]
         self.history.append(record)
+
+    def begin_epoch_anew(self) -> None:
+        """Forget how far the epoch has come: other shards cannot tell which rows were used."""
+        if self.step_in_epoch > 0:
+            logger.warning(
+                "the shards have changed: epoch %d begins anew after %d of its steps, with "
+                "the weights of step %d",
+                self.epoch + 1,
+                self.step_in_epoch,
+                self.step,
+            )
+        self.step_in_epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
         """A copy as plain values."""
