@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
     from sparkdl.onnxfile import export_onnx
     from sparkdl.outputs import Output
+    from sparkdl.runcontext import Context, context
+    from sparkdl.runner import TorchRunner
     from sparkdl.saved import ModelSignature, load_module, load_signature
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
@@ -76,6 +78,7 @@ _MODULE_OF = {
     "ClusterError": "sparkdl.errors",
     "Compression": "sparkdl.compress.base",
     "ConfigError": "sparkdl.errors",
+    "Context": "sparkdl.runcontext",
     "DataError": "sparkdl.errors",
     "DatasetShard": "sparkdl.data.dataset",
     "DatasetSource": "sparkdl.data.dataset",
@@ -115,11 +118,13 @@ _MODULE_OF = {
     "TorchModel": "sparkdl.model",
     "TorchRegressor": "sparkdl.estimator",
     "TorchRegressorModel": "sparkdl.model",
+    "TorchRunner": "sparkdl.runner",
     "Tournament": "sparkdl.sync.tournament",
     "TrainingDiverged": "sparkdl.errors",
     "TrainingFailed": "sparkdl.errors",
     "TwoBitCompression": "sparkdl.compress.twobit",
     "WorkerError": "sparkdl.errors",
+    "context": "sparkdl.runcontext",
     "export_onnx": "sparkdl.onnxfile",
     "load_module": "sparkdl.saved",
     "load_signature": "sparkdl.saved",
@@ -140,6 +145,7 @@ __all__ = [
     "ClusterError",
     "Compression",
     "ConfigError",
+    "Context",
     "DataError",
     "DatasetShard",
     "DatasetSource",
@@ -177,12 +183,14 @@ __all__ = [
     "TorchModel",
     "TorchRegressor",
     "TorchRegressorModel",
+    "TorchRunner",
     "Tournament",
     "TrainingDiverged",
     "TrainingFailed",
     "TwoBitCompression",
     "WorkerError",
     "__version__",
+    "context",
     "export_onnx",
     "load_module",
     "load_signature",

@@ -366,7 +366,8 @@ def process_group(
     try:
         yield options
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the user's own code may have destroyed it
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -64,6 +64,42 @@ class SilentView:
         """Show nothing."""
 
 
+class ReportView:
+    """What a function reports, line by line, with the workers' warnings or all their lines."""
+
+    def __init__(self, *, shows_logs: bool) -> None:
+        self._least = logging.NOTSET if shows_logs else logging.WARNING
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Say that the function is begun again, and where it goes on."""
+        if number > 0:
+            place = f"from checkpoint {start_step}" if start_step else "from the beginning"
+            _write(f"restart {number}, {place}")
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """How far a function has come, only its reports tell."""
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Print what was reported."""
+        shown = [f"{key} {value:.6g}" for key, value in record.items() if key != "report"]
+        _write(f"report {int(record['report'])}: {', '.join(shown)}")
+
+    def log(self, rank: int, line: str, level: int) -> None:
+        """Print a worker's line."""
+        if level >= self._least:
+            _write(f"[rank {rank}] {line}")
+
+    def done(self, steps: int) -> None:
+        """Its value says so."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 class ProgressView:
     """The bar, with the workers' warnings (``verbose=1``) or all their lines (``verbose=2``)."""
 

@@ -24,10 +24,10 @@ from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.data.spool import Split
 from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, DataError, ShardLost
+from sparkdl.gangworker import describe_failure
 from sparkdl.plan import RoundPart, Shard, TrainPlan
 from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
-from sparkdl.worker import describe_failure
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.tree import Snapshot

@@ -25,7 +25,6 @@ from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
-from sparkdl.spark.arrival import await_executors
 from sparkdl.spark.checks import (
     check_empty_batches,
     check_labels,
@@ -42,24 +41,15 @@ from sparkdl.spark.competitions import train_population
 from sparkdl.spark.gangfit import train_in_gang
 from sparkdl.spark.link import open_link
 from sparkdl.spark.mode import choose_mode
-from sparkdl.spark.preflight import (
-    ClusterInfo,
-    check_memory,
-    choose_num_workers,
-    inspect_cluster,
-    make_profile,
-    require_gang_support,
-    require_plain_files,
-    threads_per_worker,
-    wait_for_slots,
-)
+from sparkdl.spark.preflight import check_memory, inspect_cluster, require_plain_files
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.spark.rounds import train_in_rounds
-from sparkdl.spark.run import Run, Slots, Trained
+from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
-from sparkdl.spark.settings import Settings, read_settings
+from sparkdl.spark.settings import read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.slots import Slots, plan_gang, plan_rounds, wait_again
 from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame, require_source
 from sparkdl.spark.supervise import persistently
 from sparkdl.spark.windows import as_begun, with_windows
@@ -114,8 +104,14 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         check_source(source, request, strategy)
     df = data if isinstance(data, DataFrame) else empty_frame(spark, data)
     prepared, validation = prepare_columns(df, request, float_dtype)
-    plan_slots = _plan_rounds if in_rounds else _plan_gang
-    slots = plan_slots(spark, request, settings)
+    plan_slots = plan_rounds if in_rounds else plan_gang
+    slots = plan_slots(
+        spark,
+        settings,
+        num_workers=request.num_workers,
+        cpus_per_worker=request.cpus_per_worker,
+        gpus_per_worker=request.gpus_per_worker,
+    )
     if request.num_workers is None:
         logger.info(
             "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
@@ -142,7 +138,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         spooled = persistently(
             table.collect,
             max_restarts=request.max_restarts,
-            prepare=partial(_wait, spark, slots, settings, in_rounds=in_rounds),
+            prepare=partial(wait_again, spark, slots, settings, in_rounds=in_rounds),
         )
         clock.lap("spool")
         columns = shaped(table, spooled, request)
@@ -250,53 +246,6 @@ def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:
         return train_population(run, strategy)
     assert isinstance(strategy, AveragingStrategy)
     return train_in_rounds(run, strategy)
-
-
-def _plan_gang(spark: SparkSession, request: FitRequest, settings: Settings) -> Slots:
-    info = _inspect(spark, request, settings)
-    require_gang_support(info, partial(conf, spark), settings)
-    profile = make_profile(spark, info, request.cpus_per_worker, request.gpus_per_worker)
-    num_workers = choose_num_workers(
-        info,
-        request.num_workers,
-        cpus_per_worker=request.cpus_per_worker,
-        gpus_per_worker=request.gpus_per_worker,
-    )
-    wait_for_slots(spark, num_workers, profile, settings)
-    threads = threads_per_worker(info, num_workers, request.cpus_per_worker)
-    return Slots(num_workers=num_workers, threads=threads, profile=profile)
-
-
-def _inspect(spark: SparkSession, request: FitRequest, settings: Settings) -> ClusterInfo:
-    """The cluster as it is, or, if the number of workers follows from it, when it is all there."""
-    if request.num_workers is not None:
-        return inspect_cluster(spark)
-    return await_executors(spark, settings)
-
-
-def _plan_rounds(spark: SparkSession, request: FitRequest, settings: Settings) -> Slots:
-    """Shards need no slots of their own, so none are waited for."""
-    info = _inspect(spark, request, settings)
-    num_shards = request.num_workers
-    if num_shards is None:
-        num_shards = choose_num_workers(
-            info,
-            None,
-            cpus_per_worker=request.cpus_per_worker,
-            gpus_per_worker=request.gpus_per_worker,
-        )
-    return Slots(
-        num_workers=num_shards,
-        # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
-        threads=request.cpus_per_worker or info.task_cpus,
-        profile=make_profile(spark, info, request.cpus_per_worker, request.gpus_per_worker),
-    )
-
-
-def _wait(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: bool) -> None:
-    """Wait for executors before a job is submitted again; in rounds Spark itself does."""
-    if not in_rounds:
-        wait_for_slots(spark, slots.num_workers, slots.profile, settings)
 
 
 def _make_plan(

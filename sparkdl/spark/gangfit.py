@@ -77,6 +77,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
         run_id=run.run_id,
         run_key=run.run_key,
         attempt=attempt,
+        device=run.config.device,
         plan=replace(run.plan, shards=shards),
         payload=payload,
         weights=_weights_in_task(run),

@@ -14,21 +14,11 @@ from sparkdl.progress import View
 from sparkdl.spark.link import Link
 from sparkdl.spark.settings import Settings
 from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.slots import Slots
 from sparkdl.spark.sourcetable import SourceTable
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """What the cluster part of the preflight decided."""
-
-    num_workers: int
-    """Workers of a gang, or shards that are trained in rounds."""
-    threads: int
-    profile: ResourceProfile | None
 
 
 @dataclass(frozen=True, kw_only=True)

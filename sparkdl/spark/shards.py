@@ -1,23 +1,18 @@
 """How does a DataFrame become shards on the executors' disks, and stay recoverable?
 
-The shard table is a persisted DataFrame of one small row per shard. Each task writes its
-partition once and yields where it lies. The cached row lives and dies with the executor that
-holds the files, so Spark knows what must be rebuilt from lineage, and runs workers where their
-files are. The spooling stage is a barrier stage like the gang's, so that shards are spread over
-the executors the way the gang will be.
+Each task of the shard table writes its partition once and yields where it lies. The spooling stage
+is a barrier stage like the gang's, so that shards are spread over the executors the way the gang
+will be.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl import errors
@@ -33,19 +28,12 @@ from sparkdl.data.stats import (
 from sparkdl.errors import DataError
 from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared
-from sparkdl.spark.session import described, num_slots
-from sparkdl.spark.spooltask import TABLE_SCHEMA, CleanTask, SpoolTask
+from sparkdl.spark.spooltable import SpoolTable
+from sparkdl.spark.spooltask import TABLE_SCHEMA, SpoolTask
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import Column as SparkColumn
-
-logger = logging.getLogger(__name__)
-
-_PASSES = 4
-"""Tasks per shard that look for spools which a first round of tasks has not met."""
-_KILL_SECONDS = 3.0
-"""A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +46,8 @@ class SpooledShard:
     """Memory of the host or container that holds the shard, as its task has found it."""
 
 
-class ShardTable:
-    """The shards of one run. ``close`` removes them from the executors."""
+class ShardTable(SpoolTable):
+    """The shards of one run's DataFrame."""
 
     reader = SpoolSource()
     """Opens the shards on workers."""
@@ -90,16 +78,12 @@ class ShardTable:
             shares: each shard's part of the rows, adding up to 1; None: equal parts.
         """
         self._barrier = barrier
-        self._spark: SparkSession = df.sparkSession
-        self._run_id = run_id
+        super().__init__(df.sparkSession, run_id=run_id, num_shards=num_shards)
         self._profile = profile
         self._prepared = tuple(prepared)
         self._has_validation = validation is not None
         self._shares = shares
-        self.num_shards = num_shards
-        self._seen: set[str] = set()
         self._first: tuple[SpooledShard, ...] | None = None
-        self._stragglers = False
         self.df = self._build(df, validation)
 
     def _build(self, df: DataFrame, validation: SparkColumn | None) -> DataFrame:
@@ -119,16 +103,7 @@ class ShardTable:
         ordered = spread.sortWithinPartitions("hash")
         task = SpoolTask(
             run_id=self._run_id,
-            columns=tuple(
-                SpoolColumn(
-                    name=p.name,
-                    role=p.role,
-                    dtype=p.dtype,
-                    as_classes=p.as_classes,
-                    specification=p.specification,
-                )
-                for p in self._prepared
-            ),
+            columns=spool_columns(self._prepared),
             has_validation=self._has_validation,
         )
         table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=self._barrier, profile=self._profile)
@@ -141,14 +116,8 @@ class ShardTable:
             SparkDLError: a task could not spool.
             DataError: rows cannot be used, or the source has changed since the first call.
         """
-        with described(self._spark, f"sparkdl {self._run_id}: spool"):
-            stragglers, self._stragglers = self._stragglers, True
-            # A new query each time: one that has failed gives its failure again, from memory.
-            rows = self.df.select("shard_id", "payload").collect()
-            self._stragglers = stragglers
-        payloads = {row["shard_id"]: json.loads(row["payload"]) for row in rows}
-        self._seen.update(values["path"] for values in payloads.values() if "path" in values)
-        shards = tuple(_parse(shard_id, payloads[shard_id]) for shard_id in sorted(payloads))
+        payloads = self._payloads()
+        shards = tuple(_parse(shard_id, values) for shard_id, values in payloads.items())
         # Spark runs no task at all if it finds that there is nothing to do.
         if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):
             raise DataError(no_rows([part.summary for part in shards]))
@@ -158,39 +127,13 @@ class ShardTable:
             require_same(self._first, shards)
         return shards
 
-    def rebuild(self) -> None:
-        """Forget all spools, so that the next job writes them anew."""
-        self.df.unpersist()
-        self.df.persist()
-
-    def note(self, paths: set[str]) -> None:
-        """Take note of where tasks found their shards; what was lost, Spark has written anew."""
-        self._stragglers |= not paths <= self._seen
-        self._seen |= paths
-
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
         """The spool's columns, after checking that all rows of all shards can be used.
 
         Raises:
             DataError: with column, count, and an example row, for all columns that have bad rows.
         """
-        found = [merge_stats(stats) for stats in self._stats_by_column(shards)]
-        pairs = list(zip(self._prepared, found, strict=True))
-        problems = [problem for pair in pairs if (problem := _problem(*pair)) is not None]
-        if problems:
-            raise DataError("; ".join(problems))
-        return tuple(
-            Column(
-                name=p.name,
-                role=p.role,
-                dtype=stats.dtype or p.dtype,
-                shape=stats.shape or (),
-                argument=p.argument,
-                specification=p.specification,
-                longest=stats.longest,
-            )
-            for p, stats in pairs
-        )
+        return columns_of(self._prepared, shards)
 
     def check_indicator(self, name: str, shards: Sequence[SpooledShard]) -> None:
         """Refuse nulls in the column that marks validation rows."""
@@ -200,43 +143,47 @@ class ShardTable:
         if found.nulls:
             raise DataError(found.message(name))
 
-    def _stats_by_column(self, shards: Sequence[SpooledShard]) -> list[list[ColumnStats]]:
-        count = len(self._prepared)
-        return [[spooled.summary.columns[i] for spooled in shards] for i in range(count)]
 
-    def close(self) -> None:
-        """Delete all spools of the run on all executors that are there, and forget the table.
+def spool_columns(prepared: Sequence[Prepared]) -> tuple[SpoolColumn, ...]:
+    """What a task that spools needs to know of the columns."""
+    return tuple(
+        SpoolColumn(
+            name=p.name,
+            role=p.role,
+            dtype=p.dtype,
+            as_classes=p.as_classes,
+            specification=p.specification,
+        )
+        for p in prepared
+    )
 
-        Raises nothing: it must not hide what went wrong before, nor spoil what went well.
-        """
-        for action in (self._remove_spools, self.df.unpersist):
-            try:
-                action()
-            except Exception as error:
-                logger.warning("could not clean up after run %s: %s", self._run_id, error)
-        if self._seen:
-            logger.warning(
-                "spools remain where no executor could be asked to remove them, until Spark "
-                "removes its own directories: %s",
-                ", ".join(sorted(self._seen)),
-            )
 
-    def _remove_spools(self) -> None:
-        with described(self._spark, f"sparkdl {self._run_id}: clean up"):
-            # As many tasks as shards usually meet the executors that spooled; else all slots,
-            # or, where Spark does not tell how many there are, several times as many tasks.
-            self._clean(self.num_shards)
-            if self._seen or self._stragglers:
-                # Something was lost or cancelled, so tasks that Spark has given up may go on
-                # writing for a moment, and keep the slots from which they would be met.
-                time.sleep(_KILL_SECONDS)
-                self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
+def columns_of(prepared: Sequence[Prepared], shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+    """What was spooled of each column, after checking that all rows of all shards can be used.
 
-    def _clean(self, num_tasks: int) -> None:
-        task = CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
-        tasks = self._spark.range(0, num_tasks, 1, num_tasks)
-        removed = tasks.mapInArrow(task, "path string").collect()
-        self._seen.difference_update(row["path"] for row in removed)
+    Raises:
+        DataError: with column, count, and an example row, for all columns that have bad rows.
+    """
+    found = [
+        merge_stats([part.summary.columns[index] for part in shards])
+        for index in range(len(prepared))
+    ]
+    pairs = list(zip(prepared, found, strict=True))
+    problems = [problem for pair in pairs if (problem := _problem(*pair)) is not None]
+    if problems:
+        raise DataError("; ".join(problems))
+    return tuple(
+        Column(
+            name=p.name,
+            role=p.role,
+            dtype=stats.dtype or p.dtype,
+            shape=stats.shape or (),
+            argument=p.argument,
+            specification=p.specification,
+            longest=stats.longest,
+        )
+        for p, stats in pairs
+    )
 
 
 def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
@@ -263,13 +210,29 @@ def parse_shard(shard_id: int, values: dict[str, Any]) -> Shard:
 
 
 def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
+    raise_failure(values)
+    return as_shard(shard_id, values, values["summary"], values["path"])
+
+
+def raise_failure(values: dict[str, Any]) -> None:
+    """Raise what a task could not do.
+
+    Raises:
+        SparkDLError: of the type that the task had.
+    """
     if "error" in values:
         raise getattr(errors, values["error"])(values["message"])
-    summary = SpoolSummary.from_dict(values["summary"])
+
+
+def as_shard(
+    shard_id: int, values: dict[str, Any], written: dict[str, Any], path: str
+) -> SpooledShard:
+    """The shard of which a row of the table says ``values``, and its spool ``written``."""
+    summary = SpoolSummary.from_dict(written)
     shard = Shard(
         shard_id=shard_id,
         host=values["host"],
-        path=values["path"],
+        path=path,
         num_rows=summary.num_rows,
         num_validation_rows=summary.num_validation_rows,
         fingerprint=summary.fingerprint,

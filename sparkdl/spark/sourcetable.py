@@ -19,12 +19,11 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
-from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared
-from sparkdl.spark.shards import SpooledShard, require_same
+from sparkdl.spark.shards import SpooledShard, require_same, spool_columns
 
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
@@ -107,16 +106,7 @@ class SourceTable:
         self._source = source
         self._prepared = tuple(prepared)
         self._wanted = Wanted(
-            columns=tuple(
-                SpoolColumn(
-                    name=p.name,
-                    role=p.role,
-                    dtype=p.dtype,
-                    as_classes=p.as_classes,
-                    specification=p.specification,
-                )
-                for p in prepared
-            ),
+            columns=spool_columns(prepared),
             validation=validation,
             num_shards=num_shards,
             shares=None if shares is None else tuple(shares),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -13,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
 from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
-from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import SparkDLError
 from sparkdl.process import memory_bytes
 
@@ -40,13 +42,9 @@ class SpoolTask:
         try:
             root = roomiest(local_dirs())
             directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
-            summary = self._write(root, directory, shard_id, batches)
-            payload = {
-                "host": host,
-                "path": str(directory),
-                "memory_bytes": memory_bytes(),
-                "summary": summary.to_dict(),
-            }
+            written = self._write(root, directory, shard_id, batches)
+            place = {"host": host, "path": str(directory), "memory_bytes": memory_bytes()}
+            payload = {**place, **written}
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -56,7 +54,8 @@ class SpoolTask:
 
     def _write(
         self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
-    ) -> SpoolSummary:
+    ) -> dict[str, Any]:
+        """Write the files; what the shard's row says of them."""
         where = f" of partition {shard_id}"
         writer = SpoolWriter(
             directory, self.columns, has_validation=self.has_validation, where=where
@@ -71,7 +70,58 @@ class SpoolTask:
             rows += sum(batch.num_rows for batch in batches)
             needed = int(rows * writer.row_bytes)
             raise full_disk(root, shard_id, needed=needed, free=free) from error
-        return writer.summary()
+        return {"summary": writer.summary().to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolSetsTask(SpoolTask):
+    """Spools a shard of each of several data sets at once, into folders by their numbers.
+
+    Record batches have the columns ``set`` (number of the row's data set), ``set0``, ``set1``,
+    ... (its columns, as a struct; null in the rows of the others) and ``hash``. The rows of a data
+    set stand together.
+    """
+
+    columns: tuple[SpoolColumn, ...] = ()
+    has_validation: bool = False
+    sets: tuple[tuple[SpoolColumn, ...], ...]
+    """Columns of each data set."""
+
+    def _write(
+        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
+    ) -> dict[str, Any]:
+        where = f" of partition {shard_id}"
+        writers = [
+            SpoolWriter(directory / str(number), columns, has_validation=False, where=where)
+            for number, columns in enumerate(self.sets)
+        ]
+        free, rows = free_bytes(root), [0] * len(writers)
+        pieces = (piece for batch in batches for piece in _by_set(batch))
+        try:
+            with contextlib.ExitStack() as stack:
+                for writer in writers:
+                    stack.enter_context(writer)
+                for number, piece in pieces:
+                    rows[number] += piece.num_rows
+                    writers[number].write(piece)
+        except DiskFull as error:
+            for number, piece in pieces:
+                rows[number] += piece.num_rows
+            needed = sum(n * w.row_bytes for n, w in zip(rows, writers, strict=True))
+            raise full_disk(root, shard_id, needed=int(needed), free=free) from error
+        return {"summaries": [writer.summary().to_dict() for writer in writers]}
+
+
+def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Number of a data set and its rows, with its own columns and the hash."""
+    numbers = batch.column("set").to_numpy()
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    for start, stop in itertools.pairwise(starts):
+        if start < stop:
+            number, piece = int(numbers[start]), batch.slice(start, stop - start)
+            columns = [*piece.column(f"set{number}").flatten(), piece.column("hash")]
+            names = [f"c{index}" for index in range(len(columns))]
+            yield number, pa.RecordBatch.from_arrays(columns, names)
 
 
 @dataclass(frozen=True, kw_only=True)

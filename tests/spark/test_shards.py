@@ -17,6 +17,7 @@ from pyspark.sql import functions as F
 from sparkdl.data.spool import open_spool
 from sparkdl.errors import DataError, StorageError
 from sparkdl.spark import shards as module
+from sparkdl.spark import spooltable
 from sparkdl.spark.columns import prepare, validation_indicator
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.spooltask import CleanTask
@@ -325,8 +326,8 @@ def looks(table: ShardTable, monkeypatch: pytest.MonkeyPatch) -> list[int | floa
     """What closing does: how many tasks look for spools, and how long it waits between."""
     done: list[int | float] = []
     with monkeypatch.context() as patch:
-        patch.setattr(module, "num_slots", lambda _: 0)
-        patch.setattr(module.time, "sleep", done.append)
+        patch.setattr(spooltable, "num_slots", lambda _: 0)
+        patch.setattr(spooltable.time, "sleep", done.append)
         patch.setattr(table, "_clean", done.append)
         table.close()
     return done

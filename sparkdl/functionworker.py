@@ -1,0 +1,270 @@
+"""How does a rank run a user's training function or script?
+
+In the gang's process, between the meeting of the ranks and their results; `context.Context` is what
+the function sees of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import cloudpickle
+
+from sparkdl.environment import WorkerEnvironment, versions
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.gangworker import (
+    GangOrder,
+    Member,
+    Results,
+    checkpoint_storage,
+    live,
+    say_what_differs,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparkdl.checkpoint.manager import CheckpointManager, KeyValue
+    from sparkdl.checkpoint.storage import Storage
+    from sparkdl.loader import DataSet
+    from sparkdl.runcontext import Context, Save
+
+VALUE = "value-{}.pkl"
+"""File of the driver that holds what a rank's function returned."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program that every rank runs, as ``python name arguments`` would."""
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Run it as ``__main__``; what it imports from its own folder must be shipped otherwise."""
+        with tempfile.TemporaryDirectory(prefix="sparkdl-script-") as folder:
+            path = Path(folder) / self.name
+            path.write_text(self.source, encoding="utf-8")
+            before = sys.argv
+            sys.argv = [str(path), *self.arguments]
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise
+            finally:
+                sys.argv = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionOrder(GangOrder):
+    """What the driver asks of every rank: to call a function."""
+
+    payload: bytes
+    """cloudpickle of a callable without arguments."""
+    sets: Mapping[str, DataSet] = field(default_factory=dict)
+    results: Literal["first", "all"] = "first"
+    """Whose value the driver gets."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+
+
+def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[str, bytes]]:
+    """Call the function.
+
+    Yields:
+        ``("error", JSON)`` alone, or, where the driver keeps no files, ``("value", pickle)`` of the
+        ranks whose value is wanted; rank 0's has the reported metrics besides.
+    """
+    yield from live(environment, order, partial(_call, order))
+
+
+def _call(order: FunctionOrder, member: Member) -> Results:
+    from sparkdl.runcontext import entered
+
+    function = cloudpickle.loads(order.payload)
+    comm, reporter = member.comm, member.reporter
+    storage = checkpoint_storage(order, member.files)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(default_group(member.device, order.collective_timeout_seconds))
+        save: Save | None = None
+        if storage is not None and comm.rank == 0:
+            manager = stack.enter_context(
+                checkpoints(
+                    storage,
+                    order.keep,
+                    order.run_key,
+                    member.client,
+                    order.collective_timeout_seconds,
+                )
+            )
+            save = partial(manager.save, rank_state={})
+        place = _context(order, member, storage, save)
+        stack.enter_context(environment_variables(place))
+        stack.enter_context(entered(place))
+        reporter.phase("train")
+        value = function()
+        reporter.phase("finish")
+    if comm.rank != 0 and order.results == "first":
+        return []
+    return _deliver(member, {"value": value, "history": place.history})
+
+
+def _context(
+    order: FunctionOrder, member: Member, storage: Storage | None, save: Save | None
+) -> Context:
+    from sparkdl.loader import LocalSet
+    from sparkdl.runcontext import Context
+
+    rank = member.comm.rank
+    return Context(
+        rank=rank,
+        nodes=member.nodes,
+        device=member.device,
+        num_restarts=order.attempt,
+        sets={
+            name: LocalSet(name=name, data=data, rank=rank, world_size=len(member.nodes))
+            for name, data in order.sets.items()
+        },
+        resumed=_resumed(order, storage, member),
+        save=save,
+        tell=member.reporter.epoch,
+    )
+
+
+def _resumed(
+    order: FunctionOrder, storage: Storage | None, member: Member
+) -> Mapping[str, Any] | None:
+    """The state of the newest checkpoint, which rank 0 reads and all ranks get."""
+    from sparkdl.checkpoint import format as layout
+
+    if order.resume_path is None:
+        return None
+    data = None
+    place = order.resume_path
+    if member.comm.rank == 0:
+        assert storage is not None
+        info = layout.read_manifest(storage, order.resume_path)
+        say_what_differs(info.environment, versions())
+        data = layout.read_file(info, layout.SHARED)
+    found = layout.decode(member.comm.broadcast_bytes(data), place)
+    if not isinstance(found, dict) or not {"checkpoint", "history", "number"} <= set(found):
+        raise CheckpointError(f"{place} is no checkpoint of a TorchRunner; use another folder")
+    return found
+
+
+@contextlib.contextmanager
+def checkpoints(
+    storage: Storage, keep: int, run_key: str, signal: KeyValue, timeout_seconds: float
+) -> Iterator[CheckpointManager]:
+    """Rank 0's manager; only its state is kept, so it waits for no other rank."""
+    from sparkdl.checkpoint.manager import CheckpointManager
+    from sparkdl.config import CheckpointConfig
+
+    manager = CheckpointManager(
+        storage,
+        CheckpointConfig(keep=keep),
+        rank=0,
+        world_size=1,
+        run_key=run_key,
+        environment=versions(),
+        signal=signal,
+        timeout_seconds=timeout_seconds,
+    )
+    try:
+        yield manager
+    except BaseException:
+        manager.close(abort=True)
+        raise
+    manager.close()
+
+
+@contextlib.contextmanager
+def default_group(device: torch.device, timeout_seconds: float) -> Iterator[None]:
+    """Let torch.distributed be initialized also where there is but one rank."""
+    import torch.distributed as dist
+
+    from sparkdl.comm import process_group
+
+    if dist.is_initialized():
+        yield
+        return
+    with process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+        timeout_seconds=timeout_seconds,
+        address="127.0.0.1",
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def environment_variables(place: Context) -> Iterator[None]:
+    """Set what `torchrun` sets, but for the address of a server that is not there."""
+    values = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "GROUP_RANK": place.node_rank,
+        "TORCHELASTIC_RESTART_COUNT": place.num_restarts,
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _deliver(member: Member, value: Any) -> Results:
+    """Send what the function returned: over the driver's channel, else as rows."""
+    data = pickled(value)
+    if member.files is None:
+        return [("value", data)]
+    member.files.write(VALUE.format(member.comm.rank), data)
+    return []
+
+
+def pickled(value: Any) -> bytes:
+    """As bytes that `unpickled` reads, also where there is no GPU.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer, pickle_module=cloudpickle)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"what the function returned cannot be sent to the driver: {error}; return plain "
+            "values and tensors, such as a state dict"
+        ) from error
+    return buffer.getvalue()
+
+
+def unpickled(data: bytes) -> Any:
+    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent."""
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

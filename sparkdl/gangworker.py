@@ -1,0 +1,263 @@
+"""What does every rank of a gang do, whatever its work is?
+
+It says hello, waits for the others, joins torch's process group, works, and tells the driver what
+came of it. It knows nothing of Spark: the launcher gives it an environment and an order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.channel import ChannelClient, ChannelStorage
+from sparkdl.checkpoint.folders import Subfolder
+from sparkdl.checkpoint.storage import Storage, open_storage, without_password
+from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
+from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
+from sparkdl.process import torch_threads, tuned_allocator
+from sparkdl.reporter import Reporter, captured_output
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparkdl.comm import Communicator
+
+logger = logging.getLogger(__name__)
+
+RELAYED = "relayed"
+"""Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
+
+Results = list[tuple[str, bytes]]
+"""(kind, payload) of what a rank gives back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOrder:
+    """What the driver asks of every rank in one attempt, whatever the work. Picklable and small."""
+
+    run_id: str
+    run_key: str
+    """Names the run's checkpoints."""
+    attempt: int
+    device: str
+    """``auto``, ``cpu`` or ``cuda``."""
+    payload: bytes
+    """What the work is, by cloudpickle."""
+    storage_url: str | None
+    """Where checkpoints lie; None: the driver keeps them, if it hosts the channel."""
+    relays: bool
+    """Whether only the driver can open ``storage_url``, and passes files on through its channel."""
+    driver_hosts_channel: bool
+    resume_path: str | None
+    """Checkpoint to go on from, or None."""
+    threads: int
+    versions: Mapping[str, str]
+    """The driver's, which every worker compares with its own."""
+    start_timeout_seconds: float
+    collective_timeout_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank that has met its peers, and what it can use."""
+
+    environment: WorkerEnvironment
+    nodes: tuple[int, ...]
+    """Number of each rank's node."""
+    comm: Communicator
+    device: torch.device
+    client: ChannelClient
+    files: ChannelStorage | None
+    """What the driver keeps; None if it hosts no channel."""
+    reporter: Reporter
+
+
+def live(
+    environment: WorkerEnvironment, order: GangOrder, work: Callable[[Member], Results]
+) -> Iterator[tuple[str, bytes]]:
+    """Meet the others and do one rank's work.
+
+    Yields:
+        ``("error", JSON)`` alone, or what the work gave.
+    """
+    scope = f"{order.run_id}/{order.attempt}/"
+    client = ChannelClient(environment.channel, scope=scope)
+    reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
+    results: Results = []
+    with contextlib.closing(client), reporter, captured_output(reporter):
+        try:
+            results = _work(environment, order, work, client, reporter)
+            reporter.send({"kind": "done"})
+        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
+            failure = describe_failure(error, environment.rank)
+            reporter.send({"kind": "error", "failure": failure})
+            results = [("error", json.dumps(failure).encode())]
+    yield from results
+
+
+def _work(
+    environment: WorkerEnvironment,
+    order: GangOrder,
+    work: Callable[[Member], Results],
+    client: ChannelClient,
+    reporter: Reporter,
+) -> Results:
+    """Everything between the start of the process's part and its results."""
+    nodes = meet(environment, order, client)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tuned_allocator())
+        import torch  # after the allocator, so that torch's first blocks are tuned too
+
+        from sparkdl.device import choose_device
+
+        place = local_rank(nodes, environment.rank)
+        device = choose_device(order.device, environment.gpu_addresses, place, os.environ)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        stack.enter_context(torch_threads(order.threads))
+        comm = stack.enter_context(_communicator(environment, order, client, device, nodes))
+        files = None
+        if order.driver_hosts_channel:
+            seconds = order.collective_timeout_seconds
+            files = ChannelStorage(environment.channel, transfer_timeout_seconds=seconds)
+            stack.enter_context(contextlib.closing(files))
+        results = work(
+            Member(
+                environment=environment,
+                nodes=nodes,
+                comm=comm,
+                device=device,
+                client=client,
+                files=files,
+                reporter=reporter,
+            )
+        )
+        _leave(environment, order, client)
+        return results
+
+
+def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
+    """Rank 0 leaves last: it may host the channel, which the others need to the end.
+
+    Not by a collective: the user's function may have ended torch's process group.
+    """
+    if environment.rank != 0:
+        client.set(f"bye/{environment.rank}", b"")
+        return
+    keys = [f"bye/{rank}" for rank in range(1, environment.world_size)]
+    try:
+        client.wait(keys, order.collective_timeout_seconds)
+    except TimeoutError as error:
+        raise CommunicationError(f"not all workers came to their end in time: {error}") from error
+
+
+def describe_failure(error: BaseException, rank: int) -> dict[str, Any]:
+    """An exception as plain values.
+
+    ``kind`` is ``gang`` for what a restart may heal, ``sparkdl`` for our own errors, which name
+    their remedy, and ``user`` for everything else, with the traceback as this worker formats it.
+    """
+    kind = "user"
+    if isinstance(error, SparkDLError):
+        kind = "gang" if isinstance(error, GangError) else "sparkdl"
+    return {
+        "rank": rank,
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": _message(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the user's class; what failed must be reported all the same
+        return "(no message: its __str__ failed)"
+
+
+def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storage | None:
+    """Where this rank writes its checkpoints, or None."""
+    if order.storage_url is None:
+        return files
+    if not order.relays:
+        return open_storage(order.storage_url)
+    assert files is not None
+    return Subfolder(files, RELAYED, without_password(order.storage_url))
+
+
+def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warn that the bits of a resumed run will be others than those of an undisturbed one."""
+    changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
+    if changed:
+        logger.warning(
+            "the checkpoint was written under other conditions (%s); training goes on, but its "
+            "bits will differ from those of an undisturbed run",
+            ", ".join(changed),
+        )
+
+
+def meet(
+    environment: WorkerEnvironment, order: GangOrder, client: ChannelClient
+) -> tuple[int, ...]:
+    """Wait for all ranks, compare versions, and find out who shares a node.
+
+    Returns:
+        Number of each rank's node.
+
+    Raises:
+        ClusterError: a worker runs other versions than the driver.
+        CommunicationError: not all ranks came in time.
+    """
+    host = f"{environment.address}/{socket.gethostname()}"
+    where = f"rank {environment.rank} on {environment.address}"
+    problem = difference(order.versions, versions(), where)
+    if problem is not None:
+        raise ClusterError(problem)
+    client.set(f"hello/{environment.rank}", host.encode())
+    keys = [f"hello/{rank}" for rank in range(environment.world_size)]
+    try:
+        client.wait(keys, order.start_timeout_seconds)
+    except TimeoutError as error:
+        raise CommunicationError(f"not all workers started in time: {error}") from error
+    hosts = [(client.get(key) or b"").decode() for key in keys]
+    return numbered(hosts)
+
+
+@contextlib.contextmanager
+def _communicator(
+    environment: WorkerEnvironment,
+    order: GangOrder,
+    client: ChannelClient,
+    device: torch.device,
+    nodes: tuple[int, ...],
+) -> Iterator[Communicator]:
+    from sparkdl.comm import LocalCommunicator, ProcessGroupCommunicator, process_group
+    from sparkdl.store import ChannelStore
+
+    if environment.world_size == 1:
+        yield LocalCommunicator()
+        return
+    store = ChannelStore(client, timeout_seconds=order.start_timeout_seconds)
+    with process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout_seconds=order.collective_timeout_seconds,
+        address=environment.address,
+    ) as options:
+        yield ProcessGroupCommunicator(
+            nodes=nodes,
+            device=str(device),
+            options=options,
+            timeout_seconds=order.collective_timeout_seconds,
+            address=environment.address,
+        )

@@ -1,0 +1,199 @@
+"""How does a training function get the batches of its rank's rows?"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.data.batches import Batch, Batches, sequential_batches
+from sparkdl.data.source import ShardRows, ShardSource
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence as SequenceInput
+from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.windows import Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """One of the run's data sets, in shards. Picklable and small."""
+
+    columns: tuple[Column, ...]
+    """All are features, and have the argument by which a batch names them."""
+    shards: tuple[Shard, ...]
+    source: ShardSource
+    """Opens the shards."""
+    windows: Windows | None = None
+    """How rows are mixed that do not fit into memory."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a batch holds."""
+        names: list[str] = []
+        for column in self.columns:
+            names.append(str(column.argument))
+            if isinstance(column.kind, SequenceInput) and column.kind.mask is not None:
+                names.append(column.kind.mask)
+        return tuple(names)
+
+    def plan(self, world_size: int, batch_size: int) -> TrainPlan:
+        """Which rows make which batch."""
+        return make_plan(
+            columns=self.columns,
+            shards=self.shards,
+            world_size=world_size,
+            batch_size=batch_size,
+            epochs=1,
+            windows=self.windows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSet:
+    """A data set as one rank has it."""
+
+    name: str
+    data: DataSet
+    rank: int
+    world_size: int
+
+    def open(self, plan: TrainPlan) -> ShardRows:
+        """This rank's rows.
+
+        Raises:
+            ShardLost: they are not on this host.
+        """
+        return self.data.source.open(plan, plan.shards_of(self.rank), "train")
+
+
+class Loader:
+    """Batches of one rank's rows; iterate once per epoch. Made by `Context.loader`.
+
+    A batch is a dict, or a tuple where columns were chosen, of tensors ``(batch, *shape)`` on the
+    rank's device. They are the caller's own: the loader does not use their memory again.
+
+    Without a call of `set_epoch`, each iteration is the epoch after the last. Without shuffling the
+    rows come in their order, and ranks may have different numbers of batches.
+    """
+
+    def __init__(
+        self,
+        local: LocalSet,
+        *,
+        device: torch.device,
+        batch_size: int,
+        columns: Sequence[str] | None,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        """See `Context.loader`."""
+        self._plan = local.data.plan(local.world_size, batch_size)
+        self._local = local
+        self._device = device
+        self._columns = None if columns is None else tuple(columns)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch, self._start = 0, 0
+        self._check_columns()
+        if shuffle:
+            self._check_rows()
+        self._rows: ShardRows | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch; with shuffling the same number on all ranks."""
+        if self._shuffle:
+            return self._plan.steps_per_epoch
+        shards = self._plan.shards_of(self._local.rank)
+        return sum(-(-shard.num_rows // self._plan.batch_size) for shard in shards)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, of all ranks."""
+        return self._plan.num_rows
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Let the next iteration be the epoch of that number, from its batch ``start`` on.
+
+        So a restart goes on where a checkpoint was written, with the rows not seen before.
+
+        Args:
+            epoch: from 0.
+            start: batches to pass over, without reading them.
+
+        Raises:
+            ConfigError: there is no such batch.
+        """
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ConfigError(
+                f"epoch must be at least 0 and start in [0, {len(self)}]; received {epoch}, {start}"
+            )
+        self._epoch, self._start = epoch, start
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield an epoch's batches."""
+        epoch, start = self._epoch, self._start
+        self._epoch, self._start = epoch + 1, 0
+        if self._rows is None:
+            self._rows = self._local.open(self._plan)
+        batches = self._batches(self._rows, epoch, start)
+        with contextlib.closing(batches):
+            for batch in batches:
+                yield self._given(batch)
+
+    def _batches(self, rows: ShardRows, epoch: int, start: int) -> Generator[Batch, None, None]:
+        if not self._shuffle:
+            yield from itertools.islice(sequential_batches(rows, self._plan), start, None)
+            return
+        batches = Batches(
+            rows,
+            self._plan,
+            self._local.rank,
+            seed=self._seed,
+            epoch=epoch,
+            start_step=start,
+            pin_memory=self._device.type == "cuda",
+        )
+        with contextlib.closing(iter(batches)) as steps:
+            yield from steps
+
+    def _given(self, batch: Batch) -> Any:
+        """As the user gets it."""
+        moved = batch.map(self._own)
+        found = dict(zip(moved.names, moved.inputs, strict=True))
+        if self._columns is None:
+            return found
+        return tuple(found[name] for name in self._columns)
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        """On the rank's device, in memory that is not used again for the next batch."""
+        if self._device.type == "cpu":
+            return value.clone()
+        return value.to(self._device, non_blocking=True)
+
+    def _check_columns(self) -> None:
+        known = self._local.data.names
+        unknown = [name for name in self._columns or () if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"data set {self._local.name!r} has no column {unknown[0]!r}; it has "
+                f"{', '.join(map(repr, known))}"
+            )
+
+    def _check_rows(self) -> None:
+        """A rank without a row in a batch could take no part in a step of the others.
+
+        Raises:
+            DataError: there is such a rank.
+        """
+        plan = self._plan
+        rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
+        if min(rows) < plan.steps_per_epoch:
+            raise DataError(
+                f"data set {self._local.name!r} has {min(rows)} rows for rank "
+                f"{rows.index(min(rows))}, but an epoch has {plan.steps_per_epoch} batches; use "
+                "fewer workers or a larger batch_size"
+            )

@@ -1,0 +1,183 @@
+"""What does a training function that `TorchRunner` runs know of its place, and how does it report?
+
+`context()` gives it to the function, on a worker and, for debugging, on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparkdl.loader import Loader, LocalSet
+
+Save = Callable[[int, dict[str, Any]], None]
+"""``save(number, state)`` writes a checkpoint; on rank 0 only."""
+
+_current: Context | None = None
+
+
+def context() -> Context:
+    """The place of the running training function.
+
+    Raises:
+        ConfigError: no `TorchRunner` runs this code.
+    """
+    if _current is None:
+        raise ConfigError(
+            "sparkdl.context() is for functions and scripts that TorchRunner runs; to try one out "
+            "in this process, use TorchRunner(num_workers=0).run(...)"
+        )
+    return _current
+
+
+@contextlib.contextmanager
+def entered(place: Context) -> Iterator[None]:
+    """Let `context` give ``place`` for the time of the block."""
+    global _current
+    before, _current = _current, place
+    try:
+        yield
+    finally:
+        _current = before
+
+
+class Context:
+    """A rank's place, its data, and its voice.
+
+    Attributes:
+        rank: this rank, from 0.
+        world_size: number of ranks.
+        local_rank: this rank's number among those of its host.
+        local_world_size: ranks of this host.
+        node_rank: number of this host.
+        device: where this rank shall compute: the GPU that Spark gave it, or the CPU.
+        num_restarts: how often the function was begun before in this run, because workers were
+            lost.
+        checkpoint: what was last passed to `report`, after a restart or with ``resume=True``; its
+            tensors are on the CPU. None: begin at the beginning.
+        history: the metrics reported so far, with those from before ``checkpoint`` was written.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        nodes: tuple[int, ...],
+        device: torch.device,
+        num_restarts: int,
+        sets: Mapping[str, LocalSet],
+        resumed: Mapping[str, Any] | None,
+        save: Save | None,
+        tell: Callable[[dict[str, float]], None],
+    ) -> None:
+        """Made by the runner.
+
+        Args:
+            rank: this rank.
+            nodes: number of each rank's host.
+            device: where to compute.
+            num_restarts: restarts so far.
+            sets: the data sets, as this rank has them.
+            resumed: what ``save`` got last, or None.
+            save: writes checkpoints; None: they have no place, or this is not rank 0.
+            tell: shows a record of metrics.
+        """
+        self.rank = rank
+        self.world_size = len(nodes)
+        self.local_rank = nodes[:rank].count(nodes[rank])
+        self.local_world_size = nodes.count(nodes[rank])
+        self.node_rank = nodes[rank]
+        self.device = device
+        self.num_restarts = num_restarts
+        self.checkpoint: Any = None if resumed is None else resumed["checkpoint"]
+        self.history: list[dict[str, float]] = [] if resumed is None else list(resumed["history"])
+        self._num_checkpoints = 0 if resumed is None else int(resumed["number"])
+        self._sets = sets
+        self._save = save
+        self._tell = tell
+
+    def loader(
+        self,
+        name: str = "train",
+        *,
+        batch_size: int,
+        columns: list[str] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> Loader:
+        """Batches of this rank's rows of a data set, on this rank's device.
+
+        Every row is in one batch of one rank. With shuffling all ranks get equally many batches.
+
+        Args:
+            name: the data set's name; a DataFrame that was given alone is ``"train"``.
+            batch_size: largest number of rows in a batch of this rank.
+            columns: which, and in this order: a batch is then a tuple of tensors
+                ``(batch, *shape)``. None: a dict of all.
+            shuffle: whether each epoch has an order of its own, a pure function of ``seed``, the
+                epoch's number and the rows; otherwise the stored order.
+            seed: of the order.
+
+        Raises:
+            ConfigError: there is no such data set or column, or ``batch_size`` is not positive.
+            DataError: with shuffling, a rank has too few rows to have one in each batch.
+        """
+        from sparkdl.loader import Loader
+
+        if name not in self._sets:
+            known = ", ".join(map(repr, self._sets)) or "none: pass TorchRunner(data=...)"
+            raise ConfigError(f"there is no data set {name!r}; there are {known}")
+        return Loader(
+            self._sets[name],
+            device=self.device,
+            batch_size=batch_size,
+            columns=columns,
+            shuffle=shuffle,
+            seed=seed,
+        )
+
+    def report(self, metrics: Mapping[str, float] | None = None, *, checkpoint: Any = None) -> None:
+        """Tell the driver how training goes, and keep a state from which it can go on.
+
+        What rank 0 reports counts; the other ranks may call it too, without effect, so that code
+        needs no ``if rank == 0``. Checkpoints are copied here, and written while training goes on;
+        they are visible when they are whole.
+
+        Args:
+            metrics: numbers by name; they are shown on the driver, and kept in `history`.
+            checkpoint: dicts, lists, numbers, strings and tensors, such as state dicts.
+
+        Raises:
+            ConfigError: a metric is not a number.
+            CheckpointError: the checkpoint holds something that cannot be stored.
+            StorageError: the previous checkpoint could not be written.
+        """
+        if self.rank != 0:
+            return
+        if metrics is not None:
+            record = {"report": float(len(self.history) + 1), **_numbers(metrics)}
+            self.history.append(record)
+            self._tell(record)
+        if checkpoint is not None and self._save is not None:
+            self._num_checkpoints += 1
+            number = self._num_checkpoints
+            state = {"checkpoint": checkpoint, "history": self.history, "number": number}
+            self._save(number, state)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"metrics are numbers by name; {name!r} is {type(value).__name__}"
+            ) from error
+    return found

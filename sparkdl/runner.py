@@ -1,0 +1,157 @@
+"""How does a user run a training function or script of their own on the workers of a cluster?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.data.source import Source
+from sparkdl.errors import ConfigError
+from sparkdl.functionworker import Script
+from sparkdl.spark.functions import FunctionRequest, run_function
+from sparkdl.spark.localfunction import run_here
+from sparkdl.spark.sourcetable import active_session, require_source
+
+if TYPE_CHECKING:
+    from sparkdl.inputs import Specification
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+class TorchRunner:
+    """Runs a function on all workers at once, with ``torch.distributed`` initialized.
+
+    Inside, `sparkdl.context` gives rank, device, batches and the latest checkpoint. When a worker
+    or an executor is lost, the function is begun again with that checkpoint.
+
+    Args:
+        num_workers: ranks, each on a slot of its own; None: one per GPU, or else per executor.
+            0: one rank in this process, for debugging: breakpoints work, and its part of the data
+            is brought to the driver.
+        data: what `Context.loader` reads: a DataFrame, or a source such as `ParquetSource`, or
+            several by name. Each worker gets an equal part of the rows, on its own disk.
+        inputs: what a batch holds, by name, where that is not all columns: images, sequences, text
+            (see `Image`, `Sequence`, `Sparse`, `Tensor`).
+        device: ``auto`` (the GPU that Spark assigned, where there is one), ``cpu`` or ``cuda``.
+        max_restarts: how often the function is begun again after the loss of workers. An error of
+            its own ends the run at once.
+        checkpoint_dir: where checkpoints are kept, as `docs/storage.md` says; None: on the driver,
+            for the time of the run.
+        resume: whether to go on from what an earlier run has left in ``checkpoint_dir``.
+        keep_checkpoints: how many of the newest are kept.
+        results: whose value `run` returns: ``first`` that of rank 0, ``all`` a list of all ranks'.
+        cpus_per_worker: cores of a worker; None: Spark's ``spark.task.cpus``.
+        gpus_per_worker: GPUs of a worker; None: Spark's ``spark.task.resource.gpu.amount``.
+        verbose: 0: only warnings; 1: also what is reported; 2: also what workers log and print.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int | None = None,
+        data: DataFrame | Source | Mapping[str, DataFrame | Source] | None = None,
+        inputs: Mapping[str, Specification] | None = None,
+        device: str = "auto",
+        max_restarts: int = 3,
+        checkpoint_dir: str | None = None,
+        resume: bool = False,
+        keep_checkpoints: int = 2,
+        results: Literal["first", "all"] = "first",
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        verbose: int = 1,
+    ) -> None:
+        _require(num_workers is None or num_workers >= 0, "num_workers must be at least 0")
+        _require(device in _DEVICES, f"device must be one of {', '.join(_DEVICES)}")
+        _require(max_restarts >= 0, "max_restarts must be at least 0")
+        _require(keep_checkpoints >= 1, "keep_checkpoints must be at least 1")
+        _require(results in ("first", "all"), "results must be 'first' or 'all'")
+        _require(checkpoint_dir is not None or not resume, "resume=True needs a checkpoint_dir")
+        self.history: list[dict[str, float]] = []
+        """What the last run has reported."""
+        self._ask = partial(
+            FunctionRequest,
+            data=_by_name(data),
+            inputs=inputs,
+            num_workers=num_workers,
+            device=device,
+            max_restarts=max_restarts,
+            checkpoint_dir=checkpoint_dir,
+            resume=resume,
+            keep_checkpoints=keep_checkpoints,
+            results=results,
+            cpus_per_worker=cpus_per_worker,
+            gpus_per_worker=gpus_per_worker,
+            verbose=verbose,
+        )
+        self._in_driver = num_workers == 0
+
+    def run(self, train: Callable[..., Any] | str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Call ``train(*args, **kwargs)`` on every rank, or run a script with ``args``.
+
+        Args:
+            train: a function that can be pickled by cloudpickle, or the path of a Python script on
+                the driver, which runs as ``__main__``.
+            args: of the function; of a script its command line, as texts.
+            kwargs: of the function.
+
+        Returns:
+            What rank 0's function returned, or a list of what all did; of a script None. Tensors
+            are on the CPU.
+
+        Raises:
+            ConfigError: an option is wrong, or the function's value cannot be pickled.
+            DataError: the data cannot be used.
+            ClusterError: the cluster cannot run that many workers.
+            StorageError: checkpoints cannot be kept.
+            WorkerError: the function failed; with its traceback on the rank that failed first.
+            TrainingFailed: workers were lost more than ``max_restarts`` times.
+        """
+        request = self._ask(function=_callable(train, args, kwargs))
+        if self._in_driver:
+            result = run_here(_session(request.data, required=False), request)
+        else:
+            session = _session(request.data, required=True)
+            assert session is not None
+            result = run_function(session, request)
+        self.history = result.history
+        return result.values if request.results == "all" else result.values[0]
+
+
+def _by_name(data: Any) -> dict[str, DataFrame | Source]:
+    if data is None:
+        return {}
+    sets = dict(data) if isinstance(data, Mapping) else {"train": data}
+    for value in sets.values():
+        if not isinstance(value, DataFrame):
+            require_source(value)
+    return sets
+
+
+def _callable(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    if isinstance(train, (str, Path)):
+        path = Path(train)
+        _require(not kwargs, "a script takes no keyword arguments: pass its command line as texts")
+        _require(path.is_file(), f"there is no script {path}")
+        return Script(path.name, path.read_text(encoding="utf-8"), tuple(map(str, args)))
+    _require(callable(train), "run takes a function or the path of a script")
+    return partial(train, *args, **kwargs)
+
+
+def _session(data: Mapping[str, DataFrame | Source], *, required: bool) -> SparkSession | None:
+    for value in data.values():
+        if isinstance(value, DataFrame):
+            return value.sparkSession
+    return active_session() if required or data else SparkSession.getActiveSession()
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

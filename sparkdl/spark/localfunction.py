@@ -1,0 +1,150 @@
+"""How does a training function run in the driver's own process, for debugging?
+
+As rank 0 of one, with the data sets brought to the driver. What the function raises comes out as it
+is, and breakpoints work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.channel import Hub
+from sparkdl.checkpoint.format import latest, load_shared
+from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
+from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool import SpoolWriter
+from sparkdl.data.stats import no_rows
+from sparkdl.device import choose_device
+from sparkdl.errors import DataError
+from sparkdl.functionworker import checkpoints, default_group, environment_variables
+from sparkdl.loader import DataSet, LocalSet
+from sparkdl.plan import Shard
+from sparkdl.progress import ReportView, SilentView, View
+from sparkdl.runcontext import Context, entered
+from sparkdl.spark.columns import Prepared
+from sparkdl.spark.functions import (
+    RUN_KEY,
+    FunctionRequest,
+    FunctionResult,
+    check_folder,
+    prepare_data,
+    source_table,
+)
+from sparkdl.spark.hadoop import open_on_driver
+from sparkdl.spark.shards import SpooledShard, columns_of, spool_columns
+
+_SECONDS = 600.0
+"""Longest wait for a checkpoint to be written."""
+
+
+def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionResult:
+    """Run a function in this process.
+
+    Args:
+        spark: the session; None: there is none, and none is needed.
+        request: what is asked for; what concerns several workers has no effect.
+
+    Raises:
+        DataError: a data set cannot be used.
+        StorageError: checkpoints cannot be kept.
+    """
+    view: View = ReportView(shows_logs=True) if request.verbose else SilentView()
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(view.close)
+        storage = _storage(spark, request, folder)
+        check_folder(storage, request)
+        sets = {}
+        if request.data:
+            assert spark is not None
+            sets = {
+                name: _local_set(spark, name, request, Path(folder) / f"set{number}")
+                for number, name in enumerate(request.data)
+            }
+        device = choose_device(request.device, (), 0, os.environ)
+        stack.enter_context(default_group(device, _SECONDS))
+        found = latest(storage, RUN_KEY, lambda _: True)
+        manager = stack.enter_context(
+            checkpoints(storage, request.keep_checkpoints, RUN_KEY, _Keys(), _SECONDS)
+        )
+        place = Context(
+            rank=0,
+            nodes=(0,),
+            device=device,
+            num_restarts=0,
+            sets=sets,
+            resumed=None if found is None else load_shared(found),
+            save=lambda number, state: manager.save(number, state, {}),
+            tell=view.epoch,
+        )
+        with environment_variables(place), entered(place):
+            value = request.function()
+        return FunctionResult(values=[value], history=place.history, restarts=0)
+
+
+def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) -> Storage:
+    place = request.checkpoint_dir
+    if place is None:
+        return open_storage(str(Path(folder) / "checkpoints"))
+    storage = open_storage(place) if spark is None else open_on_driver(spark, place)
+    check_writable(storage)
+    return storage
+
+
+def _local_set(
+    spark: SparkSession, name: str, request: FunctionRequest, directory: Path
+) -> LocalSet:
+    data = request.data[name]
+    prepared = prepare_data(spark, data, request)
+    if isinstance(data, DataFrame):
+        found = _spooled(data, prepared, directory)
+    else:
+        table = source_table(spark, data, prepared, 1)
+        shards = table.collect()
+        found = DataSet(
+            columns=table.columns(shards),
+            shards=tuple(part.shard for part in shards),
+            source=table.reader,
+        )
+    return LocalSet(name=name, data=found, rank=0, world_size=1)
+
+
+def _spooled(df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> DataSet:
+    """All rows as one shard, in the order of a run with one worker."""
+    columns = [p.expression.alias(f"c{index}") for index, p in enumerate(prepared)]
+    selected = df.select(*columns)
+    hashed = selected.withColumn("hash", F.xxhash64(*selected.columns))
+    table = hashed.repartition(1, "hash").sortWithinPartitions("hash").toArrow()
+    with SpoolWriter(directory, spool_columns(prepared), has_validation=False) as writer:
+        for batch in table.to_batches():
+            writer.write(batch)
+    summary = writer.summary()
+    shard = Shard(
+        shard_id=0,
+        host="",
+        path=str(directory),
+        num_rows=summary.num_rows,
+        num_validation_rows=0,
+        fingerprint=summary.fingerprint,
+        num_bytes=summary.num_bytes,
+    )
+    part = SpooledShard(shard=shard, summary=summary, memory_bytes=0)
+    found = columns_of(prepared, [part])
+    if not summary.num_rows:
+        raise DataError(no_rows([summary]))
+    return DataSet(columns=found, shards=(shard,), source=SpoolSource())
+
+
+class _Keys(Hub):
+    """The keys of a run of one rank."""
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """See `checkpoint.manager.KeyValue`."""
+        if self.missing(keys, timeout_seconds):
+            raise TimeoutError(f"{len(keys)} keys not set after {timeout_seconds:g} s")
