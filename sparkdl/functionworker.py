@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import cloudpickle
 
 from sparkdl.environment import WorkerEnvironment, versions
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.errors import CheckpointError, CommunicationError, ConfigError
 from sparkdl.gangworker import (
     GangOrder,
     Member,
@@ -115,7 +115,8 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         stack.enter_context(environment_variables(place))
         stack.enter_context(entered(place))
         reporter.phase("train")
-        value = function()
+        with peer_errors():
+            value = function()
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
         return []
@@ -163,6 +164,33 @@ def _resumed(
     if not isinstance(found, dict) or not {"checkpoint", "history", "number"} <= set(found):
         raise CheckpointError(f"{place} is no checkpoint of a TorchRunner; use another folder")
     return found
+
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "remote process exited",
+    "communicator was aborted",
+)
+"""What gloo and NCCL say in plain RuntimeErrors when a peer does not answer any more."""
+
+
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Tell the loss of a peer, which another rank explains, from the function's own errors.
+
+    Raises:
+        CommunicationError: in place of what torch raises when a peer is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _LOST_PEER):
+            raise
+        raise CommunicationError(f"a collective of the function failed: {error}") from error
 
 
 @contextlib.contextmanager

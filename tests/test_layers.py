@@ -23,6 +23,7 @@ SPARK_SIDE = {
     "persist",
     "job",
     "jobobjects",
+    "runner",
     "scoring",
     "spark",
 }
@@ -43,6 +44,7 @@ FACES = {
     "persist",
     "job",
     "jobobjects",
+    "runner",
     "scoring",
     "cli",
 }

@@ -112,6 +112,7 @@ def environment(driver: Driver, **changes: Any) -> WorkerEnvironment:
 def order(plan: TrainPlan, packed: PackedModule, config: TrainConfig = CONFIG, **changes: Any):  # type: ignore[no-untyped-def]
     values: dict[str, Any] = {
         "run_id": "run", "run_key": "0123456789abcdef", "attempt": 0, "plan": plan,
+        "device": config.device,
         "payload": cloudpickle.dumps((config, packed.skeleton)), "weights": packed.tensors,
         "relays": False,
         "storage_url": None, "driver_hosts_channel": True, "resume_path": None, "threads": 1,

@@ -1,0 +1,135 @@
+"""Whatever dies, a training function goes on from its last checkpoint, with the same result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster import faults
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
+
+EPOCHS = 4
+
+
+@pytest.fixture(scope="module")
+def df(cluster: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    x = F.array(*[((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)])
+    return cluster.range(0, 200, 1, 3).select(x.alias("x"), (x[0] - x[2]).alias("y"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: SparkSession, local_dir: Path) -> Iterator[None]:
+    yield
+    assert list(local_dir.rglob("sparkdl-*")) == []
+    assert dict(cluster.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
+    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")] == []
+
+
+def train(strike: Callable[[], None] | None, marker: str) -> dict[str, Any]:
+    """Trains; in epoch 2 rank 1 is struck, once."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    import sparkdl
+
+    place = sparkdl.context()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    first = 0
+    if place.checkpoint is not None:
+        model.load_state_dict(place.checkpoint["model"])
+        optimizer.load_state_dict(place.checkpoint["optimizer"])
+        first = place.checkpoint["epoch"]
+    loader = place.loader(batch_size=10, columns=["x", "y"])
+    for epoch in range(first, EPOCHS):
+        loader.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            if strike is not None and place.rank == 1 and epoch == 2 and step == 3:
+                once(strike, marker)
+            loss = torch.nn.functional.mse_loss(model(x).squeeze(1), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        state = {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1
+        }  # fmt: skip
+        place.report({"loss": loss.item()}, checkpoint=state)
+    return {"first": first, "restarts": place.num_restarts, "weight": model.module.weight.detach()}
+
+
+def once(strike: Callable[[], None], marker: str) -> None:
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    time.sleep(1)  # the last checkpoint is written meanwhile
+    strike()
+
+
+def kill_worker() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_executor() -> None:
+    os.kill(faults.executor_pid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def stop_worker() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(df: DataFrame) -> list[list[float]]:
+    import sparkdl
+
+    found = sparkdl.TorchRunner(num_workers=2, data=df, verbose=0).run(train, None, "")
+    assert (found["first"], found["restarts"]) == (0, 0)
+    weight: list[list[float]] = found["weight"].tolist()
+    return weight
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("strike", "keeps_on_driver"),
+    [(kill_worker, True), (kill_executor, True), (stop_worker, True), (kill_worker, False)],
+)
+def test_a_lost_worker_changes_no_bit(
+    df: DataFrame, undisturbed: list[list[float]], tmp_path: Path, strike: Callable[[], None],
+    *, keeps_on_driver: bool,
+) -> None:  # fmt: skip
+    import sparkdl
+
+    place = None if keeps_on_driver else str(tmp_path / "checkpoints")
+    runner = sparkdl.TorchRunner(num_workers=2, data=df, verbose=0, checkpoint_dir=place)
+    found = runner.run(train, strike, str(tmp_path / "struck"))
+    assert (tmp_path / "struck").exists()
+    assert found["restarts"] == 1
+    assert found["first"] == 2
+    assert found["weight"].tolist() == undisturbed
+    assert [record["report"] for record in runner.history] == [1, 2, 3, 4]
+    if place is not None:
+        assert len(list(Path(place, "function").iterdir())) == 2
+
+
+@pytest.mark.timeout(240)
+def test_too_many_losses_end_the_run(df: DataFrame, tmp_path: Path) -> None:
+    import sparkdl
+
+    runner = sparkdl.TorchRunner(num_workers=2, data=df, verbose=0, max_restarts=0)
+    with pytest.raises(sparkdl.TrainingFailed, match="failed once"):
+        runner.run(train, kill_worker, str(tmp_path / "struck"))

@@ -1,0 +1,247 @@
+"""TorchRunner on Spark: what comes in, what comes back, and that nothing is left."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import sparkdl
+from sparkdl import Sequence, Tensor, TorchRunner
+from sparkdl.errors import ConfigError, DataError, WorkerError
+from sparkdl.spark.session import is_connect
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
+
+ROWS = 60
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    x = F.array(*[((F.col("id") * k) % 7 - 3).cast("double") for k in (1, 2, 3)])
+    return spark.range(0, ROWS, 1, 3).select(
+        x.alias("x"), (x[0] + 2 * x[1] - x[2]).alias("y"), F.col("id")
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(spark: SparkSession) -> Iterator[None]:
+    """After every run: no persisted table, no thread, no temporary folder."""
+    before = set(Path(tempfile.gettempdir()).glob("sparkdl-*"))
+    yield
+    if not is_connect(spark):
+        assert dict(spark.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
+    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")] == []
+    assert set(Path(tempfile.gettempdir()).glob("sparkdl-*")) <= before
+
+
+def train(epochs: int, rate: float = 0.05) -> dict[str, Any]:
+    """What a user's script does."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    place = sparkdl.context()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1).to(place.device))
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    first = 0
+    if place.checkpoint is not None:
+        model.load_state_dict(place.checkpoint["model"])
+        first = place.checkpoint["epoch"]
+    loader = place.loader(batch_size=10, columns=["x", "y"])
+    for epoch in range(first, epochs):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x).squeeze(1), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        state = {"model": model.state_dict(), "epoch": epoch + 1}
+        place.report({"loss": loss.item()}, checkpoint=state)
+    return {"first": first, "weight": model.module.weight.detach(), "rank": place.rank}
+
+
+@pytest.mark.parametrize("num_workers", [2, 1, 0])
+def test_a_function_trains_on_the_rows_of_a_data_frame(df: DataFrame, num_workers: int) -> None:
+    runner = TorchRunner(num_workers=num_workers, data=df, verbose=0)
+    found = runner.run(train, 40, rate=0.03)
+    assert found["weight"][0].tolist() == pytest.approx([1, 2, -1], abs=0.05)
+    assert [record["report"] for record in runner.history] == list(range(1, 41))
+    assert runner.history[-1]["loss"] < runner.history[0]["loss"]
+
+
+def test_all_ranks_have_the_same_weights_and_may_all_answer(df: DataFrame) -> None:
+    found = TorchRunner(num_workers=2, data=df, verbose=0, results="all").run(train, 2)
+    assert [value["rank"] for value in found] == [0, 1]
+    assert found[0]["weight"].tolist() == found[1]["weight"].tolist()
+
+
+def rows(*names: str) -> dict[str, list[Any]]:
+    """The numbers of the rows that this rank gets of each data set."""
+    place = sparkdl.context()
+    return {
+        name: sorted(n for batch in place.loader(name, batch_size=8) for n in batch["id"].tolist())
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_several_data_sets_reach_the_same_workers(df: DataFrame, num_workers: int) -> None:
+    sets = {"train": df.filter("id >= 20"), "test": df.filter("id < 20").select("id")}
+    runner = TorchRunner(num_workers=num_workers, data=sets, verbose=0, results="all")
+    found = runner.run(rows, "train", "test")
+    assert len(found) == max(1, num_workers)
+    assert all(len(part["train"]) > 10 and len(part["test"]) > 3 for part in found)
+    assert sorted(n for part in found for n in part["train"]) == list(range(20, ROWS))
+    assert sorted(n for part in found for n in part["test"]) == list(range(20))
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_data_may_be_a_source_and_a_data_frame(
+    df: DataFrame, tmp_path: Path, num_workers: int
+) -> None:
+    df.filter("id < 30").write.parquet(str(tmp_path / "p"))
+    sets = {"files": sparkdl.ParquetSource(str(tmp_path / "p")), "rows": df.filter("id >= 30")}
+    runner = TorchRunner(num_workers=num_workers, data=sets, verbose=0, results="all")
+    found = runner.run(rows, "files", "rows")
+    assert sorted(n for part in found for n in part["files"]) == list(range(30))
+    assert sorted(n for part in found for n in part["rows"]) == list(range(30, ROWS))
+
+
+def test_columns_become_what_is_asked_for(df: DataFrame) -> None:
+    from pyspark.sql import functions as F
+
+    def look() -> list[tuple[Any, ...]]:
+        (batch,) = sparkdl.context().loader(batch_size=100, shuffle=False)
+        return [(name, tuple(value.shape), str(value.dtype)) for name, value in batch.items()]
+
+    ragged = df.select("id", F.slice("x", 1, F.col("id").cast("int") % 3 + 1).alias("words"))
+    inputs = {"words": Sequence("words", mask="mask"), "number": Tensor("id")}
+    runner = TorchRunner(num_workers=1, data=ragged, inputs=inputs, verbose=0)
+    assert runner.run(look) == [
+        ("words", (ROWS, 3), "torch.float32"),
+        ("mask", (ROWS, 3), "torch.bool"),
+        ("number", (ROWS,), "torch.int64"),
+    ]
+
+
+def test_without_data(spark: SparkSession) -> None:
+    def total() -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([sparkdl.context().rank + 1.0])
+        dist.all_reduce(value)
+        return value.item()
+
+    assert TorchRunner(num_workers=2, verbose=0, results="all").run(total) == [3.0, 3.0]
+
+
+def test_a_script_runs_on_every_rank(df: DataFrame, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, pathlib\nimport sparkdl\nplace = sparkdl.context()\n"
+        "seen = sum(len(b['id']) for b in place.loader(batch_size=8))\n"
+        "(pathlib.Path(sys.argv[1]) / str(place.rank)).write_text(str(seen))\n"
+    )
+    assert TorchRunner(num_workers=2, data=df, verbose=0).run(script, tmp_path) is None
+    assert sum(int((tmp_path / str(rank)).read_text()) for rank in (0, 1)) == ROWS
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_a_later_run_goes_on_if_it_is_told_to(
+    df: DataFrame, tmp_path: Path, num_workers: int
+) -> None:
+    options: dict[str, Any] = {
+        "num_workers": num_workers, "data": df, "verbose": 0, "checkpoint_dir": str(tmp_path / "c"),
+    }  # fmt: skip
+    whole = TorchRunner(num_workers=num_workers, data=df, verbose=0).run(train, 5)
+    assert TorchRunner(**options).run(train, 3)["first"] == 0
+    with pytest.raises(ConfigError, match="resume=True"):
+        TorchRunner(**options).run(train, 5)
+    runner = TorchRunner(**options, resume=True)
+    found = runner.run(train, 5)
+    assert found["first"] == 3
+    assert found["weight"].tolist() == whole["weight"].tolist()
+    assert [record["report"] for record in runner.history] == [1, 2, 3, 4, 5]
+
+
+def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
+    def fail() -> None:
+        if sparkdl.context().rank == 1:
+            raise LookupError("no such layer")
+        import torch.distributed as dist
+
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match="no such layer") as caught:
+        TorchRunner(num_workers=2, data=df, verbose=0).run(fail)
+    assert caught.value.rank == 1
+    assert "in fail" in caught.value.worker_traceback
+
+
+def test_in_the_driver_an_error_comes_as_it_is(df: DataFrame) -> None:
+    def fail() -> None:
+        raise LookupError("no such layer")
+
+    with pytest.raises(LookupError, match="no such layer"):
+        TorchRunner(num_workers=0, data=df, verbose=0).run(fail)
+
+
+def test_what_is_reported_is_shown(df: DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
+    TorchRunner(num_workers=1, data=df, verbose=1).run(train, 2)
+    shown = capsys.readouterr().err
+    assert "report 1: loss " in shown
+    assert "report 2: loss " in shown
+
+
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_columns_that_are_no_tensors_are_refused(df: DataFrame, num_workers: int) -> None:
+    texts = df.selectExpr("cast(id as string) as text")
+    with pytest.raises(DataError, match='column "text" has type string'):
+        TorchRunner(num_workers=num_workers, data=texts, verbose=0).run(rows, "train")
+
+
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_no_rows_and_nulls_are_refused(df: DataFrame, num_workers: int) -> None:
+    sets = {"train": df, "test": df.filter("id < 0")}
+    with pytest.raises(DataError, match="has no rows"):
+        TorchRunner(num_workers=num_workers, data=sets, verbose=0).run(rows, "train")
+    holes = df.selectExpr("if(id = 7, null, id) as id")
+    with pytest.raises(DataError, match='"id" has 1 null'):
+        TorchRunner(num_workers=num_workers, data=holes, verbose=0).run(rows, "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, "num_workers"),
+        ({"device": "tpu"}, "device"),
+        ({"max_restarts": -1}, "max_restarts"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints"),
+        ({"results": "last"}, "results"),
+        ({"resume": True}, "checkpoint_dir"),
+        ({"data": [1, 2]}, "DataFrame or a source"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TorchRunner(**options)
+
+
+def test_what_cannot_run_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="no script"):
+        TorchRunner(num_workers=0).run("nowhere.py")
+    with pytest.raises(ConfigError, match="function or the path"):
+        TorchRunner(num_workers=0).run(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="keyword"):
+        TorchRunner(num_workers=0).run(__file__, fast=True)

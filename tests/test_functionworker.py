@@ -1,0 +1,245 @@
+"""One rank calls a function, without Spark: a channel in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparkdl
+from sparkdl import functionworker
+from sparkdl.channel import ChannelServer, Hub
+from sparkdl.checkpoint.format import latest
+from sparkdl.checkpoint.storage import open_storage
+from sparkdl.environment import WorkerEnvironment, versions
+from sparkdl.errors import ConfigError
+from sparkdl.functionworker import FunctionOrder, Script, checkpoints, pickled, unpickled
+
+
+@dataclass
+class Driver:
+    """The driver's side of a channel."""
+
+    hub: Hub
+    server: ChannelServer
+    folder: Path
+
+    def value(self) -> Any:
+        return unpickled((self.folder / functionworker.VALUE.format(0)).read_bytes())
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    folder = tmp_path / "driver"
+    hub = Hub()
+    files = open_storage(str(folder))
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    yield Driver(hub, server, folder)
+    server.shutdown()
+
+
+def call(driver: Driver, function: Callable[[], Any], **changes: Any) -> list[tuple[str, bytes]]:
+    values: dict[str, Any] = {
+        "run_id": "run", "run_key": "function", "attempt": 0, "device": "cpu",
+        "payload": cloudpickle.dumps(function), "relays": False, "storage_url": None,
+        "driver_hosts_channel": True, "resume_path": None, "threads": 1, "versions": versions(),
+        "start_timeout_seconds": 10.0, "collective_timeout_seconds": 10.0,
+    }  # fmt: skip
+    place = WorkerEnvironment(
+        rank=0, world_size=1, address="127.0.0.1", gpu_addresses=(), channel=driver.server.address
+    )
+    return list(functionworker.run(place, FunctionOrder(**{**values, **changes})))
+
+
+def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
+    ((kind, payload),) = results
+    assert kind == "error"
+    found: dict[str, Any] = json.loads(payload)
+    return found
+
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def test_the_function_finds_a_process_group_and_its_variables(driver: Driver) -> None:
+    def look() -> dict[str, Any]:
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        place = sparkdl.context()
+        return {
+            "sum": total, "size": dist.get_world_size(), "rank": place.rank,
+            "device": place.device.type, "env": {name: os.environ[name] for name in NAMES},
+        }  # fmt: skip
+
+    before = dict(os.environ)
+    assert call(driver, look, attempt=0) == []
+    found = driver.value()["value"]
+    assert found["sum"].tolist() == [1, 1]
+    assert (found["size"], found["rank"], found["device"]) == (1, 0, "cpu")
+    expected = dict.fromkeys(NAMES, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    assert found["env"] == expected
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+    with pytest.raises(ConfigError):
+        sparkdl.context()
+
+
+def test_a_function_may_destroy_the_process_group(driver: Driver) -> None:
+    assert call(driver, dist.destroy_process_group) == []
+    assert driver.value() == {"value": None, "history": []}
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+def test_a_function_goes_on_from_its_checkpoint(
+    driver: Driver, tmp_path: Path, *, hosts: bool
+) -> None:
+    def train() -> Any:
+        place = sparkdl.context()
+        begun = place.checkpoint or {"epoch": 0, "weight": torch.zeros(2)}
+        for epoch in range(begun["epoch"], begun["epoch"] + 2):
+            state = {"epoch": epoch + 1, "weight": begun["weight"] + epoch}
+            place.report({"epoch": epoch}, checkpoint=state)
+        return begun
+
+    url = None if hosts else str(tmp_path / "checkpoints")
+    kept = open_storage(str(driver.folder) if hosts else str(url))
+    options = {"storage_url": url, "driver_hosts_channel": hosts}
+    first = call(driver, train, **options)
+    value = driver.value() if hosts else unpickled(first[0][1])
+    assert value["value"]["epoch"] == 0
+    assert [kind for kind, _ in first] == ([] if hosts else ["value"])
+    newest = latest(kept, "function", lambda _: True)
+    assert newest is not None
+    assert newest.step == 2
+    second = call(driver, train, **options, attempt=1, resume_path=newest.path)
+    value = driver.value() if hosts else unpickled(second[0][1])
+    assert value["value"]["epoch"] == 2
+    assert torch.equal(value["value"]["weight"], torch.ones(2))
+    assert value["history"] == [{"report": n + 1, "epoch": n} for n in range(4)]
+    newest = latest(kept, "function", lambda _: True)
+    assert newest is not None
+    assert newest.step == 4
+
+
+def test_as_many_checkpoints_are_kept_as_were_asked_for(driver: Driver, tmp_path: Path) -> None:
+    def train() -> None:
+        for number in range(5):
+            sparkdl.context().report(checkpoint={"number": number})
+
+    call(driver, train, storage_url=str(tmp_path / "c"), keep=3)
+    assert len(open_storage(str(tmp_path / "c")).list("function")) == 3
+
+
+def test_what_it_reports_is_heard(driver: Driver) -> None:
+    call(driver, lambda: sparkdl.context().report({"loss": 0.5}))
+    bodies = []
+    while not driver.hub.events.empty():
+        bodies.append(driver.hub.events.get().body)
+    (record,) = [body["record"] for body in bodies if body["kind"] == "epoch"]
+    assert record == {"report": 1.0, "loss": 0.5}
+
+
+def test_the_functions_error_is_told_with_its_traceback(driver: Driver) -> None:
+    def fail() -> None:
+        raise LookupError("no such layer")
+
+    found = failure(call(driver, fail))
+    assert (found["kind"], found["type"]) == ("user", "LookupError")
+    assert "no such layer" in found["message"]
+    assert "in fail" in found["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1234", "gang"),
+        ("NCCL error: remote process exited or there was a network error", "gang"),
+        ("mat1 and mat2 shapes cannot be multiplied", "user"),
+    ],
+)
+def test_the_loss_of_a_peer_is_no_mistake_of_the_function(
+    driver: Driver, message: str, kind: str
+) -> None:
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    found = failure(call(driver, fail))
+    assert found["kind"] == kind
+    assert message in found["message"]
+
+
+def test_a_value_that_cannot_be_sent_is_named(driver: Driver) -> None:
+    found = failure(call(driver, lambda: (n for n in range(3))))
+    assert (found["kind"], found["type"]) == ("sparkdl", "ConfigError")
+    assert "return plain values and tensors" in found["message"]
+
+
+def test_a_checkpoint_that_cannot_be_stored_is_named(driver: Driver) -> None:
+    found = failure(call(driver, lambda: sparkdl.context().report(checkpoint={"f": print})))
+    assert found["type"] == "CheckpointError"
+
+
+def test_the_checkpoint_of_something_else_is_refused(driver: Driver, tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    with checkpoints(storage, 2, "function", _Keys(), 10.0) as manager:
+        manager.save(1, {"state": {}}, {})
+    newest = latest(storage, "function", lambda _: True)
+    assert newest is not None
+    options = {"storage_url": str(tmp_path), "resume_path": newest.path}
+    found = failure(call(driver, print, **options))
+    assert found["type"] == "CheckpointError"
+    assert "is no checkpoint of a TorchRunner" in found["message"]
+
+
+class _Keys(Hub):
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        assert not self.missing(keys, timeout_seconds)
+
+
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+import sparkdl
+if __name__ == "__main__":
+    with open(sys.argv[1], "w") as file:
+        file.write(" ".join([os.path.basename(sys.argv[0]), sys.argv[2], os.environ["RANK"]]))
+    sparkdl.context().report({"loss": 1.0})
+    sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_script_runs_as_main_with_its_arguments(
+    driver: Driver, tmp_path: Path, code: int
+) -> None:
+    script = Script("train.py", SCRIPT, (str(tmp_path / "out"), "--fast", str(code)))
+    before = list(sys.argv)
+    results = call(driver, script)
+    assert (tmp_path / "out").read_text() == "train.py --fast 0"
+    assert sys.argv == before
+    if code:
+        assert failure(results)["type"] == "SystemExit"
+    else:
+        assert driver.value() == {"value": None, "history": [{"report": 1.0, "loss": 1.0}]}
+
+
+def test_values_come_back_as_they_were() -> None:
+    class Local:
+        size = 3
+
+    shared = torch.arange(4.0)
+    value = {"a": shared, "b": [shared[1:], None, "text"], "c": Local()}
+    found = unpickled(pickled(value))
+    assert found["c"].size == 3
+    assert torch.equal(found["b"][0], shared[1:])
+    found["a"][1] = 7
+    assert found["b"][0][0] == 7  # still one memory

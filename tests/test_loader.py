@@ -1,0 +1,155 @@
+"""The batches that a training function gets: every row once, in an order that repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.errors import ConfigError, DataError, ShardLost
+from sparkdl.loader import DataSet, Loader, LocalSet
+from sparkdl.plan import Column, Shard
+
+COLUMNS = (
+    Column(name="x", role="feature", dtype="float32", shape=(2,), argument="x"),
+    Column(name="y", role="feature", dtype="int64", shape=(), argument="y"),
+)
+ROWS = (11, 9)
+
+
+def spooled(directory: Path, shard_id: int, rows: Sequence[int]) -> Shard:
+    """A shard whose row ``n`` holds ``[n, -n]`` and ``n``."""
+    batch = pa.record_batch(
+        [
+            pa.array([[float(n), -float(n)] for n in rows], pa.list_(pa.float32())),
+            pa.array(rows, pa.int64()),
+            pa.array(rows, pa.int64()),
+        ],
+        names=["x", "y", "hash"],
+    )
+    columns = [SpoolColumn(name=c.name, role=c.role, dtype=c.dtype) for c in COLUMNS]
+    with SpoolWriter(directory, columns, has_validation=False) as out:
+        out.write(batch)
+    summary = out.summary()
+    return Shard(
+        shard_id=shard_id, host="h", path=str(directory), num_rows=summary.num_rows,
+        num_validation_rows=0, fingerprint=summary.fingerprint, num_bytes=summary.num_bytes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+    """Rows 0 to 10 in the first shard, 11 to 19 in the second."""
+    folder = tmp_path_factory.mktemp("spools")
+    shards = (
+        spooled(folder / "0", 0, range(ROWS[0])),
+        spooled(folder / "1", 1, range(ROWS[0], sum(ROWS))),
+    )
+    return DataSet(columns=COLUMNS, shards=shards, source=SpoolSource())
+
+
+def loader(data: DataSet, rank: int = 0, world_size: int = 2, **changes: Any) -> Loader:
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"), "batch_size": 4, "columns": None, "shuffle": True, "seed": 0,
+    }  # fmt: skip
+    local = LocalSet(name="train", data=data, rank=rank, world_size=world_size)
+    return Loader(local, **{**options, **changes})
+
+
+def labels(batches: Loader) -> list[list[int]]:
+    return [batch["y"].tolist() for batch in batches]
+
+
+def test_every_row_is_in_one_batch_of_one_rank(data: DataSet) -> None:
+    both = [loader(data, rank) for rank in (0, 1)]
+    assert [len(one) for one in both] == [3, 3]
+    assert [one.num_rows for one in both] == [20, 20]
+    found = [labels(one) for one in both]
+    assert sorted(n for rank in found for batch in rank for n in batch) == list(range(20))
+    assert all(1 <= len(batch) <= 4 for rank in found for batch in rank)
+
+
+def test_epochs_differ_and_repeat(data: DataSet) -> None:
+    one = loader(data)
+    first, second = labels(one), labels(one)
+    assert first != second
+    one.set_epoch(0)
+    assert labels(one) == first
+    assert labels(one) == second
+    assert labels(loader(data, seed=1)) != first
+
+
+def test_an_epoch_goes_on_in_its_middle(data: DataSet) -> None:
+    whole = labels(loader(data))
+    for shuffle in (True, False):
+        whole = labels(loader(data, shuffle=shuffle))
+        rest = loader(data, shuffle=shuffle)
+        rest.set_epoch(0, start=2)
+        assert labels(rest) == whole[2:]
+
+
+def test_without_shuffling_rows_come_in_their_order(data: DataSet) -> None:
+    stored = loader(data, rank=1, shuffle=False)
+    assert labels(stored) == [[11, 12, 13, 14], [15, 16, 17, 18], [19]]
+    assert labels(stored) == labels(stored)
+    assert len(stored) == 3
+    assert labels(loader(data, rank=0, world_size=1, shuffle=False))[-1] == [19]
+
+
+def test_columns_are_chosen_in_their_order(data: DataSet) -> None:
+    one = loader(data, columns=["y", "x"], shuffle=False)
+    y, x = next(iter(one))
+    assert y.tolist() == [0, 1, 2, 3]
+    assert x.tolist() == [[0, 0], [1, -1], [2, -2], [3, -3]]
+    assert x.dtype == torch.float32
+    with pytest.raises(ConfigError, match="no column 'z'; it has 'x', 'y'"):
+        loader(data, columns=["z"])
+
+
+def test_batches_belong_to_the_caller(data: DataSet) -> None:
+    for shuffle in (True, False):
+        kept = list(loader(data, columns=["x"], shuffle=shuffle))
+        copies = [x.clone() for (x,) in kept]
+        for (x,) in loader(data, columns=["x"], shuffle=shuffle):
+            x.zero_()
+        assert all(torch.equal(x, copy) for (x,), copy in zip(kept, copies, strict=True))
+        again = list(loader(data, columns=["x"], shuffle=shuffle))
+        assert all(torch.equal(x, copy) for (x,), copy in zip(again, copies, strict=True))
+
+
+def test_too_few_rows_for_a_rank_are_an_error_with_shuffling(tmp_path: Path) -> None:
+    shards = (spooled(tmp_path / "0", 0, range(10)), spooled(tmp_path / "1", 1, range(2)))
+    small = DataSet(columns=COLUMNS, shards=shards, source=SpoolSource())
+    with pytest.raises(DataError, match="2 rows for rank 1, but an epoch has 5 batches"):
+        loader(small, batch_size=2)
+    assert [len(labels(loader(small, r, batch_size=2, shuffle=False))) for r in (0, 1)] == [5, 1]
+
+
+def test_a_shard_that_is_not_here_is_lost(data: DataSet, tmp_path: Path) -> None:
+    shards = tuple(
+        Shard(**{**{n: getattr(s, n) for n in s.__dataclass_fields__}, "path": str(tmp_path)})
+        for s in data.shards
+    )
+    elsewhere = loader(DataSet(columns=COLUMNS, shards=shards, source=SpoolSource()))
+    with pytest.raises(ShardLost):
+        next(iter(elsewhere))
+
+
+@pytest.mark.parametrize(("epoch", "start"), [(-1, 0), (0, 4), (0, -1)])
+def test_there_is_no_such_batch(data: DataSet, epoch: int, start: int) -> None:
+    with pytest.raises(ConfigError, match="start in"):
+        loader(data).set_epoch(epoch, start)
+
+
+def test_an_epoch_may_be_left_early(data: DataSet) -> None:
+    one = loader(data)
+    for _ in one:
+        break
+    assert len(np.concatenate(labels(one))) == ROWS[0]

@@ -1,0 +1,79 @@
+"""What a training function is told of its place, without a gang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sparkdl
+from sparkdl.errors import ConfigError
+from sparkdl.runcontext import Context, context, entered
+
+
+def place(rank: int = 0, **changes: Any) -> Context:
+    values: dict[str, Any] = {
+        "rank": rank, "nodes": (0, 0, 1, 1), "device": torch.device("cpu"), "num_restarts": 0,
+        "sets": {}, "resumed": None, "save": None, "tell": lambda record: None,
+    }  # fmt: skip
+    return Context(**{**values, **changes})
+
+
+def test_ranks_are_numbered_within_their_host() -> None:
+    found = [
+        (p.local_rank, p.local_world_size, p.node_rank, p.world_size) for p in map(place, range(4))
+    ]
+    assert found == [(0, 2, 0, 4), (1, 2, 0, 4), (0, 2, 1, 4), (1, 2, 1, 4)]
+
+
+def test_the_context_is_there_inside_only() -> None:
+    with pytest.raises(ConfigError, match=r"TorchRunner\(num_workers=0\)"):
+        sparkdl.context()
+    outer, inner = place(0), place(1)
+    with entered(outer):
+        with entered(inner):
+            assert sparkdl.context() is inner
+        assert context() is outer
+    with pytest.raises(ConfigError):
+        context()
+
+
+def test_what_rank_0_reports_is_shown_kept_and_saved() -> None:
+    told: list[dict[str, float]] = []
+    saved: list[tuple[int, dict[str, Any]]] = []
+    first = place(tell=told.append, save=lambda number, state: saved.append((number, state)))
+    first.report({"loss": torch.tensor(0.5), "rows": 3})
+    first.report({"loss": 0.25}, checkpoint={"epoch": 2})
+    first.report(checkpoint={"epoch": 3})
+    records = [{"report": 1, "loss": 0.5, "rows": 3}, {"report": 2, "loss": 0.25}]
+    assert told == first.history == records
+    assert [(number, state["checkpoint"]) for number, state in saved] == [
+        (1, {"epoch": 2}),
+        (2, {"epoch": 3}),
+    ]
+    again = place(resumed=saved[-1][1], tell=told.append, save=lambda n, s: saved.append((n, s)))
+    assert again.checkpoint == {"epoch": 3}
+    again.report({"loss": 0.125}, checkpoint={"epoch": 4})
+    assert again.history == [*records, {"report": 3, "loss": 0.125}]
+    assert saved[-1][0] == 3
+
+
+def test_what_other_ranks_report_has_no_effect() -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("rank 1 must not speak")
+
+    other = place(1, tell=never, save=never)
+    other.report({"loss": 1.0}, checkpoint={"epoch": 1})
+    assert other.history == []
+
+
+@pytest.mark.parametrize("value", ["high", None, torch.ones(2)])
+def test_metrics_are_numbers(value: Any) -> None:
+    with pytest.raises(ConfigError, match="'loss'"):
+        place().report({"loss": value})
+
+
+def test_an_unknown_data_set_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no data set 'test'.*TorchRunner\(data=...\)"):
+        place().loader("test", batch_size=2)
