@@ -6,6 +6,7 @@ The learning rate is what the user said, on any number of ranks: it is never sca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer
 from sparkdl.train.groups import ParameterGroups
 from sparkdl.train.large_batch import LAMB, LARS
+from sparkdl.train.lightning import OwnOptimizer, is_lightning
 
 # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
 _NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
@@ -30,6 +32,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 } | {"lars": LARS, "lamb": LAMB}
 """Lower-case name -> class: our own, and those of this torch that work step by step."""
 
+AUTO = "auto"
+"""The optimizer that a LightningModule configures, or else Adam."""
 _FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
 """Those that can update all parameters in one operation, on the CPU and on CUDA."""
 
@@ -54,6 +58,8 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
             raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
         options["lr"] = config.learning_rate
     kind, may_fuse = config.optimizer, False
+    if kind == AUTO:
+        kind = OwnOptimizer(module) if module is not None and is_lightning(module) else "adam"
     if isinstance(kind, str):
         if kind.lower() not in OPTIMIZERS:
             known = ", ".join(sorted(OPTIMIZERS))
@@ -65,6 +71,8 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
             and config.precision != "fp16"
             and not options.keys() & {"fused", "foreach", "differentiable"}
         )
+    if isinstance(kind, OwnOptimizer) and not (options or config.parameter_groups):
+        return kind
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
         raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
@@ -119,21 +127,43 @@ def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate's schedule."""
+
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    every: int = 1
+    """Steps after which it is stepped."""
+
+
 def make_scheduler(
-    config: TrainConfig, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """The learning-rate schedule, or None. It is stepped after every optimizer step.
+    config: TrainConfig,
+    optimizer: torch.optim.Optimizer,
+    make_optimizer: MakeOptimizer,
+    steps_per_epoch: int,
+) -> Schedule | None:
+    """The learning-rate schedule, or None.
+
+    Args:
+        config: names it; it is stepped after every optimizer step.
+        optimizer: whose learning rates it sets.
+        make_optimizer: what made the optimizer; a LightningModule's brings a schedule along.
+        steps_per_epoch: after so many steps it is stepped if it counts epochs.
 
     Raises:
         ConfigError: what was given does not make a schedule that is stepped without a metric.
     """
     if config.scheduler is None:
-        return None
+        own = make_optimizer.configured if isinstance(make_optimizer, OwnOptimizer) else None
+        if own is None or own.scheduler is None:
+            return None
+        every = own.frequency * (steps_per_epoch if own.interval == "epoch" else 1)
+        return Schedule(check_scheduler(own.scheduler), every)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
         )
-    return check_scheduler(config.scheduler(optimizer))
+    return Schedule(check_scheduler(config.scheduler(optimizer)))
 
 
 def check_scheduler(scheduler: object) -> torch.optim.lr_scheduler.LRScheduler:
