@@ -139,9 +139,7 @@ def test_a_source_that_changes_before_a_restart(spark: SparkSession, tmp_path: P
     assert table.collect()
     assert table.reader is reader, "workers compare the files with those that were listed first"
     pq.write_table(data.slice(1), tmp_path / "a.parquet")
-    with pytest.raises(
-        DataError, match=r"data has changed during training: shard\(s\) \[0, 1\]"
-    ):
+    with pytest.raises(DataError, match=r"data has changed during training: shard\(s\) \[0, 1\]"):
         table.collect()
 
 
