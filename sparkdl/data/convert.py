@@ -18,7 +18,7 @@ from sparkdl.data.readers import BadRows, Rows, read
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import bad_values, bad_values_message, made_dtype
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Sparse, Tensor
+from sparkdl.inputs import Image, Sequence, Sparse, Tensor
 from sparkdl.plan import Column
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def as_spark(kind: pa.DataType) -> pa.DataType:
         return pa.list_(as_spark(kind.value_type))
     if pa.types.is_struct(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([field.with_type(as_spark(field.type)) for field in fields])
+        return pa.struct([pa.field(field.name, as_spark(field.type)) for field in fields])
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", tz=kind.tz)
     return _UNSIGNED.get(kind, kind)
@@ -144,6 +144,8 @@ def checked_rows(
     _check_shape(rows, column, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
+        if isinstance(wanted.kind, Sequence) and not len(last):  # which do not tell their shape
+            last = last.reshape(0, *column.shape)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
     if column.role != "feature" and rows.dtype.kind in "biuf":
         bad = bad_values(rows, column.role, as_classes=wanted.as_classes)

@@ -106,6 +106,9 @@ class Contents:
     labels_outside: Callable[[int, int], tuple[int, str] | None]
     """Given the number of a label's column and how many classes there are: how many labels are
     not below it, as far as that can be known before training, and where the first one is."""
+    transform: Any = None
+    """A function of the user's, or what holds some, that makes the rows of what ``content`` tells:
+    checkpoints of another one are not continued."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,13 +120,12 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     nor while the module is lazy.
 
     Raises:
-        ConfigError: loss, metrics, early stopping, optimizer or schedule cannot be used.
+        ConfigError: loss, metrics, optimizer or schedule cannot be used.
         Exception: what the user's own callables raise.
     """
     import torch
     from torch import nn
 
-    from sparkdl.train.callbacks import make_stopper
     from sparkdl.train.losses import loss_of
     from sparkdl.train.metrics import Metrics
     from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -135,7 +134,6 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     with borrowed_generator(config.seed):
         loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
-        make_stopper(config, has_validation=request.validation_col is not None)
         make_optimizer = resolve_optimizer(config, module)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device != "cuda" and not is_lazy:

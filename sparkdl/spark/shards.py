@@ -291,9 +291,9 @@ def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) ->
     ]
     if changed:
         raise DataError(
-            f"the source of the DataFrame has changed during training: shard(s) {changed} hold "
-            "other rows after they were rebuilt; train from a source that stays as it is, such as "
-            "written Parquet, and avoid rand() and current_timestamp() without a cache"
+            f"the data has changed during training: shard(s) {changed} hold other rows than when "
+            "it began; train from data that stays as it is, such as written Parquet, and avoid "
+            "rand() and current_timestamp() in a DataFrame without a cache"
         )
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torchmetrics.classification import BinaryAccuracy
 
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
@@ -153,22 +152,14 @@ def test_a_loss_of_the_users_is_not_tried() -> None:
         ({"optimizer": "sgd", "optimizer_params": {"momentumm": 1}}, "refused .*momentumm"),
         ({"optimizer": lambda parameters: parameters}, "must make a torch.optim.Optimizer"),
         ({"scheduler": lambda optimizer: optimizer}, "must return an LRScheduler"),
-        ({"early_stopping": EarlyStopping()}, "monitors 'val_loss', but the history has only"),
         ({"metrics": {"x": dict}}, "'x' must be a torchmetrics.Metric"),
     ],
 )
 def test_what_workers_could_not_build_is_refused_on_the_driver(
     options: dict[str, Any], message: str
 ) -> None:
-    validated = {"validation_col": "v"} if "metrics" in options else {}
     with pytest.raises(ConfigError, match=message):
-        check_training(nn.Linear(4, 3), request(**options, **validated))
-
-
-def test_metrics_need_validation_rows() -> None:
-    asked = request(metrics={"accuracy": BinaryAccuracy()})
-    with pytest.raises(ConfigError, match="computed on validation rows, and there are none"):
-        check_training(nn.Linear(4, 3), asked)
+        check_training(nn.Linear(4, 3), request(**options))
 
 
 def test_building_for_the_check_changes_nothing() -> None:
