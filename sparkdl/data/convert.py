@@ -5,7 +5,6 @@ What Catalyst does for the spool is done here with Arrow and numpy, and the chec
 
 from __future__ import annotations
 
-import math
 import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,23 @@ def column_at(table: pa.Table, path: tuple[str, ...]) -> pa.Array:
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return column.cast(_roomy(column.type)).combine_chunks()
+
+
+def _roomy(kind: pa.DataType) -> pa.DataType:
+    """The same with 64-bit offsets: the reader gives chunks where more than 2 GiB lie in one."""
+    if pa.types.is_binary(kind):
+        return pa.large_binary()
+    if pa.types.is_string(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind):
+        return pa.large_list(_roomy(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_roomy(field.type)) for field in fields])
+    return kind
 
 
 def found_rows(
@@ -141,7 +156,7 @@ def checked_rows(
         rows = found_rows(arrays, wanted, where=where, first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
-    _check_shape(rows, column, f"row {first_row}{where}")
+    _check_shape(rows, column, wanted.shape, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
@@ -177,13 +192,15 @@ def owned(rows: Rows) -> torch.Tensor | Ragged:
     return torch.from_numpy(own)
 
 
-def _check_shape(rows: Rows, column: Column, first: str) -> None:
+def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, first: str) -> None:
+    """Refuse rows in another shape than the source has found; `column` may have been reshaped."""
     shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
-    if shape is None or not len(rows) or math.prod(shape) == math.prod(column.shape):
+    known = tuple(column.shape) if known is None else known
+    if shape is None or not len(rows) or tuple(shape) == known:
         return
     raise DataError(
         f'column "{column.name}" is ragged: {len(rows)} rows have shape {tuple(shape)} (first: '
-        f"{first}), others {tuple(column.shape)}; pad or drop them before fit"
+        f"{first}), others {known}; pad or drop them before fit"
     )
 
 

@@ -39,7 +39,7 @@ from sparkdl.data.samples import (
     nested,
     row_bytes,
 )
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.plan import Shard, TrainPlan
@@ -112,14 +112,20 @@ class PetastormSource:
         pieces = deal_both(*hold_out(groups, self.validation_fraction, names), shares, names)
         sample = self._first(files, groups, [column.name for column in wanted.columns])
         about = [self.reader, self.validation_fraction]
+        columns = tuple(column_of(column, sample) for column in wanted.columns)
         return Contents(
-            columns=tuple(column_of(column, sample) for column in wanted.columns),
+            columns=columns,
             shards=tuple(
                 describe_shard(number, shard, names, about=about, num_bytes=self.buffer_bytes)
                 for number, shard in enumerate(pieces)
             ),
             content=content_of(names, about),
-            reader=PetastormShards(source=self, files=files, pieces=pieces, wanted=wanted.columns),
+            reader=PetastormShards(
+                source=self,
+                files=files,
+                pieces=pieces,
+                wanted=with_shapes(wanted.columns, columns),
+            ),
             labels_outside=lambda index, num_classes: None,
         )
 

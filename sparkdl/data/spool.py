@@ -52,6 +52,8 @@ class SpoolColumn:
     """Values must be whole, non-negative numbers."""
     specification: Specification | None = None
     """None: a tensor, named in the simple way."""
+    shape: tuple[int, ...] | None = None
+    """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
 
     @property
     def kind(self) -> Specification:
