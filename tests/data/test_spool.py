@@ -56,17 +56,17 @@ def test_rows_come_back_in_order(tmp_path: Path) -> None:
     )
     assert (summary.num_rows, summary.num_bytes) == (3, 3 * (8 + 8))
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train").columns
-    assert opened["f"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert opened["y"].dtype == torch.int64
-    assert opened["y"].tolist() == [0, 1, 2]
+    assert opened["feature f"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert opened["label y"].dtype == torch.int64
+    assert opened["label y"].tolist() == [0, 1, 2]
     assert (summary.columns[1].minimum, summary.columns[1].maximum) == (0, 2)
 
 
 def test_writing_to_the_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     spool(tmp_path / "s", batch([[1, 2]], [0]))
-    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns["f"].zero_()
+    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns["feature f"].zero_()
     again = open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns
-    assert again["f"].tolist() == [[1, 2]]
+    assert again["feature f"].tolist() == [[1, 2]]
 
 
 def test_validation_rows_go_apart(tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
     assert (summary.num_rows, summary.num_validation_rows) == (2, 2)
     train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train").columns
     validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation").columns
-    assert train["y"].tolist() == [0, 2]
-    assert validation["f"].tolist() == [[3, 4], [7, 8]]
+    assert train["label y"].tolist() == [0, 2]
+    assert validation["feature f"].tolist() == [[3, 4], [7, 8]]
 
 
 def test_a_partition_without_rows(tmp_path: Path) -> None:
     summary = spool(tmp_path / "s")
     assert summary.num_rows == 0
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train").columns
-    assert opened["f"].shape == (0, 2)
+    assert opened["feature f"].shape == (0, 2)
 
 
 def test_fingerprint_tells_order_and_content_does_not(tmp_path: Path) -> None:
@@ -204,11 +204,13 @@ def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
     column = Column(name="t", role="feature", dtype="int64", shape=(), specification=spec)
     found = {}
     for split, rows in (("train", 3), ("validation", 2)):
-        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split).columns["t"]  # type: ignore[arg-type]
+        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split).columns[
+            "feature t"
+        ]  # type: ignore[arg-type]
         assert isinstance(opened, Ragged)
         found[split] = [opened[i : i + 1].own()[0].tolist() for i in range(len(opened))]
     assert found == {"train": [[1, 2], [], [4]], "validation": [[3], [5, 6, 7]]}
-    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train").columns["t"]
+    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train").columns["feature t"]
     assert isinstance(none, Ragged) and len(none) == 0
     column_path(tmp_path / "s", "train", 0, "-offsets").unlink()
     with pytest.raises(ShardLost, match=r"train-000-offsets\.bin is not on this host"):

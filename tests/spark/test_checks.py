@@ -401,6 +401,9 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     ]
     assert kinds(task="regression")[1] == ("y", "label", "float32", False)
     assert kinds(task="custom")[1] == ("y", "label", "int64", False)
+    assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    with pytest.raises(ConfigError, match='column "x" is an input twice'):
+        kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))
     assert kinds(label_col=None, weight_col=None, validation_col=None) == [
         ("x", "feature", "float32", False)
     ]
