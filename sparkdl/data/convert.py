@@ -33,6 +33,12 @@ _UNSIGNED = {
     pa.large_binary(): pa.binary(),
 }
 """Types that Spark reads as others, which ``transform`` will get."""
+_VIEWS = {
+    getattr(pa, name)(): plain
+    for name, plain in (("binary_view", pa.binary()), ("string_view", pa.string()))
+    if hasattr(pa, name)  # since pyarrow 16
+}
+"""The same bytes, laid out in another way, of which Parquet and Spark know nothing."""
 _MAPPED_BYTES = 128 << 10
 """Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
 _VECTOR = ("type", "size", "indices", "values")
@@ -49,7 +55,12 @@ def as_spark(kind: pa.DataType) -> pa.DataType:
         return pa.struct([field.with_type(as_spark(field.type)) for field in fields])
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", tz=kind.tz)
-    return _UNSIGNED.get(kind, kind)
+    return _plain(_UNSIGNED.get(kind, kind))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of binary and strings whose rows may have any length."""
+    return pa.binary() if pa.types.is_fixed_size_binary(kind) else _VIEWS.get(kind, kind)
 
 
 def path_of(schema: pa.Schema, name: str) -> tuple[str, ...]:
@@ -228,7 +239,7 @@ def _for_transform(array: pa.Array, float_dtype: str) -> pa.Array:
 
 
 def _numbers(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionaries and decimals."""
+    """The type without dictionaries, decimals, and binary of fixed size."""
     if pa.types.is_dictionary(kind):
         return _numbers(kind.value_type)
     if pa.types.is_decimal(kind):
@@ -236,7 +247,7 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
     if _is_list(kind):
         inner = _numbers(kind.value_type)
         return kind if inner == kind.value_type else pa.list_(inner)
-    return kind
+    return _plain(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:

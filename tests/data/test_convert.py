@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as pillow
 
-from sparkdl.data.convert import checked_rows, column_at
+from sparkdl.data.convert import as_spark, checked_rows, column_at
 from sparkdl.data.parquet import ParquetSource
 from sparkdl.data.readers import Rows
 from sparkdl.data.source import Wanted
@@ -91,3 +91,15 @@ def test_a_column_may_be_larger_than_one_array_of_its_type() -> None:
     table = pa.table({"x": pa.chunked_array([part] * 3)})
     array = column_at(table, ("x",))
     assert len(array) == 3 and array.offsets[3].as_py() == 3 * 2**30
+
+
+@pytest.mark.parametrize("layout", ["fixed", "binary", "binary_view"])
+def test_binary_of_every_layout(layout: str) -> None:
+    if layout == "binary_view" and not hasattr(pa, layout):
+        pytest.skip("this pyarrow has no views")
+    kind = pa.binary(2) if layout == "fixed" else getattr(pa, layout)()
+    assert as_spark(pa.list_(kind)) == pa.list_(pa.binary())
+    column = Column(name="x", role="feature", dtype="uint8", shape=(2,))
+    array = pa.array([b"ab", b"cd"], kind)
+    found = checked_rows([array], replace(WANTED, dtype="uint8"), column)
+    assert np.asarray(found).tolist() == [[97, 98], [99, 100]]
