@@ -271,9 +271,42 @@ def write_until_full(directory: str, limit: int) -> tuple[str, list[str], float]
     raise AssertionError("nothing was full")
 
 
+def open_until_refused(directory: str, limit: int) -> tuple[list[str], list[str], int]:
+    """Writes and opens spools of many columns in a process that may have few files open."""
+    columns = [SpoolColumn(name=f"c{i}", role="feature", dtype="int64") for i in range(limit // 2)]
+    known = [Column(name=c.name, role=c.role, dtype=c.dtype, shape=()) for c in columns]
+    with SpoolWriter(Path(directory) / "s", columns, has_validation=False) as out:
+        one = pa.array([1])
+        names = [str(i) for i in range(len(columns) + 1)]
+        out.write(pa.record_batch([one] * len(names), names=names))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    said = []
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for refused in (
+        lambda: SpoolWriter(Path(directory) / "t", columns, has_validation=True).__enter__(),
+        lambda: open_spool(Path(directory) / "s", known, num_rows=1, split="train"),
+    ):
+        try:
+            refused()
+        except StorageError as error:
+            said.append(str(error))
+    after = len(list(Path("/proc/self/fd").iterdir()))
+    return said, [path.name for path in Path(directory).iterdir()], after - before
+
+
 def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         message, left, row_bytes = pool.apply(write_until_full, (str(tmp_path), 20_000))
     assert "cannot write the spool" in message and "File too large" in message
     assert left == []
     assert 12 <= row_bytes <= 16  # 8 bytes of features, 8 of the label
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are told by Linux")
+def test_too_many_columns_for_the_limit_of_open_files(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said, left, opened = pool.apply(open_until_refused, (str(tmp_path), 200))
+    assert [text.split(" the spool")[0] for text in said] == ["cannot write", "cannot read"]
+    for text in said:
+        assert "Too many open files" in text and "(VectorAssembler), or raise the limit" in text
+    assert (left, opened) == (["s"], 0)
