@@ -211,7 +211,9 @@ def shaped(
 
 
 def _as_specified(column: Column) -> Column:
-    """A tensor in the shape that its specification asks for."""
+    """A tensor in the shape that its specification asks for; a sequence that can be padded."""
+    if isinstance(column.kind, Sequence):
+        column.kind.check_padding(column.dtype)
     shape = column.kind.shape if isinstance(column.kind, Tensor) else None
     return column if shape is None else _reshaped(column, shape)
 

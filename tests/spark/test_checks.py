@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +14,7 @@ from torchmetrics.classification import BinaryAccuracy
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import (
     check_empty_batches,
@@ -346,6 +347,17 @@ def test_input_shape_reshapes_the_features() -> None:
         shaped(table, [], request(input_shapes=((3, 3),)))
     with pytest.raises(DataError, match="asked for v"):
         shaped(table, [], request(validation_col="v"))
+
+
+def test_sequences_are_padded_with_values_of_their_own() -> None:
+    class Padded(Table):
+        def columns(self, shards: Any) -> tuple[Column, ...]:
+            kind = Sequence("x", padding_value=0.5)
+            return (replace(X, dtype="int64", shape=(), specification=kind), Y)
+
+    table: Any = Padded()
+    with pytest.raises(ConfigError, match=r'padding_value 0.5 of "x" is no int64'):
+        shaped(table, [], request())
 
 
 def with_maximum(*maxima: float | None) -> list[SpooledShard]:
