@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.samples import Fields, check_kinds, column_of, element_type, named, nested
-from sparkdl.data.source import Contents, Wanted, rows_of
+from sparkdl.data.source import Contents, Wanted, rows_of, with_shapes
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Shard, TrainPlan
@@ -139,7 +139,7 @@ class DatasetSource:
                 styles=(style, held_style),
                 sizes=(tuple(train), tuple(held)),
                 names=self.names,
-                wanted=wanted.columns,
+                wanted=with_shapes(wanted.columns, columns),
             ),
             labels_outside=lambda index, num_classes: None,
         )

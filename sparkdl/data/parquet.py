@@ -28,7 +28,7 @@ from sparkdl.data.rowgroups import (
     pieces_together,
     place,
 )
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.survey import ColumnSurvey
 from sparkdl.errors import ConfigError, DataError
 
@@ -135,7 +135,7 @@ class _Survey:
                 url=str(self._source.path),
                 files=self._listing.files,
                 pieces=pieces,
-                wanted=wanted.columns,
+                wanted=with_shapes(wanted.columns, columns),
                 paths=self._paths,
                 validation=self._validation,
                 together=together,

@@ -40,7 +40,7 @@ from sparkdl.data.samples import (
     nested,
     row_bytes,
 )
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.plan import Shard, TrainPlan
@@ -135,7 +135,11 @@ class PetastormSource:
             ),
             content=content_of(names, about),
             reader=PetastormShards(
-                source=self, files=files, pieces=pieces, wanted=wanted.columns, together=together
+                source=self,
+                files=files,
+                pieces=pieces,
+                wanted=with_shapes(wanted.columns, columns),
+                together=together,
             ),
             labels_outside=lambda index, num_classes: None,
             transform=self.transform_spec,

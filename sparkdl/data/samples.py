@@ -172,10 +172,11 @@ class Sampler:
         if wanted.name not in part:
             raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
         value = part[wanted.name]
-        if value.size != values[row].size:
+        known = column.shape if wanted.shape is None else wanted.shape
+        if value.shape != tuple(known):
             raise DataError(
                 f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
-                f"{column.shape}; pad samples in the dataset"
+                f"{tuple(known)}; pad samples in the dataset"
             )
         if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
             raise DataError(

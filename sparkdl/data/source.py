@@ -9,7 +9,7 @@ of a DataFrame.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -163,6 +163,12 @@ class SpoolSource:
     def is_here(self, shard: Shard) -> bool:
         """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
         return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
+
+
+def with_shapes(wanted: Sequence[SpoolColumn], found: Sequence[Column]) -> tuple[SpoolColumn, ...]:
+    """The columns with the shapes in which a source has found them, for its workers to compare."""
+    pairs = zip(wanted, found, strict=True)
+    return tuple(replace(column, shape=tuple(known.shape)) for column, known in pairs)
 
 
 def rows_of(shard: Shard, split: Split) -> int:

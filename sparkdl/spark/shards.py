@@ -116,7 +116,8 @@ class ShardTable:
         else:
             shard = shard_of_hash(F.col("hash"), self._shares)
             spread = hashed.repartitionById(self.num_shards, shard)
-        ordered = spread.sortWithinPartitions("hash")
+        # Rows that differ only in where nulls or ends of arrays are have equal hashes.
+        ordered = spread.sortWithinPartitions("hash", *selected.columns)
         task = SpoolTask(
             run_id=self._run_id,
             columns=tuple(

@@ -254,6 +254,7 @@ def test_parts_of_samples_have_names_and_keep_their_types() -> None:
     ("odd", "message"),
     [
         ((torch.zeros(3), 0), r'"features" is ragged: sample 2 has shape \(3,\), others \(2,\)'),
+        ((torch.zeros(1, 2), 0), r"is ragged: sample 2 has shape \(1, 2\), others \(2,\)"),
         ((torch.zeros(2), -1), r"class indices .* \(first: -1 in sample 2\)"),
         ({"features": torch.zeros(2)}, 'sample 2 has no part "label"'),
     ],

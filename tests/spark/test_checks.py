@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import (
     check_empty_batches,
@@ -339,6 +340,17 @@ def test_input_shape_reshapes_the_features() -> None:
         shaped(table, [], request(validation_col="v"))
 
 
+def test_sequences_are_padded_with_values_of_their_own() -> None:
+    class Padded(Table):
+        def columns(self, shards: Any) -> tuple[Column, ...]:
+            kind = Sequence("x", padding_value=0.5)
+            return (replace(X, dtype="int64", shape=(), specification=kind), Y)
+
+    table: Any = Padded()
+    with pytest.raises(ConfigError, match=r'padding_value 0.5 of "x" is no int64'):
+        shaped(table, [], request())
+
+
 def with_maximum(*maxima: float | None) -> list[SpooledShard]:
     parts = []
     for shard_id, maximum in enumerate(maxima):
@@ -392,6 +404,9 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     ]
     assert kinds(task="regression")[1] == ("y", "label", "float32", False)
     assert kinds(task="custom")[1] == ("y", "label", "int64", False)
+    assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    with pytest.raises(ConfigError, match='column "x" is an input twice'):
+        kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))
     assert kinds(label_col=None, weight_col=None, validation_col=None) == [
         ("x", "feature", "float32", False)
     ]
