@@ -132,7 +132,7 @@ def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Pat
     plan = plan_of(contents)
     for shard in plan.shards:
         rows = contents.reader.open(plan, [shard], "train")
-        found = [x for columns in rows.in_order(100) for x in columns["year"].tolist()]
+        found = [x for columns in rows.in_order(100) for x in columns["feature year"].tolist()]
         assert set(found) <= {-1, 2024}
     assert set(types) == {pa.int32()}
 
