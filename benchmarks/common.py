@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DATA = ROOT / "data" / "benchmarks"
+PEERS = HERE / "feeding_peers.py"
 
 # One thread per process, as two workers on two cores have; before torch is imported.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -135,6 +136,13 @@ def parser(runs: int, **options: tuple[int, str]) -> argparse.ArgumentParser:
         "--patience", type=int, default=30, help="longest wait for idle CPUs before a measurement"
     )
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the JSON")
+    return parser
+
+
+def with_peers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser, which also takes the Pythons of petastorm and MosaicML streaming."""
+    for name in ("petastorm", "streaming"):
+        parser.add_argument(f"--{name}", type=Path, help=f"Python that can import {name}")
     return parser
 
 

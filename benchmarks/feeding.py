@@ -25,15 +25,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from common import PIXELS, Measurements, images, read_images, seconds
+from common import PEERS, PIXELS, Measurements, images, read_images, seconds
 from data import from_spool, opened, prepared_table
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from sparkdl.plan import make_plan
 from sparkdl.process import tuned_allocator
 from sparkdl.spark.checks import shaped
-
-PEERS = Path(__file__).with_name("feeding_peers.py")
 
 
 def main() -> None:
@@ -76,9 +74,7 @@ def arguments() -> argparse.Namespace:
         batch=(64, "rows per batch"),
         epochs=(10, "epochs per measurement of what runs in this process"),
     )
-    for name in ("petastorm", "streaming"):
-        parser.add_argument(f"--{name}", type=Path, help=f"Python that can import {name}")
-    return parser.parse_args()
+    return common.with_peers(parser).parse_args()
 
 
 class FromSpool:

@@ -14,14 +14,15 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import common
 import numpy as np
 import torch
-from common import DATA, Measurements
+from common import DATA, PEERS, Measurements
+from steady import watched
 
 from sparkdl.data.batches import Batches
 from sparkdl.data.mapped import ShardData
@@ -50,28 +51,51 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] == "read":
         contend(json.loads(sys.argv[2]))
         return
-    options = common.arguments(
-        3, spool=(2048, "MiB of rows"), limit=(512, "MiB of memory"), batch=(64, "rows per batch"),
-        seconds=(20, "after which a contender is stopped"),
-    )  # fmt: skip
+    options = arguments()
     directory, found = spool(options.spool * MIB // ROW_BYTES), Measurements()
+    contenders = {name: [sys.executable, __file__, "read"] for name in CONTENDERS}
+    contenders |= peers(directory, options)
     is_limited = False
     for _ in range(options.runs):
-        for name in CONTENDERS:
+        for name, command in contenders.items():
             common.wait_until_idle(options.patience)
             drop(directory)
             with limited(options.limit * MIB) as group:
                 is_limited = group is not None
-                report = run(name, directory, options, group)
+                report = run(command, ordered(name, directory, options, group))
             found.add(f"{name}, MB/s", report["bytes"] / report["seconds"] / 1e6)
             found.add(f"{name}, slowest tenth / mean", report["slowest"])
             found.add(f"{name}, memory that is no file's MB", report["anonymous"] / 1e6)
             found.add(f"{name}, resident memory MB", report["resident"] / 1e6)
-    for name in CONTENDERS[1:]:
+    for name in list(contenders)[1:]:
         found.ratio(f"windows / {name}", "windows, MB/s", f"{name}, MB/s")
     options.memory_is_limited = int(is_limited)
     options.read_ahead_kib = read_ahead_kib(directory)
     found.report("larger", options)
+
+
+def arguments() -> argparse.Namespace:
+    """The options of all benchmarks, and the Pythons of the peers."""
+    parser = common.parser(
+        3, spool=(4096, "MiB of rows"), limit=(1024, "MiB of memory"), batch=(64, "rows per batch"),
+        seconds=(20, "after which a contender is stopped"),
+    )  # fmt: skip
+    return common.with_peers(parser).parse_args()
+
+
+def peers(directory: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The commands of the peers whose Python is given, with their files written once."""
+    found = {}
+    for name in ("petastorm", "streaming"):
+        if python := getattr(options, name):
+            command = [str(python), "-W", "ignore", str(PEERS)]
+            if not (directory / f"_{name}").exists():
+                subprocess.run([*command, f"write-{name}", str(directory)], check=True)
+                (directory / f"_{name}").touch()
+            found[name] = [*command, f"watch-{name}"]
+        else:
+            print(f"{name} is left out: give --{name} the Python of an environment that has it")
+    return found
 
 
 def spool(num_rows: int) -> Path:
@@ -91,8 +115,8 @@ def spool(num_rows: int) -> Path:
 
 
 def drop(directory: Path) -> None:
-    """Take the spool out of the page cache."""
-    for path in directory.glob("*.bin"):
+    """Take the files out of the page cache."""
+    for path in filter(Path.is_file, directory.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -119,56 +143,34 @@ def limited(num_bytes: int) -> Iterator[Path | None]:
         group.rmdir()
 
 
-def run(name: str, directory: Path, options: argparse.Namespace, group: Path | None) -> dict:
-    """One contender's report."""
-    order = {
+def ordered(
+    name: str, directory: Path, options: argparse.Namespace, group: Path | None
+) -> dict[str, Any]:
+    """What one contender is told."""
+    return {
         "name": name,
         "directory": str(directory),
         "batch": options.batch,
         "seconds": options.seconds,
+        "row_bytes": ROW_BYTES,
         "limit": options.limit * MIB,
         "group": None if group is None else str(group),
     }
-    command = [sys.executable, __file__, "read", json.dumps(order)]
+
+
+def run(command: list[str], order: dict) -> dict:
+    """One contender's report."""
+    command = [*command, json.dumps(order)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def contend(order: dict) -> None:
-    """Read an epoch, or as much of it as the time allows, and print how that went."""
-    if order["group"] is not None:
-        (Path(order["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+    """Read, and print how that went."""
     torch.set_num_threads(1)
     directory = Path(order["directory"])
     num_rows = column_path(directory, "train", 1).stat().st_size // 8
-    began, marks, rows = time.perf_counter(), [(0.0, 0)], 0
-    anonymous = resident = 0
-    for count in reader(order, directory, num_rows):
-        rows += count
-        now = time.perf_counter() - began
-        if now - marks[-1][0] > 0.2:
-            marks.append((now, rows))
-            anonymous = max(anonymous, status("RssAnon"))
-            resident = max(resident, status("VmRSS"))
-        if now > order["seconds"]:
-            break
-    seconds = time.perf_counter() - began
-    report = {
-        "bytes": rows * ROW_BYTES,
-        "seconds": seconds,
-        "slowest": slowest_tenth(marks, rows / seconds, seconds),
-        "anonymous": anonymous,
-        "resident": resident,
-    }
-    print(json.dumps(report))
-
-
-def slowest_tenth(marks: list[tuple[float, int]], mean: float, seconds: float) -> float:
-    """Rate of the slowest tenth of the time, over the mean: near 1 where the rate is steady."""
-    times, counts = np.array(marks, dtype=np.float64).T
-    edges = np.linspace(0, seconds, 11)
-    rates = np.diff(np.interp(edges, times, counts)) / np.diff(edges)
-    return float(rates[:-1].min() / mean)  # the last one ends between two marks
+    print(json.dumps(watched(reader(order, directory, num_rows), order)))
 
 
 def reader(order: dict, directory: Path, num_rows: int) -> Iterator[int]:
@@ -244,12 +246,6 @@ def read_ahead_kib(directory: Path) -> int | None:
     device = directory.stat().st_dev
     queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/read_ahead_kb")
     return int(queue.read_text()) if queue.exists() else None
-
-
-def status(name: str) -> int:
-    """A line of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def train_apart(
     """One of the processes."""
     with tuned_allocator(), torch_threads(1):
         pixels, labels = read_images(folder, rank, WORLD_SIZE)
-        shard = ShardData(str(rank), {"image": pixels, "label": labels})
+        shard = ShardData(str(rank), {"feature image": pixels, "label label": labels})
         config = TrainConfig(
             task="classification",
             loss="cross_entropy",

@@ -164,8 +164,8 @@ def digits() -> tuple[list[ShardData], list[ShardData]]:
     parts = {"train": range(0, 1440), "validation": range(1440, 1797)}
     halves = {
         name: [
-            ShardData(f"{name} {half}", {"x": x[rows.start :][half : len(rows) : 2],
-                                         "y": y[rows.start :][half : len(rows) : 2]})
+            ShardData(f"{name} {half}", {"feature x": x[rows.start :][half : len(rows) : 2],
+                                         "label y": y[rows.start :][half : len(rows) : 2]})
             for half in (0, 1)
         ]
         for name, rows in parts.items()

@@ -79,6 +79,9 @@ class TrainConfig:
     """With several labels a mapping by their names, or a callable that gets a dict of all."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
     """By how much each label's loss counts; 1 where nothing is said."""
+    training_step: Any = None
+    """Function ``(module, inputs, target)`` that gives the loss, in place of ``loss`` of what
+    ``forward`` returns; None: that of a LightningModule, else there is none."""
     augmentation: Any = None
     """Function from a batch's inputs to others, called on the device, in training only."""
     group_by_length: int | None = None

@@ -99,7 +99,7 @@ class Sequence(Specification):
     """Argument of ``forward`` that gets which values are the row's own, bool ``(batch, length)``;
     None: none."""
     padding_value: float = 0
-    """What stands behind the end of shorter rows."""
+    """What stands behind the end of shorter rows; a number that the column can hold."""
     max_length: int | None = None
     """Longer rows are cut off there; None keeps all."""
 
@@ -109,6 +109,24 @@ class Sequence(Specification):
             raise ConfigError("mask must be the name of an argument of forward, or None")
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length must be at least 1; received {self.max_length}")
+
+    def check_padding(self, dtype: str) -> None:
+        """Refuse a `padding_value` that the rows' values, of ``dtype``, cannot have.
+
+        Raises:
+            ConfigError: it would become another number.
+        """
+        import numpy as np
+
+        values = np.dtype(dtype)
+        if values.kind == "f":
+            return
+        low, high = (0, 1) if values.kind == "b" else (np.iinfo(values).min, np.iinfo(values).max)
+        if not float(self.padding_value).is_integer() or not low <= self.padding_value <= high:
+            raise ConfigError(
+                f'padding_value {self.padding_value} of "{self.name}" is no {dtype}, of which its '
+                "values are; choose another, or cast the column"
+            )
 
     @property
     def num_parts(self) -> int:

@@ -40,8 +40,8 @@ class Column:
 
     @property
     def key(self) -> str:
-        """Tells the column apart from the plan's others."""
-        return self.name if self.argument is None else f"{self.role} {self.argument}"
+        """Tells the column apart from the plan's others, of which one may be of the same name."""
+        return f"{self.role} {self.name if self.argument is None else self.argument}"
 
     def to_dict(self) -> dict[str, Any]:
         """As values of JSON.

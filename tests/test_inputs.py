@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -52,6 +53,24 @@ def test_lists_become_tuples() -> None:
 def test_nonsense_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fits"),
+    [
+        (0.5, "float32", True), (math.nan, "float64", True), (-100, "int64", True),
+        (255.0, "uint8", True), (1, "bool", True), (0.5, "int64", False), (-100, "uint8", False),
+        (math.nan, "int64", False), (math.inf, "int32", False), (2**31, "int32", False),
+        (-1, "bool", False),
+    ],
+)  # fmt: skip
+def test_padding_must_be_a_value_of_the_column(value: float, dtype: str, fits: bool) -> None:
+    kind = Sequence("tokens", padding_value=value)
+    if fits:
+        kind.check_padding(dtype)
+        return
+    with pytest.raises(ConfigError, match=f'"tokens" is no {dtype}, of which its values are'):
+        kind.check_padding(dtype)
 
 
 def test_an_argument_is_named_once() -> None:

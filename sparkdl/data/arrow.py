@@ -17,7 +17,10 @@ import pyarrow.compute as pc
 from sparkdl.errors import DataError
 
 _LIST_TYPES = (pa.types.is_list, pa.types.is_large_list)
+_NESTED_TYPES = (*_LIST_TYPES, pa.types.is_fixed_size_list)
 _BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
+_UNEVEN = "ragged"
+"""In place of the shape of a row that has none: lists of different lengths are in it."""
 
 
 class NotUniform(ValueError):
@@ -130,7 +133,8 @@ class Findings:
 
     def __bool__(self) -> bool:
         """Whether any row cannot be used."""
-        return self.nulls > 0 or len(self.shapes) > 1 or bool(self.causes)
+        is_ragged = len(self.shapes) > 1 or _UNEVEN in self.shapes
+        return self.nulls > 0 or is_ragged or bool(self.causes)
 
     def note_null(self, place: str) -> None:
         """Count a row that is null or contains a null."""
@@ -166,6 +170,13 @@ class Findings:
             return (
                 f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
                 f"(first: {self.first_null}); drop or fill them before fit"
+            )
+        uneven = self.shapes[_UNEVEN]
+        if uneven:
+            return (
+                f'column "{name}" is ragged: {uneven} row{"s" * (uneven > 1)} with lists of '
+                f"different lengths inside (first: {self.first_of_shape[_UNEVEN]}); pad or drop "
+                "them before fit"
             )
         usual, _ = self.shapes.most_common(1)[0]
         odd = {shape: count for shape, count in self.shapes.items() if shape != usual}
@@ -239,7 +250,7 @@ def examine(
 
 def _has_null(array: pa.Array) -> np.ndarray:
     own = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
-    if not any(is_type(array.type) for is_type in _LIST_TYPES):
+    if not any(is_type(array.type) for is_type in _NESTED_TYPES):
         return own
     inner = _has_null(array.flatten())
     parents = pc.list_parent_indices(array).to_numpy(zero_copy_only=False)
@@ -249,11 +260,11 @@ def _has_null(array: pa.Array) -> np.ndarray:
 
 
 def _shape_of(scalar: pa.Scalar) -> tuple[int | str, ...] | str:
-    if any(is_type(scalar.type) for is_type in _LIST_TYPES):
+    if any(is_type(scalar.type) for is_type in _NESTED_TYPES):
         try:
             inner = uniform(scalar.values)
         except NotUniform:
-            return "ragged"
+            return _UNEVEN
         return inner.shape
     if any(is_type(scalar.type) for is_type in _BINARY_TYPES):
         return (len(scalar.as_buffer()),)

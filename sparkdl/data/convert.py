@@ -5,7 +5,6 @@ What Catalyst does for the spool is done here with Arrow and numpy, and the chec
 
 from __future__ import annotations
 
-import math
 import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from sparkdl.data.readers import BadRows, Rows, read
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import bad_values, bad_values_message, made_dtype
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Sparse, Tensor
+from sparkdl.inputs import Image, Sequence, Sparse, Tensor
 from sparkdl.plan import Column
 
 if TYPE_CHECKING:
@@ -34,6 +33,12 @@ _UNSIGNED = {
     pa.large_binary(): pa.binary(),
 }
 """Types that Spark reads as others, which ``transform`` will get."""
+_VIEWS = {
+    getattr(pa, name)(): plain
+    for name, plain in (("binary_view", pa.binary()), ("string_view", pa.string()))
+    if hasattr(pa, name)  # since pyarrow 16
+}
+"""The same bytes, laid out in another way, of which Parquet and Spark know nothing."""
 _MAPPED_BYTES = 128 << 10
 """Smaller arrays are not worth a mapping, of which a process has some ten thousand."""
 _VECTOR = ("type", "size", "indices", "values")
@@ -47,10 +52,15 @@ def as_spark(kind: pa.DataType) -> pa.DataType:
         return pa.list_(as_spark(kind.value_type))
     if pa.types.is_struct(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.struct([field.with_type(as_spark(field.type)) for field in fields])
+        return pa.struct([pa.field(field.name, as_spark(field.type)) for field in fields])
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", tz=kind.tz)
-    return _UNSIGNED.get(kind, kind)
+    return _plain(_UNSIGNED.get(kind, kind))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of binary and strings whose rows may have any length."""
+    return pa.binary() if pa.types.is_fixed_size_binary(kind) else _VIEWS.get(kind, kind)
 
 
 def path_of(schema: pa.Schema, name: str) -> tuple[str, ...]:
@@ -89,7 +99,23 @@ def column_at(table: pa.Table, path: tuple[str, ...]) -> pa.Array:
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return column.cast(_roomy(column.type)).combine_chunks()
+
+
+def _roomy(kind: pa.DataType) -> pa.DataType:
+    """The same with 64-bit offsets: the reader gives chunks where more than 2 GiB lie in one."""
+    if pa.types.is_binary(kind):
+        return pa.large_binary()
+    if pa.types.is_string(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind):
+        return pa.large_list(_roomy(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_roomy(field.type)) for field in fields])
+    return kind
 
 
 def found_rows(
@@ -141,9 +167,11 @@ def checked_rows(
         rows = found_rows(arrays, wanted, where=where, first_row=first_row)
     except BadRows as error:
         raise DataError(error.findings.message(column.name)) from None
-    _check_shape(rows, column, f"row {first_row}{where}")
+    _check_shape(rows, column, wanted.shape, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
+        if isinstance(wanted.kind, Sequence) and not len(last):  # which do not tell their shape
+            last = last.reshape(0, *column.shape)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
     if column.role != "feature" and rows.dtype.kind in "biuf":
         bad = bad_values(rows, column.role, as_classes=wanted.as_classes)
@@ -177,13 +205,15 @@ def owned(rows: Rows) -> torch.Tensor | Ragged:
     return torch.from_numpy(own)
 
 
-def _check_shape(rows: Rows, column: Column, first: str) -> None:
+def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, first: str) -> None:
+    """Refuse rows in another shape than the source has found; `column` may have been reshaped."""
     shape = rows.shape if isinstance(rows, Ragged) else rows.shape[1:]
-    if shape is None or not len(rows) or math.prod(shape) == math.prod(column.shape):
+    known = tuple(column.shape) if known is None else known
+    if shape is None or not len(rows) or tuple(shape) == known:
         return
     raise DataError(
         f'column "{column.name}" is ragged: {len(rows)} rows have shape {tuple(shape)} (first: '
-        f"{first}), others {tuple(column.shape)}; pad or drop them before fit"
+        f"{first}), others {known}; pad or drop them before fit"
     )
 
 
@@ -211,7 +241,7 @@ def _for_transform(array: pa.Array, float_dtype: str) -> pa.Array:
 
 
 def _numbers(kind: pa.DataType) -> pa.DataType:
-    """The type without dictionaries and decimals."""
+    """The type without dictionaries, decimals, and binary of fixed size."""
     if pa.types.is_dictionary(kind):
         return _numbers(kind.value_type)
     if pa.types.is_decimal(kind):
@@ -219,7 +249,7 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
     if _is_list(kind):
         inner = _numbers(kind.value_type)
         return kind if inner == kind.value_type else pa.list_(inner)
-    return kind
+    return _plain(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.samples import Fields, check_kinds, column_of, element_type, named, nested
-from sparkdl.data.source import Contents, Wanted, rows_of
+from sparkdl.data.source import Contents, Wanted, rows_of, with_shapes
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Shard, TrainPlan
@@ -77,6 +77,8 @@ class DatasetSource:
     uses the first of its share, and must give as many."""
     validation: Callable[..., Any] | None = None
     """Makes the dataset that is used for validation, as `factory` does."""
+    num_validation_rows: int | None = None
+    """As `num_rows`, of the dataset for validation."""
     version: str = ""
     """Change it when the data changes: checkpoints of another version are not continued."""
 
@@ -86,8 +88,12 @@ class DatasetSource:
             if not callable(value) and (name == "factory" or value is not None):
                 raise ConfigError(f"{name} must be a function; received {value!r}")
         object.__setattr__(self, "names", tuple(self.names))
-        if self.num_rows is not None and self.num_rows < 1:
-            raise ConfigError(f"num_rows must be at least 1; received {self.num_rows}")
+        for name in ("num_rows", "num_validation_rows"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"{name} must be at least 1; received {count}")
+        if self.num_validation_rows is not None and self.validation is None:
+            raise ConfigError("num_validation_rows needs a dataset for validation: validation=...")
 
     def schema(self) -> pa.Schema:
         """See `source.Source.schema`."""
@@ -104,11 +110,12 @@ class DatasetSource:
                 "DatasetSource(validation=...)"
             )
         check_kinds(wanted.columns)
-        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
-        train, style = _sizes(self.factory, self.num_rows, shares)
-        held, held_style = [0] * wanted.num_shards, style
+        num_shards, option = wanted.num_shards, "num_rows"
+        train, style = _sizes(self.factory, num_shards, wanted.shares, self.num_rows, option)
+        held, held_style = [0] * num_shards, style
         if self.validation is not None:
-            held, held_style = _sizes(self.validation, None, shares)
+            number, option = self.num_validation_rows, "num_validation_rows"
+            held, held_style = _sizes(self.validation, num_shards, None, number, option)
         sample = self._first(_part(0, wanted.num_shards))
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         content = self._content(sample, sum(train), sum(held))
@@ -132,7 +139,7 @@ class DatasetSource:
                 styles=(style, held_style),
                 sizes=(tuple(train), tuple(held)),
                 names=self.names,
-                wanted=wanted.columns,
+                wanted=with_shapes(wanted.columns, columns),
             ),
             labels_outside=lambda index, num_classes: None,
         )
@@ -151,9 +158,9 @@ class DatasetSource:
             f"{getattr(f, '__module__', '')}:{getattr(f, '__qualname__', type(f).__qualname__)}"
             for f in (self.factory, self.validation)
         ]
-        digest.update(json.dumps([names, train, held, self.version]).encode())
-        for name, value in sorted(sample.items()):
-            digest.update(name.encode() + np.ascontiguousarray(value).tobytes())
+        # Not the sample's values: the dataset may augment it by chance.
+        parts = [[name, v.dtype.name, v.shape] for name, v in sorted(sample.items())]
+        digest.update(json.dumps([names, train, held, self.version, parts]).encode())
         return int.from_bytes(digest.digest(), "big")
 
 
@@ -238,10 +245,13 @@ def _part(number: int, num_shards: int) -> DatasetShard:
 
 
 def _sizes(
-    factory: Callable[..., Any], num_rows: int | None, shares: Sequence[float]
+    factory: Callable[..., Any],
+    num_shards: int,
+    shares: Sequence[float] | None,
+    num_rows: int | None,
+    option: str,
 ) -> tuple[list[int], Style]:
-    """Rows of each shard."""
-    num_shards = len(shares)
+    """Rows of each shard; ``option`` is what the user calls ``num_rows``."""
     dataset = make(factory, _part(0, num_shards))
     style = style_of(dataset)
     if style == "iterable" and num_shards > 1 and not takes_part(factory):
@@ -249,18 +259,23 @@ def _sizes(
             "the function of an iterable dataset must take an argument, a sparkdl.DatasetShard, "
             "and read only that part; otherwise all workers would train on the same samples"
         )
-    if style == "map":
-        if num_rows is not None:
-            raise ConfigError("num_rows is for iterable datasets; this one has a length")
-        return _cut(len(dataset), shares), style
-    if num_rows is not None:
-        return _cut(num_rows, shares), style
+    if style == "map" and num_rows is not None:
+        raise ConfigError(f"{option} is for iterable datasets; this one has a length")
+    if style == "map" or num_rows is not None:
+        total = len(dataset) if num_rows is None else num_rows
+        return _cut(total, shares or [1 / num_shards] * num_shards), style
+    if shares is not None:
+        raise ConfigError(
+            "workers shall get different shares of the rows, but an iterable dataset deals its "
+            f"samples itself; set DatasetSource({option}=...), of which each worker uses its share"
+        )
+    parts = [dataset, *(make(factory, _part(n, num_shards)) for n in range(1, num_shards))]
     try:
-        return [len(make(factory, _part(n, num_shards))) for n in range(num_shards)], style
+        return [len(part) for part in parts], style
     except TypeError as error:
         raise ConfigError(
             "the iterable dataset has no length; give it __len__ (the samples of its part), or "
-            "set DatasetSource(num_rows=...)"
+            f"set DatasetSource({option}=...)"
         ) from error
 
 

@@ -29,8 +29,25 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = DiskFull if error.errno in _FULL else StorageError
-        raise kind(f"cannot write the spool {directory}: {error}") from error
+        raise told(error, "write", directory) from error
+
+
+def told(error: OSError, doing: str, path: Path) -> StorageError:
+    """An error of the operating system in our words; see `disk_errors`.
+
+    Args:
+        error: what has happened.
+        doing: to ``write`` or ``read``.
+        path: the spool, or one of its files.
+    """
+    kind = DiskFull if error.errno in _FULL else StorageError
+    remedy = ""
+    if error.errno == errno.EMFILE:
+        remedy = (
+            "; each column is a file of its own: put columns together into arrays "
+            "(VectorAssembler), or raise the limit of open files on the executors (ulimit -n)"
+        )
+    return kind(f"cannot {doing} the spool {path}: {error}{remedy}")
 
 
 def full_disk(place: Path, shard_id: int, *, needed: int, free: int) -> StorageError:

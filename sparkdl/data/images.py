@@ -157,10 +157,10 @@ def _image(value: pa.Scalar, specification: Image) -> Array:
 
 
 def _from_struct(
-    data: Any, specification: Image, *, height: int, width: int, nChannels: int
+    data: Any, specification: Image, *, height: Any, width: Any, nChannels: Any
 ) -> Array:
     flat = np.frombuffer(data, dtype=np.uint8)
-    if not flat.size or height is None or height < 1:
+    if not flat.size or None in (height, width, nChannels) or height < 1:
         raise BadImage("no image that Spark could read")
     if nChannels not in _MODES or flat.size != height * width * nChannels:
         raise BadImage("not as many bytes as height, width and channels say")
@@ -192,17 +192,36 @@ def opened(data: Any) -> Iterator[Any]:
     try:
         with pillow.open(io.BytesIO(data)) as image:
             yield image
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except (BadImage, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises what its code runs into: struct.error, KeyError, ...
         # Without addresses and numbers of bytes, which Pillow's messages have: equal causes count.
         text = _BYTES_LEFT.sub("", str(error).split(" <_io.")[0])
         raise BadImage(f"cannot be decoded ({type(error).__name__}: {text})") from None
 
 
+def in_mode(image: Any, mode: str) -> Any:
+    """The image in ``L``, ``RGB`` or ``RGBA``: of 16 bits a channel the upper 8 are kept.
+
+    So Pillow does with colours, but not with grey, which it cuts off at 255.
+
+    Raises:
+        BadImage: its pixels are of 32 bits, of which nothing says what is white.
+    """
+    if image.mode in ("I", "F"):
+        raise BadImage(
+            f"pixels of 32 bits (mode {image.mode}), whose range is not known; store them with 8 "
+            "or 16"
+        )
+    if image.mode.startswith("I;16"):
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        image = require_pillow().fromarray(grey)
+    return image if image.mode == mode else image.convert(mode)
+
+
 def _fitted(image: Any, specification: Image) -> Array:
     """Pixels ``(channels, height, width)`` in the wanted channels and size."""
-    mode = _MODES[specification.channels]
-    if image.mode != mode:
-        image = image.convert(mode)
+    image = in_mode(image, _MODES[specification.channels])
     if specification.size is not None and (image.height, image.width) != specification.size:
         height, width = specification.size
         image = image.resize((width, height), require_pillow().Resampling.BILINEAR)

@@ -28,7 +28,7 @@ from sparkdl.data.rowgroups import (
     pieces_together,
     place,
 )
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.survey import ColumnSurvey
 from sparkdl.errors import ConfigError, DataError
 
@@ -105,13 +105,18 @@ class _Survey:
         ]
         if not groups:
             raise DataError(f"the files under {self._source.path} have no rows")
-        survey = ColumnSurvey(self._listing, self._reader, self._wanted.columns, self._paths)
+        wanted, limit = self._wanted, self._source.buffer_bytes
+        used = [path for several in self._paths for path in several]
+        self._listing.require_alike([*used, *filter(None, [self._validation])])
+        survey = ColumnSurvey(self._listing, self._reader, wanted.columns, self._paths)
         survey.check(groups)
-        columns, row_bytes = survey.columns(groups[0])
-        wanted = self._wanted
+        columns = survey.columns(groups)
         shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
         pieces = deal_both(*self._split(groups), shares, self._names)
-        self._say_memory(pieces, row_bytes)
+        sizes = self._sizes(survey, pieces)
+        together = pieces_together(sizes, limit)
+        together = min(together, max(len(shard.train) for shard in pieces))
+        self._say_memory(max(sizes), survey.row_bytes, together)
         return Contents(
             columns=columns,
             shards=tuple(
@@ -119,8 +124,9 @@ class _Survey:
                     number,
                     shard,
                     self._names,
+                    together=together,
                     about=self._validation,
-                    num_bytes=self._source.buffer_bytes,
+                    num_bytes=limit,
                 )
                 for number, shard in enumerate(pieces)
             ),
@@ -129,14 +135,23 @@ class _Survey:
                 url=str(self._source.path),
                 files=self._listing.files,
                 pieces=pieces,
-                wanted=self._wanted.columns,
+                wanted=with_shapes(wanted.columns, columns),
                 paths=self._paths,
                 validation=self._validation,
-                buffer_bytes=self._source.buffer_bytes,
-                row_bytes=row_bytes,
+                together=together,
+                row_bytes=survey.row_bytes,
             ),
             labels_outside=survey.labels_outside,
         )
+
+    def _sizes(self, survey: ColumnSurvey, shards: Sequence[ShardPieces]) -> list[int]:
+        """Memory of the rows of each piece."""
+        return [
+            -(-survey.bytes_of(piece.file, piece.row_group) * piece.num_rows // rows)
+            for shard in shards
+            for piece in (*shard.train, *shard.validation)
+            for rows in [self._listing.files[piece.file].row_groups[piece.row_group].num_rows]
+        ]
 
     def _split(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
         """Rows of each row group for training, and for validation."""
@@ -157,20 +172,17 @@ class _Survey:
             marked = int(marks(table, self._validation, place(file, group)).sum())
             yield number, group, num_rows - marked, marked
 
-    def _say_memory(self, shards: Sequence[ShardPieces], row_bytes: int) -> None:
+    def _say_memory(self, largest: int, row_bytes: int, together: int) -> None:
+        """Tell the user what to expect; ``largest`` is the memory of the largest row group."""
         limit = self._source.buffer_bytes
-        for split in ("train", "validation"):
-            pieces = [piece for shard in shards for piece in shard.of(split)]
-            largest = max((piece.num_rows for piece in pieces), default=0) * row_bytes
-            if 2 * largest > limit:
-                logger.warning(
-                    "the largest row group needs %d MiB of memory, more than half of buffer_bytes "
-                    "(%d MiB): workers will hold two row groups of that size, and rows of one row "
-                    "group alone are mixed; write smaller row groups or raise buffer_bytes",
-                    -(-largest >> 20),
-                    limit >> 20,
-                )
-        together = min(pieces_together(shard.train, row_bytes, limit) for shard in shards)
+        if 2 * largest > limit:
+            logger.warning(
+                "the largest row group needs about %d MiB of memory, more than half of "
+                "buffer_bytes (%d MiB): workers will hold two row groups of that size, and rows of "
+                "one row group alone are mixed; write smaller row groups or raise buffer_bytes",
+                -(-largest >> 20),
+                limit >> 20,
+            )
         logger.info(
             "workers read Parquet by themselves: about %d bytes per row, rows of %d row group(s) "
             "mixed, at most %d MiB of rows in memory",

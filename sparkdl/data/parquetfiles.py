@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from sparkdl.data.convert import as_spark
 from sparkdl.data.files import open_files
 from sparkdl.errors import DataError, StorageError
 
@@ -34,6 +35,17 @@ class RowGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A column that the folders' names tell (``year=2024``)."""
+
+    name: str
+    value: Any
+    """None in the folder that Spark calls ``__HIVE_DEFAULT_PARTITION__``."""
+    type: pa.DataType
+    """The same in all files: int32 if all values are such numbers, else string."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataFile:
     """A Parquet file."""
 
@@ -42,13 +54,16 @@ class DataFile:
     digest: str
     """Hash of the footer, which changes with the content."""
     row_groups: tuple[RowGroup, ...]
-    constants: tuple[tuple[str, Any], ...] = ()
-    """Columns that the folders' names tell (``year=2024``)."""
+    constants: tuple[Constant, ...] = ()
 
     @property
     def name(self) -> str:
         """As errors show it."""
         return self.path.rsplit("/", 1)[-1]
+
+    def constant(self, name: str) -> Constant | None:
+        """The column of that name, if it is told by the folders."""
+        return next((constant for constant in self.constants if constant.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,43 +71,114 @@ class Listing:
     """All files under a path, in the order of their paths."""
 
     schema: pa.Schema
+    """Of the first file that has rows, and the folders' names; see `require_alike`."""
     files: tuple[DataFile, ...]
     footers: tuple[pq.FileMetaData, ...]
+
+    def require_alike(self, paths: Iterable[tuple[str, ...]]) -> None:
+        """Refuse files in which a column has another type than in `schema`, or is missing.
+
+        As Spark reads them: in any order, among any others, nullable or not. Files without rows
+        may have any columns.
+
+        Args:
+            paths: where each of the columns lies.
+
+        Raises:
+            DataError: names file and column.
+        """
+        wanted = {path: _type_at(self.schema, path) for path in paths}
+        for file, footer in zip(self.files, self.footers, strict=True):
+            schema = _schema(footer)
+            for path, kind in wanted.items():
+                found = _type_at(schema, path)
+                if footer.num_rows and found != kind and file.constant(path[0]) is None:
+                    has = "no such column" if found is None else f"type {found}"
+                    raise DataError(
+                        f'the files differ in column "{".".join(path)}": it has type {kind}, but '
+                        f"{file.path} has {has}; write them anew with one schema"
+                    )
+
+
+def _type_at(schema: pa.Schema, path: tuple[str, ...]) -> pa.DataType | None:
+    """The type of a column, or of a field of a struct column, as which Spark reads it."""
+    fields: Any = schema
+    for name in path:
+        index = fields.get_field_index(name) if fields is not None else -1
+        if index < 0:
+            return None
+        kind = fields.field(index).type
+        fields = kind if pa.types.is_struct(kind) else None
+    return as_spark(kind)
 
 
 def list_files(url: str) -> Listing:
     """Find the Parquet files and read their footers.
 
-    Files and folders whose names begin with ``.`` or ``_`` are passed over, as Spark does.
+    Files and folders whose names begin with ``.`` or ``_`` are passed over, as Spark does, and
+    files without a byte.
 
     Raises:
         StorageError: there is no such path, or it cannot be read.
-        DataError: there is no Parquet file under it, or files differ in their columns.
+        DataError: there is no Parquet file under it.
     """
     files, path = open_files(url)
     with storage_errors(url):
-        found = ds.dataset(path, filesystem=files, format="parquet", partitioning="hive")
-        fragments = sorted(found.get_fragments(), key=lambda fragment: str(fragment.path))
-    if not fragments:
+        paths = _paths(files, path)
+    if not paths:
         raise DataError(f"there is no Parquet file under {url}")
     with storage_errors(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        footers = list(pool.map(lambda fragment: _footer(files, fragment.path), fragments))
-    own = footers[0].schema.to_arrow_schema()
-    for fragment, footer in zip(fragments, footers, strict=True):
-        _require_same(own, footer.schema.to_arrow_schema(), fragments[0].path, fragment.path)
-    keys = [name for name in found.schema.names if name not in own.names]
-    instants = _instants(footers[0])
-    fields = [field.with_type(_INSTANT) if field.name in instants else field for field in own]
-    schema = pa.schema(fields, metadata=own.metadata)
-    for name in keys:
-        schema = schema.append(found.schema.field(name))
+        footers = tuple(pool.map(lambda path: _footer(files, path), paths))
+        told = _told(files, path, paths)
+    full = next((footer for footer in footers if footer.num_rows), footers[0])
+    schema = _schema(full)
+    for constant in told[0]:  # also of a column of the files: Spark takes the folder's value
+        index, own = schema.get_field_index(constant.name), pa.field(constant.name, constant.type)
+        schema = schema.append(own) if index < 0 else schema.set(index, own)
     return Listing(
         schema=schema,
-        files=tuple(
-            _describe(fragment, footer) for fragment, footer in zip(fragments, footers, strict=True)
-        ),
-        footers=tuple(footers),
+        files=tuple(map(_describe, paths, footers, told)),
+        footers=footers,
     )
+
+
+def _paths(files: fs.FileSystem, path: str) -> list[str]:
+    """The files to read, in order."""
+    found = files.get_file_info(path)
+    if found.type == fs.FileType.NotFound:
+        raise FileNotFoundError(path)
+    if found.is_file:
+        return [path]
+    below = len(path.strip("/")) + 1
+    return sorted(
+        info.path
+        for info in files.get_file_info(fs.FileSelector(path, recursive=True))
+        if info.is_file and info.size != 0 and not _is_hidden(info.path.strip("/")[below:])
+    )
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+def _told(files: fs.FileSystem, base: str, paths: Sequence[str]) -> list[tuple[Constant, ...]]:
+    """What the folders' names tell of each file."""
+    options = ds.FileSystemFactoryOptions(
+        partition_base_dir=base, partitioning=ds.HivePartitioning.discover()
+    )
+    factory = ds.FileSystemDatasetFactory(files, list(paths), ds.ParquetFileFormat(), options)
+    types = factory.inspect_schemas()[-1]
+    told = {
+        fragment.path: ds.get_partition_keys(fragment.partition_expression)
+        for fragment in factory.finish(types).get_fragments()
+    }
+    return [
+        tuple(
+            Constant(name=field.name, value=told[path].get(field.name), type=field.type)
+            for field in types
+        )
+        for path in paths
+    ]
 
 
 def _footer(files: fs.FileSystem, path: str) -> pq.FileMetaData:
@@ -107,26 +193,15 @@ def digest_of(footer: pq.FileMetaData) -> str:
     return hashlib.blake2b(sink.getvalue(), digest_size=16).hexdigest()
 
 
-def _describe(fragment: Any, footer: pq.FileMetaData) -> DataFile:
+def _describe(path: str, footer: pq.FileMetaData, told: tuple[Constant, ...]) -> DataFile:
     return DataFile(
-        path=fragment.path,
+        path=path,
         digest=digest_of(footer),
         row_groups=tuple(
             RowGroup(number=number, num_rows=footer.row_group(number).num_rows)
             for number in range(footer.num_row_groups)
         ),
-        constants=tuple(sorted(ds.get_partition_keys(fragment.partition_expression).items())),
-    )
-
-
-def _require_same(first: pa.Schema, other: pa.Schema, first_path: str, path: str) -> None:
-    """Refuse files that differ in their columns; the metadata beside them may."""
-    if first.equals(other):
-        return
-    before, now = set(map(str, first)), set(map(str, other))
-    raise DataError(
-        f"the files have different columns: {first_path} has {sorted(before - now)}, {path} has "
-        f"{sorted(now - before)} in their place; write them anew with one schema"
+        constants=told,
     )
 
 
@@ -136,6 +211,8 @@ class Reader:
     def __init__(self, url: str) -> None:
         self._files, _ = open_files(url)
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._states: dict[str, tuple[int | None, int | None]] = {}
+        """Size and time of change of each file, when it was opened first."""
 
     def read(self, file: DataFile, row_group: int, columns: list[str]) -> pa.Table:
         """Columns of one row group, the constant ones among them.
@@ -165,9 +242,13 @@ class Reader:
     def _opened(self, file: DataFile) -> Iterator[pq.ParquetFile]:
         """The file, closed afterwards: an open one may keep what was read of it in memory."""
         with storage_errors(file.path), self._files.open_input_file(file.path) as source:
+            info = self._files.get_file_info(file.path)
+            state = (info.size, info.mtime_ns)
             footer = self._footers.pop(file.path, None)
             opened = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
-            if footer is None and digest_of(opened.metadata) != file.digest:
+            is_other = footer is None and digest_of(opened.metadata) != file.digest
+            # Not compared with the listing's: each host may have a copy of its own.
+            if is_other or self._states.setdefault(file.path, state) != state:
                 raise DataError(
                     f"{file.path} has changed since fit has listed it; train from files that stay "
                     "as they are"
@@ -179,14 +260,20 @@ class Reader:
 
 
 def _stored(file: DataFile, columns: list[str]) -> list[str]:
-    constants = dict(file.constants)
-    return [name for name in columns if name not in constants]
+    return [name for name in columns if file.constant(name) is None]
 
 
 def _instants(footer: pq.FileMetaData) -> set[str]:
     """Columns of the old type INT96, as Spark writes points in time: Arrow does not tell."""
     columns = [footer.schema.column(number) for number in range(len(footer.schema))]
     return {column.path for column in columns if column.physical_type == "INT96"}
+
+
+def _schema(footer: pq.FileMetaData) -> pa.Schema:
+    """The columns of a file as they are read."""
+    schema, instants = footer.schema.to_arrow_schema(), _instants(footer)
+    fields = [field.with_type(_INSTANT) if field.name in instants else field for field in schema]
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 def _with_instants(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
@@ -197,9 +284,10 @@ def _with_instants(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
 
 
 def _with_constants(table: pa.Table, file: DataFile, columns: list[str]) -> pa.Table:
-    for name, value in file.constants:
-        if name in columns:
-            table = table.append_column(name, pa.array([value] * table.num_rows))
+    for constant in file.constants:
+        if constant.name in columns:
+            value = pa.scalar(constant.value, constant.type)
+            table = table.append_column(constant.name, pa.repeat(value, table.num_rows))
     return table
 
 
@@ -213,5 +301,5 @@ def storage_errors(place: str) -> Iterator[None]:
             f"{place} is not there; check the path, and that driver and executors see the same "
             "storage"
         ) from error
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise StorageError(f"cannot read {place}: {error}") from error

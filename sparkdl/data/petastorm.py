@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from sparkdl.data.parquetfiles import DataFile, list_files
+from sparkdl.data.parquetfiles import DataFile, Listing, list_files
 from sparkdl.data.rowgroups import (
     Group,
     Piece,
@@ -39,7 +40,7 @@ from sparkdl.data.samples import (
     nested,
     row_bytes,
 )
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.spool import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.plan import Shard, TrainPlan
@@ -92,8 +93,8 @@ class PetastormSource:
 
     def schema(self) -> pa.Schema:
         """See `source.Source.schema`."""
-        files, groups = self._groups()
-        sample = self._first(files, groups, None)
+        listing, groups = self._groups()
+        sample = self._first(listing.files, groups, None)
         return pa.schema(
             [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
         )
@@ -106,34 +107,55 @@ class PetastormSource:
                 "PetastormSource(validation_fraction=...)"
             )
         check_kinds(wanted.columns)
-        files, groups = self._groups()
-        names = [file.digest for file in files]
+        listing, groups = self._groups()
+        files, names = listing.files, [file.digest for file in listing.files]
+        if self.transform_spec is None:
+            _refuse_nulls(listing, [column.name for column in wanted.columns])
         shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
         pieces = deal_both(*hold_out(groups, self.validation_fraction, names), shares, names)
         sample = self._first(files, groups, [column.name for column in wanted.columns])
+        columns = tuple(column_of(column, sample) for column in wanted.columns)
+        train = [piece for shard in pieces for piece in shard.train]
+        sizes = [piece.num_rows * row_bytes(columns) for piece in train]
+        together = pieces_together(sizes, self.buffer_bytes)
+        together = min(together, max(len(shard.train) for shard in pieces))
         about = [self.reader, self.validation_fraction]
         return Contents(
-            columns=tuple(column_of(column, sample) for column in wanted.columns),
+            columns=columns,
             shards=tuple(
-                describe_shard(number, shard, names, about=about, num_bytes=self.buffer_bytes)
+                describe_shard(
+                    number,
+                    shard,
+                    names,
+                    together=together,
+                    about=about,
+                    num_bytes=self.buffer_bytes,
+                )
                 for number, shard in enumerate(pieces)
             ),
             content=content_of(names, about),
-            reader=PetastormShards(source=self, files=files, pieces=pieces, wanted=wanted.columns),
+            reader=PetastormShards(
+                source=self,
+                files=files,
+                pieces=pieces,
+                wanted=with_shapes(wanted.columns, columns),
+                together=together,
+            ),
             labels_outside=lambda index, num_classes: None,
+            transform=self.transform_spec,
         )
 
-    def _groups(self) -> tuple[tuple[DataFile, ...], list[Group]]:
-        files = list_files(self.url).files
+    def _groups(self) -> tuple[Listing, list[Group]]:
+        listing = list_files(self.url)
         groups = [
             (number, group.number, group.num_rows)
-            for number, file in enumerate(files)
+            for number, file in enumerate(listing.files)
             for group in file.row_groups
             if group.num_rows
         ]
         if not groups:
             raise DataError(f"the dataset {self.url} has no rows")
-        return files, groups
+        return listing, groups
 
     def _first(
         self, files: Sequence[DataFile], groups: Sequence[Group], names: Sequence[str] | None
@@ -158,13 +180,14 @@ class PetastormShards:
     files: tuple[DataFile, ...]
     pieces: tuple[ShardPieces, ...]
     wanted: tuple[SpoolColumn, ...]
+    together: int
+    """Pieces that are mixed."""
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `source.ShardSource.open`."""
         from sparkdl.data.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
-        size = row_bytes(plan.columns)
         read: Callable[[Piece], Mapping[str, Rows]] = partial(
             self._rows, Sampler(plan.columns, self.wanted, ())
         )
@@ -173,8 +196,8 @@ class PetastormShards:
             [(piece, piece.num_rows) for piece in pieces],
             read,
             fingerprints=[shard.fingerprint for shard in shards],
-            pieces_together=pieces_together(pieces, size, self.source.buffer_bytes),
-            row_bytes=size,
+            pieces_together=self.together,
+            row_bytes=row_bytes(plan.columns),
         )
 
     def is_here(self, shard: Shard) -> bool:
@@ -194,6 +217,35 @@ class PetastormShards:
             ]
         places = [f"row {number} of {where}" for number in range(piece.first, piece.stop)]
         return sampler.rows(rows[piece.first : piece.stop], places)
+
+
+def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
+    """Refuse columns with nulls, as far as footers tell: petastorm makes NaN of them.
+
+    Raises:
+        DataError: with column, count and an example.
+    """
+    for name in names:
+        count, first = 0, ""
+        for file, footer in zip(listing.files, listing.footers, strict=True):
+            for number in range(footer.num_row_groups):
+                nulls = _num_nulls(footer.row_group(number), name)
+                count += nulls
+                first = first or place(file, number) * bool(nulls)
+        if count:
+            raise DataError(
+                f'column "{name}" has {count} null value(s) (the first in {first}); drop or fill '
+                "them before fit, or in a transform_spec"
+            )
+
+
+def _num_nulls(row_group: pq.RowGroupMetaData, name: str) -> int:
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    return sum(
+        column.statistics.null_count or 0
+        for column in columns
+        if column.path_in_schema.split(".")[0] == name and column.statistics is not None
+    )
 
 
 @contextlib.contextmanager

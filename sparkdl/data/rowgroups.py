@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from sparkdl.data.assemble import Rows
     from sparkdl.data.source import ShardRows
 
+
+logger = logging.getLogger(__name__)
+
+_FAR_MORE = 1.5
+"""Times the rows that were asked for, from which on the user is told."""
 
 Group = tuple[int, int, int]
 """Number of the file in the listing, of the row group in it, and its rows."""
@@ -105,7 +111,8 @@ def hold_out(
         text = f"validation:{names[group[0]]}:{group[1]}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    wanted = fraction * sum(rows for _, _, rows in groups)
+    total = sum(rows for _, _, rows in groups)
+    wanted = fraction * total
     train: list[Group] = []
     validation: list[Group] = []
     taken = 0
@@ -115,6 +122,14 @@ def hold_out(
             taken += group[2]
         else:
             train.append(group)
+    if train and taken > _FAR_MORE * wanted > 0:
+        logger.warning(
+            "validation_fraction=%g takes %d of the %d rows, since whole row groups are held out; "
+            "write smaller row groups, or mark rows by a column",
+            fraction,
+            taken,
+            total,
+        )
     return train, validation
 
 
@@ -139,14 +154,29 @@ def deal_both(
 
 
 def describe_shard(
-    number: int, pieces: ShardPieces, names: Sequence[str], *, about: object, num_bytes: int
+    number: int,
+    pieces: ShardPieces,
+    names: Sequence[str],
+    *,
+    together: int,
+    about: object,
+    num_bytes: int,
 ) -> Shard:
-    """A shard for the plan; its fingerprint follows from its pieces and from ``about``."""
+    """A shard for the plan; its fingerprint follows from all that decides which rows come when.
+
+    Args:
+        number: of the shard.
+        pieces: its rows.
+        names: digest of each file.
+        together: pieces that are mixed.
+        about: what else decides.
+        num_bytes: memory for the rows of a worker.
+    """
 
     def lines(several: Sequence[Piece]) -> list[list[object]]:
         return [[names[p.file], p.row_group, p.first, p.stop] for p in several]
 
-    text = json.dumps([lines(pieces.train), lines(pieces.validation), about])
+    text = json.dumps([lines(pieces.train), lines(pieces.validation), together, about])
     return Shard(
         shard_id=number,
         host="",
@@ -177,7 +207,8 @@ class RowGroupShards:
     """Of each wanted column: where its specification's columns lie in the files."""
     validation: tuple[str, ...] | None
     """Where the column lies that marks validation rows."""
-    buffer_bytes: int
+    together: int
+    """Pieces that are mixed."""
     row_bytes: int
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
@@ -190,7 +221,7 @@ class RowGroupShards:
             [(piece, piece.num_rows) for piece in pieces],
             self._read_piece(plan, split),
             fingerprints=[shard.fingerprint for shard in shards],
-            pieces_together=pieces_together(pieces, self.row_bytes, self.buffer_bytes),
+            pieces_together=self.together,
             row_bytes=self.row_bytes,
         )
 
@@ -250,7 +281,15 @@ def marks(table: pa.Table, path: tuple[str, ...], where: str) -> Array:
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
-def pieces_together(pieces: Sequence[Piece], row_bytes: int, buffer_bytes: int) -> int:
-    """Pieces that are mixed: half of the memory is for them, half for those that are read ahead."""
-    largest = max((piece.num_rows for piece in pieces), default=1) * max(1, row_bytes)
-    return max(1, buffer_bytes // 2 // largest)
+def pieces_together(sizes: Sequence[int], buffer_bytes: int) -> int:
+    """Pieces that are mixed: half of the memory is for them, half for those that are read ahead.
+
+    Args:
+        sizes: memory of each piece; the largest so many of them fit into that half.
+        buffer_bytes: memory for both.
+
+    Returns:
+        At least 1, also where the largest piece alone does not fit.
+    """
+    upto = accumulate(sorted(sizes, reverse=True))
+    return max(1, sum(size <= buffer_bytes // 2 for size in upto))

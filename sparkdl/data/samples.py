@@ -172,15 +172,16 @@ class Sampler:
         if wanted.name not in part:
             raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
         value = part[wanted.name]
-        if value.size != values[row].size:
+        known = column.shape if wanted.shape is None else wanted.shape
+        if value.shape != tuple(known):
             raise DataError(
                 f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
-                f"{column.shape}; pad samples in the dataset"
+                f"{tuple(known)}; pad samples in the dataset"
             )
-        if column.role == "feature" and value.dtype.kind == "f" != np.dtype(column.dtype).kind:
+        if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
             raise DataError(
-                f'column "{column.name}" is {column.dtype}, but {place} has {value.dtype}; cast '
-                "samples in the dataset"
+                f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
+                f"of {place}; let the dataset give all samples one dtype"
             )
         if column.role != "feature" and value.dtype.kind in "biuf":
             bad = bad_values(value[None], column.role, as_classes=wanted.as_classes)
@@ -196,6 +197,16 @@ class Sampler:
                     )
                 )
         values[row] = value.reshape(column.shape)
+
+
+def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether values keep what they are in another dtype; floating ones may be rounded."""
+    if np.can_cast(value.dtype, dtype, "safe") or dtype.kind == "f":
+        return True
+    if value.dtype.kind not in "iu" or dtype.kind not in "iu":
+        return False
+    about = np.iinfo(dtype)
+    return not value.size or bool(about.min <= value.min() and value.max() <= about.max)
 
 
 class _SampledRows:

@@ -9,7 +9,7 @@ of a DataFrame.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -106,6 +106,9 @@ class Contents:
     labels_outside: Callable[[int, int], tuple[int, str] | None]
     """Given the number of a label's column and how many classes there are: how many labels are
     not below it, as far as that can be known before training, and where the first one is."""
+    transform: Any = None
+    """A function of the user's, or what holds some, that makes the rows of what ``content`` tells:
+    checkpoints of another one are not continued."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +163,12 @@ class SpoolSource:
     def is_here(self, shard: Shard) -> bool:
         """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
         return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
+
+
+def with_shapes(wanted: Sequence[SpoolColumn], found: Sequence[Column]) -> tuple[SpoolColumn, ...]:
+    """The columns with the shapes in which a source has found them, for its workers to compare."""
+    pairs = zip(wanted, found, strict=True)
+    return tuple(replace(column, shape=tuple(known.shape)) for column, known in pairs)
 
 
 def rows_of(shard: Shard, split: Split) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow import examine
-from sparkdl.data.disk import disk_errors
+from sparkdl.data.disk import disk_errors, told
 from sparkdl.data.pages import EqualRows, FilePart, MappedFile, Pages, RaggedRows
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.readers import Rows
@@ -52,6 +52,8 @@ class SpoolColumn:
     """Values must be whole, non-negative numbers."""
     specification: Specification | None = None
     """None: a tensor, named in the simple way."""
+    shape: tuple[int, ...] | None = None
+    """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
 
     @property
     def kind(self) -> Specification:
@@ -98,16 +100,23 @@ class SpoolWriter:
         self._indicator_nulls = ColumnStats()
 
     def __enter__(self) -> SpoolWriter:
-        with disk_errors(self._directory):
-            self._directory.mkdir(parents=True)
-            for split in self._splits():
-                for index, column in enumerate(self._columns):
-                    for part in _parts(column.kind):
-                        path = column_path(self._directory, split, index, part)
-                        self._files[split, index, part] = path.open("wb", buffering=0)
-                    if column.kind.num_parts:
-                        self._put(split, index, OFFSETS, np.zeros(1, dtype=np.int64))
+        try:
+            with disk_errors(self._directory):
+                self._open()
+        except BaseException as error:
+            self.__exit__(type(error), error)
+            raise
         return self
+
+    def _open(self) -> None:
+        self._directory.mkdir(parents=True)
+        for split in self._splits():
+            for index, column in enumerate(self._columns):
+                for part in _parts(column.kind):
+                    path = column_path(self._directory, split, index, part)
+                    self._files[split, index, part] = path.open("wb", buffering=0)
+                if column.kind.num_parts:
+                    self._put(split, index, OFFSETS, np.zeros(1, dtype=np.int64))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for file in self._files.values():
@@ -305,6 +314,7 @@ def open_spool(
 
     Raises:
         ShardLost: a file is missing or has another size than the table says.
+        StorageError: a file cannot be opened.
     """
     import torch
 
@@ -362,6 +372,8 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) 
         file = MappedFile(path, size)
     except FileNotFoundError:
         raise ShardLost(f"spool file {path} is not on this host") from None
+    except OSError as error:
+        raise told(error, "read", path) from error
     parts.append(EqualRows(file, expected // shape[0]))
     return file.values(dtype).reshape(shape)
 

@@ -6,9 +6,8 @@ out of range. Those alone are read, to say how many rows it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from sparkdl.data.parquetfiles import Listing, Reader
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.readers import BadRows, Rows
 from sparkdl.data.rowgroups import Group, place
+from sparkdl.data.sizes import RowSize, row_size, stored_units
 from sparkdl.data.spool import SpoolColumn
 from sparkdl.data.stats import ColumnStats, bad_values, bad_values_message, made_dtype
 from sparkdl.errors import DataError
@@ -50,6 +50,9 @@ class ColumnSurvey:
         self._reader = reader
         self._wanted = wanted
         self._paths = paths
+        self._sizes: tuple[RowSize, ...] = ()
+        self._known: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+        """See `_leaves`."""
 
     def check(self, groups: Sequence[Group]) -> None:
         """Refuse columns with rows that cannot be used, as far as footers give reason to look.
@@ -62,15 +65,40 @@ class ColumnSurvey:
         if problems:
             raise DataError("; ".join(problems))
 
-    def columns(self, group: Group) -> tuple[tuple[Column, ...], int]:
-        """The plan's columns and about the bytes of a row, by the first rows of a row group.
+    def columns(self, groups: Sequence[Group]) -> tuple[Column, ...]:
+        """The plan's columns, by the first rows of the first row group.
+
+        Where these do not tell, since a column's sequences are all empty, by the first row groups
+        that have others.
 
         Raises:
-            DataError: these cannot be used.
+            DataError: rows cannot be used.
         """
-        sample = self._sample(group)
-        columns = tuple(self._column(index, rows) for index, rows in enumerate(sample))
-        return columns, sum(_row_bytes(*both) for both in zip(columns, sample, strict=True))
+        sample = self._first_rows(groups[0])
+        for index in range(len(self._wanted)):
+            for group in groups:
+                if _tells(sample[index][0]):
+                    break
+                sample[index] = self._found(index, self._read(*group[:2], index), group)
+        columns = tuple(self._column(index, rows) for index, (rows, _) in enumerate(sample))
+        self._sizes = tuple(
+            row_size(column, *both) for column, both in zip(columns, sample, strict=True)
+        )
+        return columns
+
+    @property
+    def row_bytes(self) -> int:
+        """About the memory of a row, by those that `columns` has seen."""
+        return sum(size.row_bytes for size in self._sizes)
+
+    def bytes_of(self, file: int, group: int) -> int:
+        """About the memory of a row group's rows; `columns` comes first."""
+        footer = self._listing.footers[file].row_group(group)
+        found = 0
+        for size, paths in zip(self._sizes, self._paths, strict=True):
+            leaves = [leaf for path in paths for leaf in self._leaves(file, path)]
+            found += size.num_bytes(footer.num_rows, stored_units(footer, leaves))
+        return found
 
     def _read(self, file: int, group: int, index: int) -> list[pa.Array]:
         paths = self._paths[index]
@@ -78,19 +106,26 @@ class ColumnSurvey:
         table = self._reader.read(self._listing.files[file], group, names)
         return [column_at(table, path) for path in paths]
 
-    def _sample(self, group: tuple[int, int, int]) -> list[Rows]:
-        """The first rows of each column, as its specification makes them."""
+    def _first_rows(self, group: Group) -> list[tuple[Rows, list[pa.Array]]]:
+        """The first rows of each column; see `_found`."""
         file = self._listing.files[group[0]]
         names = sorted({".".join(path) for several in self._paths for path in several})
         table = self._reader.first_rows(file, group[1], names, _SAMPLE_ROWS)
-        found = []
-        for column, paths in zip(self._wanted, self._paths, strict=True):
-            arrays = [column_at(table, path) for path in paths]
-            try:
-                found.append(found_rows(arrays, column, where=f" of {place(file, group[1])}"))
-            except BadRows as error:
-                raise DataError(error.findings.message(column.name)) from None
-        return found
+        return [
+            self._found(index, [column_at(table, path) for path in paths], group)
+            for index, paths in enumerate(self._paths)
+        ]
+
+    def _found(
+        self, index: int, arrays: list[pa.Array], group: Group
+    ) -> tuple[Rows, list[pa.Array]]:
+        """Rows as the column's specification makes them, and what it makes them of."""
+        wanted, file = self._wanted[index], self._listing.files[group[0]]
+        try:
+            rows = found_rows(arrays, wanted, where=f" of {place(file, group[1])}")
+        except BadRows as error:
+            raise DataError(error.findings.message(wanted.name)) from None
+        return rows, arrays
 
     def _column(self, index: int, rows: Rows) -> Column:
         wanted = self._wanted[index]
@@ -118,20 +153,17 @@ class ColumnSurvey:
         width = None
         suspects = []
         for file, group, num_rows in groups:
-            about = self._statistics(file, group, index)
+            about = self._about(file, group, index)
             if about is None:
                 continue
-            values, statistics = about
-            width = width if width is not None else values / num_rows
-            has_nulls = statistics is not None and bool(statistics.null_count)
+            width = width if width is not None else about.num_values / num_rows
             is_low = (
-                wanted.role != "feature"
-                and statistics is not None
-                and _is_number(statistics.min)
-                and (wanted.as_classes or wanted.role == "weight")
-                and statistics.min < 0
+                (wanted.as_classes or wanted.role == "weight")
+                and _is_number(about.minimum)
+                and about.minimum < 0
             )
-            if has_nulls or is_low or values != num_rows * width or values % num_rows:
+            is_uneven = about.num_values != num_rows * width or about.num_values % num_rows
+            if about.num_nulls or is_low or is_uneven:
                 suspects.append((file, group))
         for file, group in suspects:
             self._examine(index, file, group, stats)
@@ -166,39 +198,40 @@ class ColumnSurvey:
             stats.bad_values += int(bad.sum())
             stats.first_bad = stats.first_bad or f"{rows[row].tolist()} in row {row}{where}"
 
-    def _statistics(self, file: int, group: int, index: int) -> tuple[int, Any] | None:
-        """Number of values and statistics of a column's only leaf in a row group."""
+    def _about(self, file: int, group: int, index: int) -> _About | None:
+        """What footer or folder tell of a column's only leaf in a row group."""
         (path,) = self._paths[index]
         footer = self._listing.footers[file].row_group(group)
-        leaf = self._leaves.get(path)
-        if leaf is None:
+        constant = self._listing.files[file].constant(path[0])
+        if constant is not None:
+            num_nulls = footer.num_rows if constant.value is None else 0
+            return _About(footer.num_rows, num_nulls, constant.value, constant.value)
+        leaves = self._leaves(file, path)
+        if len(leaves) != 1:
             return None
-        column = footer.column(leaf)
-        return column.num_values, column.statistics
+        column = footer.column(leaves[0])
+        statistics = column.statistics
+        if statistics is None:
+            return _About(column.num_values, 0, None, None)
+        return _About(column.num_values, statistics.null_count or 0, statistics.min, statistics.max)
 
-    @cached_property
-    def _leaves(self) -> dict[tuple[str, ...], int]:
-        """Path of a column -> number of its leaf in the footers, where it has but one."""
-        found: dict[tuple[str, ...], int] = {}
-        schema = self._listing.footers[0].schema
-        names = [schema.column(i).path for i in range(len(schema))]
-        for several in self._paths:
-            for path in several:
-                own = ".".join(path)
-                leaves = [i for i, n in enumerate(names) if n == own or n.startswith(f"{own}.")]
-                if len(leaves) == 1:
-                    found[path] = leaves[0]
-        return found
+    def _leaves(self, file: int, path: tuple[str, ...]) -> tuple[int, ...]:
+        """Numbers of a column's leaves in the footer of a file; none of what its folder tells."""
+        if (file, path) not in self._known:
+            schema, own = self._listing.footers[file].schema, ".".join(path)
+            told = self._listing.files[file].constant(path[0]) is not None
+            names = [] if told else [schema.column(i).path for i in range(len(schema))]
+            found = [i for i, n in enumerate(names) if n == own or n.startswith(f"{own}.")]
+            self._known[file, path] = tuple(found)
+        return self._known[file, path]
 
     def labels_outside(self, index: int, num_classes: int) -> tuple[int, str] | None:
         """How many labels are not below ``num_classes``, and where the first of them is."""
         count, first = 0, ""
         for number, file in enumerate(self._listing.files):
             for group in file.row_groups:
-                about = self._statistics(number, group.number, index) if group.num_rows else None
-                if about is None or about[1] is None or not _is_number(about[1].max):
-                    continue
-                if about[1].max < num_classes:
+                about = self._about(number, group.number, index) if group.num_rows else None
+                if about is None or not _is_number(about.maximum) or about.maximum < num_classes:
                     continue
                 rows = found_rows(self._read(number, group.number, index), self._wanted[index])
                 assert not isinstance(rows, Ragged)
@@ -208,10 +241,20 @@ class ColumnSurvey:
         return (count, first) if count else None
 
 
-def _row_bytes(column: Column, rows: Rows) -> int:
-    if isinstance(rows, Ragged):
-        return -(-rows.num_bytes // max(1, len(rows))) + 8
-    return math.prod(column.shape) * np.dtype(column.dtype).itemsize
+@dataclass(frozen=True)
+class _About:
+    """What is known of a column in a row group without reading it."""
+
+    num_values: int
+    num_nulls: int
+    minimum: Any
+    """None if it is not known."""
+    maximum: Any
+
+
+def _tells(rows: Rows) -> bool:
+    """Whether dtype and shape can be told by the rows."""
+    return not isinstance(rows, Ragged) or len(rows.parts[0]) > 0
 
 
 def _is_number(value: Any) -> bool:

@@ -16,6 +16,8 @@ EXTENSIONS = (
     ".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
 """Endings of image files, in lower case."""
+QUALITY = 95
+"""Of JPEG, where none is asked for."""
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -62,6 +64,14 @@ class LabelSection:
     def __post_init__(self) -> None:
         if (self.source == "table") != (self.table is not None):
             raise ConfigError("source = 'table' and the section [labels.table] need each other")
+        if self.source == "none" and self.names:
+            raise ConfigError("names can have no effect with source = 'none'; leave them out")
+        defaults = LabelSection.path_col, LabelSection.label_col
+        if self.source != "table" and (self.path_col, self.label_col) != defaults:
+            raise ConfigError(
+                f"path_col and label_col are for source = 'table'; leave them out with "
+                f"{self.source!r}"
+            )
         if len(set(self.names)) < len(self.names):
             raise ConfigError(f"names must differ; received {list(self.names)}")
 
@@ -79,8 +89,8 @@ class ImageSection:
     """Length to scale the shorter side to; the longer one follows. Smaller images grow."""
     mode: Literal["RGB", "L", "RGBA"] | None = None
     """Colours of images that are encoded anew; RGB unless it is set. ``L`` is grey."""
-    quality: int = 95
-    """Of JPEG, from 1 to 100."""
+    quality: int | None = None
+    """Of JPEG, from 1 to 100; 95 unless it is set."""
 
     def __post_init__(self) -> None:
         changes = [name for name in ("size", "shorter_side", "mode") if getattr(self, name)]
@@ -97,8 +107,13 @@ class ImageSection:
             raise ConfigError(f"shorter_side must be at least 1; received {self.shorter_side}")
         if self.encoding == "jpeg" and self.mode == "RGBA":
             raise ConfigError("JPEG has no transparency; set encoding 'png' or another mode")
-        if not 1 <= self.quality <= 100:
+        if self.quality is not None and not 1 <= self.quality <= 100:
             raise ConfigError(f"quality must be between 1 and 100; received {self.quality}")
+        if self.quality is not None and self.encoding != "jpeg":
+            raise ConfigError(
+                f"quality has no effect with encoding {self.encoding!r}; set encoding 'jpeg', or "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.images import BadImage, opened, require_pillow
-from sparkdl.prepare.options import ImageSection
+from sparkdl.data.images import BadImage, in_mode, opened, require_pillow
+from sparkdl.prepare.options import QUALITY, ImageSection
 
 STRUCT = pa.struct(
     [
@@ -46,13 +46,14 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
     with opened(data) as image:
         if options.encoding == "file":
             image.load()  # to the last byte: a truncated file has a sound header
+            in_mode(image, "RGB")
             return data
         image = _fitted(_upright(image), options)
         if options.encoding == "struct":
             return _struct(image, origin)
         buffer = io.BytesIO()
         if options.encoding == "jpeg":
-            image.save(buffer, "JPEG", quality=options.quality)
+            image.save(buffer, "JPEG", quality=options.quality or QUALITY)
         else:
             image.save(buffer, "PNG")
         return buffer.getvalue()
@@ -75,9 +76,7 @@ def _upright(image: Any) -> Any:
 
 
 def _fitted(image: Any, options: ImageSection) -> Any:
-    mode = options.mode or "RGB"
-    if image.mode != mode:
-        image = image.convert(mode)
+    image = in_mode(image, options.mode or "RGB")
     size = _size(image.width, image.height, options)
     if size == image.size:
         return image

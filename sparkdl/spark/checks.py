@@ -120,13 +120,12 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     nor while the module is lazy.
 
     Raises:
-        ConfigError: loss, metrics, early stopping, optimizer or schedule cannot be used.
+        ConfigError: loss, metrics, optimizer or schedule cannot be used.
         Exception: what the user's own callables raise.
     """
     import torch
     from torch import nn
 
-    from sparkdl.train.callbacks import make_stopper
     from sparkdl.train.losses import loss_of
     from sparkdl.train.metrics import Metrics
     from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -135,7 +134,6 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     with borrowed_generator(config.seed):
         loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
-        make_stopper(config, has_validation=request.validation_col is not None)
         make_optimizer = resolve_optimizer(config, module)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device != "cuda" and not is_lazy:
@@ -181,13 +179,12 @@ def prepare_columns(
 
 
 def _check_apart(prepared: Items[Prepared]) -> None:
-    """Refuse a column that is specified as an input without a name and used again."""
-    by_name = [p for p in prepared if p.argument is None]
-    for entry in by_name:
-        others = [p for p in by_name if p.name == entry.name and p is not entry]
-        if others and entry.specification is not None:
+    """Refuse a column that is twice an input without a name; a label may be an input too."""
+    names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
+    for name in names:
+        if names.count(name) > 1:
             raise ConfigError(
-                f'column "{entry.name}" is used twice; pass inputs as a dict by argument, so that '
+                f'column "{name}" is an input twice; pass inputs as a dict by argument, so that '
                 "they can be told apart"
             )
 
@@ -212,7 +209,9 @@ def shaped(
 
 
 def _as_specified(column: Column) -> Column:
-    """A tensor in the shape that its specification asks for."""
+    """A tensor in the shape that its specification asks for; a sequence that can be padded."""
+    if isinstance(column.kind, Sequence):
+        column.kind.check_padding(column.dtype)
     shape = column.kind.shape if isinstance(column.kind, Tensor) else None
     return column if shape is None else _reshaped(column, shape)
 

@@ -66,9 +66,10 @@ class DatasetTable(SpoolTable):
         task = SpoolSetsTask(
             run_id=run_id, sets=tuple(spool_columns(prepared[name]) for name in self._names)
         )
-        # In the order of the hash, as in `shards.ShardTable`.
+        # In the order of the hash and, where it does not tell, of the rows; see `shards.ShardTable`.
         spread = _united(selected).repartition(num_shards, "hash")
-        ordered = spread.sortWithinPartitions("set", "hash")
+        rows = [f"set{number}" for number in range(len(selected))]
+        ordered = spread.sortWithinPartitions("set", "hash", *rows)
         table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=True, profile=profile)
         self.df = table.persist()
 

@@ -56,6 +56,7 @@ from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
+from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -100,7 +101,9 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
     module, float_dtype = make_module(request)
     frozen = freeze(module, request.config.frozen_layers)
     check_training(module, request)
-    if source is not None:
+    if source is None:  # others say only with their rows whether some are for validation
+        make_stopper(request.config, has_validation=request.validation_col is not None)
+    else:
         check_source(source, request, strategy)
     df = data if isinstance(data, DataFrame) else empty_frame(spark, data)
     prepared, validation = prepare_columns(df, request, float_dtype)
@@ -151,6 +154,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             else:
                 check_labels(df, request.label_col, num_classes, index, spooled)
         plan = _make_plan(columns, spooled, slots, request, strategy)
+        make_stopper(request.config, has_validation=plan.num_validation_rows > 0)
         if source is None:  # others have windows of their own
             info, entry = inspect_cluster(spark), partial(conf, spark)
             window_bytes = request.config.shuffle_window_bytes

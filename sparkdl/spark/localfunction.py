@@ -120,7 +120,8 @@ def _spooled(df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> Da
     columns = [p.expression.alias(f"c{index}") for index, p in enumerate(prepared)]
     selected = df.select(*columns)
     hashed = selected.withColumn("hash", F.xxhash64(*selected.columns))
-    table = hashed.repartition(1, "hash").sortWithinPartitions("hash").toArrow()
+    ordered = hashed.repartition(1, "hash").sortWithinPartitions("hash", *selected.columns)
+    table = ordered.toArrow()
     with SpoolWriter(directory, spool_columns(prepared), has_validation=False) as writer:
         for batch in table.to_batches():
             writer.write(batch)

@@ -74,7 +74,8 @@ class PartWriter:
         ordered = gathered.sortWithinPartitions("part", "position")
         columns = [F.col("image"), *self._label_columns(), F.col("path"), F.col("part")]
         writer = ordered.select(*columns).write.mode("overwrite").partitionBy("part")
-        writer.parquet(self._url)
+        # One file for each part, whatever limit the session has set.
+        writer.option("maxRecordsPerFile", 0).parquet(self._url)
         return self._look(parts)
 
     def put_in_place(self, part: Part, record: Record) -> None:

@@ -100,7 +100,8 @@ class ShardTable(SpoolTable):
         else:
             shard = shard_of_hash(F.col("hash"), self._shares)
             spread = hashed.repartitionById(self.num_shards, shard)
-        ordered = spread.sortWithinPartitions("hash")
+        # Rows that differ only in where nulls or ends of arrays are have equal hashes.
+        ordered = spread.sortWithinPartitions("hash", *selected.columns)
         task = SpoolTask(
             run_id=self._run_id,
             columns=spool_columns(self._prepared),
@@ -254,9 +255,9 @@ def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) ->
     ]
     if changed:
         raise DataError(
-            f"the source of the DataFrame has changed during training: shard(s) {changed} hold "
-            "other rows after they were rebuilt; train from a source that stays as it is, such as "
-            "written Parquet, and avoid rand() and current_timestamp() without a cache"
+            f"the data has changed during training: shard(s) {changed} hold other rows than when "
+            "it began; train from data that stays as it is, such as written Parquet, and avoid "
+            "rand() and current_timestamp() in a DataFrame without a cache"
         )
 
 

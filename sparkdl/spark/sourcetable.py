@@ -6,6 +6,7 @@ descriptions, which Spark computes anew wherever it needs them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared
+from sparkdl.spark.runkey import identity
 from sparkdl.spark.shards import SpooledShard, require_same, spool_columns
 
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
@@ -136,10 +138,9 @@ class SourceTable:
         contents = self._source.contents(self._wanted)
         shards = _spooled(contents)
         if self._contents is None:
-            self._df = _frame(self._spark, shards)
+            self._contents, self._df = contents, _frame(self._spark, shards)
         else:
             require_same(_spooled(self._contents), shards)
-        self._contents = contents
         return shards
 
     def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
@@ -179,6 +180,10 @@ class SourceTable:
 
 
 def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
+    content = contents.content
+    if contents.transform is not None:
+        text = json.dumps([content, identity(contents.transform)])
+        content = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
     return tuple(
         SpooledShard(
             shard=shard,
@@ -186,7 +191,7 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
                 num_rows=shard.num_rows,
                 num_validation_rows=shard.num_validation_rows,
                 fingerprint=shard.fingerprint,
-                content=contents.content if shard.shard_id == 0 else 0,  # their sum is the whole's
+                content=content if shard.shard_id == 0 else 0,  # their sum is the whole's
                 num_bytes=shard.num_bytes,
                 columns=(),
             ),

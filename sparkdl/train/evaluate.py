@@ -15,6 +15,7 @@ from sparkdl.train.loss import LossFunction
 from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.precision import NumberFormat
+from sparkdl.train.training_step import output_of, run
 
 
 def evaluate(
@@ -56,11 +57,14 @@ def measure(
         for batch in batches:
             moved = batch.map(lambda value: value.to(device))
             with number_format.autocast():
-                output = moved.arguments.call(module)
-            loss_sum, weight_sum, parts = sums_of(loss, output, moved.target, moved.weight)
+                value = run(loss, module, moved)
+            loss_sum, weight_sum, parts = sums_of(loss, value, moved.target, moved.weight)
             for place, value in enumerate((loss_sum, weight_sum, *parts)):
                 sums[place] += value
-            metrics.update(output, moved.target)
+            if metrics:
+                with number_format.autocast():
+                    output = output_of(loss, module, moved, value)
+                metrics.update(output, moved.target)
     return sums
 
 

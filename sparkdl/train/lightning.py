@@ -15,6 +15,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 
+
 def is_lightning(module: nn.Module) -> bool:
     """Whether a module brings its own training step and optimizer."""
     return all(

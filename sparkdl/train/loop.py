@@ -119,7 +119,7 @@ class _Trainer:
             self._replica.synchronizer,
             self._loss,
             self._replica.number_format,
-            self._replica.scheduler,
+            self._schedule,
             device,
             talks_within=config.sync_batch_norm and comm.world_size > 1,
         )
@@ -331,11 +331,12 @@ class _Trainer:
         stopper = make_stopper(config, has_validation=self._plan.num_validation_rows > 0)
         number_format = NumberFormat(config.precision, self._device)
         module.to(self._device)
-        synchronizer = sync.resolve(config.sync_strategy).setup(
-            module, resolve_optimizer(config, module), self._comm
-        )
+        make_optimizer = resolve_optimizer(config, module)
+        synchronizer = sync.resolve(config.sync_strategy).setup(module, make_optimizer, self._comm)
         try:
-            scheduler = make_scheduler(config, synchronizer.optimizer)
+            self._schedule = make_scheduler(
+                config, synchronizer.optimizer, make_optimizer, self._plan.steps_per_epoch
+            )
         except BaseException:
             synchronizer.close()
             raise
@@ -343,7 +344,7 @@ class _Trainer:
             module=module,
             synchronizer=synchronizer,
             number_format=number_format,
-            scheduler=scheduler,
+            scheduler=None if self._schedule is None else self._schedule.scheduler,
             stopper=stopper,
             state=TrainState(),
             epoch_sums=no_sums(self._loss, self._device),

@@ -39,10 +39,13 @@ def loss_of(config: Losses) -> LossFunction:
     Raises:
         ConfigError: see `resolve_loss`.
     """
-    if not isinstance(config.loss, Mapping):
-        return resolve_loss(config.loss, config.task)
-    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
-    return LossSum(parts, config.loss_weights)
+    loss: LossFunction
+    if isinstance(config.loss, Mapping):
+        parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
+        loss = LossSum(parts, config.loss_weights)
+    else:
+        loss = resolve_loss(config.loss, config.task)
+    return loss
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:

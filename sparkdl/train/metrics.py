@@ -71,6 +71,10 @@ class Metrics:
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._metrics)
+
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._metrics.values():
@@ -78,8 +82,6 @@ class Metrics:
 
     def update(self, output: Any, target: Any) -> None:
         """Take note of a batch."""
-        if not self._metrics:
-            return
         plain, wide = (output, target), None
         if self._double:
             wide = (_widened(output), _widened(target))

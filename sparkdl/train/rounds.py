@@ -71,11 +71,13 @@ class RoundReplica:
         self._module = module.to(device)
         self._loss = loss_of(config)
         self._loss.to(device)
-        self._synchronizer = ApartSynchronizer(
-            self._module, resolve_optimizer(config, self._module)
-        )
+        make_optimizer = resolve_optimizer(config, self._module)
+        self._synchronizer = ApartSynchronizer(self._module, make_optimizer)
         self._format = NumberFormat(config.precision, device)
-        self._scheduler = make_scheduler(config, self._synchronizer.optimizer)
+        self._schedule = make_scheduler(
+            config, self._synchronizer.optimizer, make_optimizer, plan.steps_per_epoch
+        )
+        self._scheduler = None if self._schedule is None else self._schedule.scheduler
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
         self._first = copy.deepcopy(self._state())
 
@@ -194,7 +196,7 @@ class RoundReplica:
         # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
         config = dataclasses.replace(self._config, divergence_factor=None)
         return TrainStep(
-            config, self._synchronizer, self._loss, self._format, self._scheduler, self._device
+            config, self._synchronizer, self._loss, self._format, self._schedule, self._device
         )
 
     def _moved(self, batch: Batch) -> Batch:

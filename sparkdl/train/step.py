@@ -24,7 +24,9 @@ from sparkdl.train.augment import augmented
 from sparkdl.train.divergence import LossWatch
 from sparkdl.train.loss import LossFunction
 from sparkdl.train.losses import part_names, sums_of
+from sparkdl.train.optim import Schedule
 from sparkdl.train.precision import NumberFormat
+from sparkdl.train.training_step import run
 
 READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
@@ -58,7 +60,7 @@ class TrainStep:
         synchronizer: Synchronizer,
         loss: LossFunction,
         number_format: NumberFormat,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        schedule: Schedule | None,
         device: torch.device,
         *,
         talks_within: bool = False,
@@ -70,7 +72,7 @@ class TrainStep:
             synchronizer: the strategy at work, with model and optimizer.
             loss: what to minimize.
             number_format: the precision of the forward pass.
-            scheduler: the learning rate's schedule, stepped after the optimizer.
+            schedule: the learning rate's, stepped after the optimizer.
             device: where model and batches are.
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
@@ -80,7 +82,7 @@ class TrainStep:
         self._num_labels = len(part_names(loss))
         self._augment = config.augmentation
         self._format = number_format
-        self._scheduler = scheduler
+        self._schedule = schedule
         self._device = device
         self._num_micro_batches = config.gradient_accumulation_steps
         self._clip_norm = config.gradient_clip_norm
@@ -114,8 +116,8 @@ class TrainStep:
         if self._device.type == "cpu" or step % READ_EVERY == 0:
             self._read(shared, step)
         if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
-            self._advance_schedule()  # nothing to learn from; momentum alone must not move it
-        elif not self._update(shared, divisor):
+            self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
+        elif not self._update(shared, divisor, step):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
         return StepSums(local=local, shared=shared, ranks=ranks)
@@ -135,7 +137,7 @@ class TrainStep:
             is_last = part == num_parts - 1
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
                 with self._format.autocast():
-                    output = micro_batch.arguments.call(self._synchronizer.model)
+                    output = run(self._loss, self._synchronizer.model, micro_batch)
                 loss_sum, weight_sum, parts = sums_of(
                     self._loss, output, micro_batch.target, micro_batch.weight
                 )
@@ -162,7 +164,7 @@ class TrainStep:
             sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
         return sums
 
-    def _update(self, shared: torch.Tensor, divisor: float) -> bool:
+    def _update(self, shared: torch.Tensor, divisor: float, step: int) -> bool:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
@@ -170,15 +172,15 @@ class TrainStep:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         was_stepped = self._format.step(optimizer)
         if was_stepped:
-            self._advance_schedule()
+            self._advance_schedule(step)
         return was_stepped
 
-    def _advance_schedule(self) -> None:
-        if self._scheduler is not None:
+    def _advance_schedule(self, step: int) -> None:
+        if self._schedule is not None and (step + 1) % self._schedule.every == 0:
             with warnings.catch_warnings():
                 # torch wants an optimizer's step first; a replica without samples takes none.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self._scheduler.step()
+                self._schedule.scheduler.step()
 
     def _divide_by_weights(self, shared: torch.Tensor, divisor: float) -> None:
         """Turn the sum of losses by ``divisor`` into the mean that the weights ask for."""

@@ -56,7 +56,7 @@ def warm_up(columns: tuple[Column, ...]) -> None:
     plan = make_plan(columns=columns, shards=[shard], world_size=1, batch_size=2, epochs=1)
     rows = torch.zeros((4, *columns[0].shape), dtype=torch.uint8)
     windows = Windows(group_rows=1, groups_together=2)
-    read([ShardData("", {"x": rows})], replace(plan, windows=windows), "train")
+    read([ShardData("", {"feature x": rows})], replace(plan, windows=windows), "train")
 
 
 def status(name: str) -> int:

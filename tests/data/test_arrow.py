@@ -71,7 +71,11 @@ def test_wrong_width_is_refused() -> None:
     [
         ([[1.0], None, [None]], r'column "f" has 2 null rows \(first: row 1\); drop or fill'),
         ([[1.0], [2.0], [3.0, 4.0]], r"1 do not \(first: row 2, of shape \(2,\)\)"),
-        ([[[1.0], [2.0]], [[1.0], [2.0, 3.0]], [[1.0], [2.0]]], "of shape ragged"),
+        (
+            [[[1.0], [2.0]], [[1.0], [2.0, 3.0]], [[1.0], [2.0]]],
+            r"ragged: 1 row with lists of different lengths inside \(first: row 1\); pad or drop",
+        ),
+        ([[[1.0], [2.0, 3.0]]] * 3, r"ragged: 3 rows with lists of different .* \(first: row 0\)"),
     ],
 )
 def test_what_is_not_uniform_is_named(rows: list[object], message: str) -> None:
@@ -79,6 +83,18 @@ def test_what_is_not_uniform_is_named(rows: list[object], message: str) -> None:
         uniform(pa.array(rows))
     with pytest.raises(DataError, match=message):
         to_numpy(pa.array(rows), "float32", name="f")
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [None, 3]], [[1, 2], None], [[1, 2], [3, None], None]])
+def test_nulls_in_lists_of_fixed_size(rows: list[object]) -> None:
+    array = pa.array(rows, pa.list_(pa.int64(), 2))
+    with pytest.raises(NotUniform):
+        uniform(array)
+    found = examine(array)
+    assert (found.nulls, found.first_null) == (len(rows) - 1, "row 1")
+    assert found.shapes == {"(2,)": 1}
+    inside = examine(pa.array([[row] for row in rows], pa.list_(array.type)))
+    assert inside.nulls == len(rows) - 1
 
 
 def test_a_null_deep_inside_belongs_to_its_row() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparkdl.data import batches
+from sparkdl.data.assemble import Rows
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.gather import gather_rows
 from sparkdl.data.mapped import ShardData
@@ -26,12 +27,16 @@ COLUMNS = (
 )
 
 
+def columns_of(first: int, count: int) -> dict[str, Rows]:
+    y = torch.arange(first, first + count)
+    values = (y, torch.stack([y, -y], 1).float(), y / 2, y.int())
+    return {column.key: rows for column, rows in zip(COLUMNS, values, strict=True)}
+
+
 def make_shards(rows: Sequence[int]) -> list[ShardData]:
     shards, first = [], 0
     for number, count in enumerate(rows):
-        y = torch.arange(first, first + count)
-        columns = {"y": y, "x": torch.stack([y, -y], 1).float(), "w": y / 2, "k": y.int()}
-        shards.append(ShardData(str(number), columns))
+        shards.append(ShardData(str(number), columns_of(first, count)))
         first += count
     return shards
 
@@ -147,12 +152,26 @@ def test_without_label_the_inputs_are_the_target() -> None:
     assert torch.equal(part.target[1], both.inputs[1][1:3])
 
 
+def test_a_column_may_be_input_and_label_each_in_its_own_shape() -> None:
+    columns = (
+        Column(name="x", role="feature", dtype="float32", shape=(1, 2)),
+        Column(name="x", role="label", dtype="float32", shape=(2,)),
+    )
+    x = torch.arange(6.0).reshape(3, 2)
+    rows = {columns[0].key: x.reshape(3, 1, 2), columns[1].key: x}
+    plan = make_test_plan([3], 4, columns)
+    (batch,) = Batches([ShardData("0", rows)], plan, 0, seed=0, epoch=0)
+    batch.inputs[0].zero_()  # as a module may do, which must not reach the label
+    assert batch.inputs[0].shape == (3, 1, 2)
+    assert sorted(batch.target.tolist()) == x.tolist()
+
+
 def test_sequential_batches_are_copies_in_order() -> None:
     shards = make_shards([5, 0, 3])
     seen = list(sequential_batches(shards, make_test_plan([5, 0, 3], 4)))
     assert [batch.target.tolist() for batch in seen] == [[0, 1, 2, 3], [4], [5, 6, 7]]
     seen[0].inputs[0].zero_()
-    assert shards[0].columns["x"][1, 0] == 1
+    assert shards[0].columns["feature x"][1, 0] == 1
 
 
 def test_memory_is_used_again() -> None:
@@ -167,7 +186,7 @@ def test_memory_is_used_again() -> None:
 
 def test_failure_in_the_thread_reaches_the_consumer() -> None:
     shards = make_shards([8])
-    shards[0].columns["x"] = torch.zeros(2, 2)  # shorter than it says
+    shards[0].columns["feature x"] = torch.zeros(2, 2)  # shorter than it says
     with pytest.raises(IndexError, match="out of range"):
         list(Batches(shards, make_test_plan([8], 2), 0, seed=0, epoch=0))
 

@@ -136,6 +136,90 @@ def test_without_a_length_the_number_of_samples_is_given() -> None:
         epoch_of(short, 0)
 
 
+def test_datasets_for_validation_without_a_length() -> None:
+    def endless(part: DatasetShard) -> Stream:
+        return Stream(part, count=1000, has_length=False)
+
+    with pytest.raises(ConfigError, match=r"set DatasetSource\(num_validation_rows=\.\.\.\)"):
+        DatasetSource(tensors, validation=endless).contents(wanted())
+    source = DatasetSource(tensors, validation=endless, num_validation_rows=9)
+    contents = source.contents(wanted())
+    assert [shard.num_validation_rows for shard in contents.shards] == [4, 5]
+    plan = plan_of(contents)
+    rows = contents.reader.open(plan, plan.shards_of(1), "validation")
+    assert len(labels(list(sequential_batches(rows, plan)))) == 5
+    with pytest.raises(ConfigError, match="needs a dataset for validation"):
+        DatasetSource(tensors, num_validation_rows=9)
+
+
+def test_shares_of_the_rows() -> None:
+    uneven = wanted(shares=(0.9, 0.1))
+    contents = DatasetSource(tensors, validation=Stream).contents(uneven)
+    assert [shard.num_rows for shard in contents.shards] == [27, 3]
+    assert [shard.num_validation_rows for shard in contents.shards] == [16, 15]
+    with pytest.raises(ConfigError, match=r"different shares .* set DatasetSource\(num_rows="):
+        DatasetSource(Stream).contents(uneven)
+    contents = DatasetSource(Stream, num_rows=10).contents(uneven)
+    assert [shard.num_rows for shard in contents.shards] == [9, 1]
+
+
+def test_errors_of_the_users_function_are_its_own() -> None:
+    def broken(part: DatasetShard) -> Stream:
+        if part.shard_id:
+            raise TypeError("the user's")
+        return Stream(part)
+
+    with pytest.raises(TypeError, match="the user's"):
+        DatasetSource(broken).contents(wanted())
+
+
+def test_a_dataset_that_augments_at_random_is_the_same_after_a_restart() -> None:
+    def noisy() -> list[Any]:
+        return [(torch.rand(2), 0)] * 3
+
+    first, again = (DatasetSource(noisy).contents(wanted()) for _ in range(2))
+    assert first.content == again.content
+    assert [s.fingerprint for s in first.shards] == [s.fingerprint for s in again.shards]
+
+    def wider() -> list[Any]:
+        return [(torch.rand(3), 0)] * 3
+
+    wider.__qualname__ = noisy.__qualname__
+    assert DatasetSource(wider).contents(wanted()).content != first.content
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.ones(1, dtype=torch.uint8), torch.tensor([300])),
+        (torch.ones(1, dtype=torch.int8), torch.tensor([-129])),
+        (torch.ones(1, dtype=torch.bool), torch.tensor([2])),
+        (torch.tensor([1]), torch.tensor([1.5])),
+        (torch.ones(1, dtype=torch.uint8), torch.tensor([-1], dtype=torch.int8)),
+    ],
+)
+@pytest.mark.parametrize("role", ["feature", "label"])
+def test_values_that_would_be_lost_are_refused(
+    first: torch.Tensor, then: torch.Tensor, role: Any
+) -> None:
+    column = SpoolColumn(name="features", role=role, dtype=np.asarray(first).dtype.name)
+    contents = DatasetSource(lambda: [first, then]).contents(wanted(column, num_shards=1))
+    with pytest.raises(DataError, match=r'column "features" is .*, which cannot hold the'):
+        epoch_of(contents, 0)
+
+
+def test_values_that_fit_are_taken() -> None:
+    samples = [(torch.tensor([1.0]), 1), (torch.tensor([2]), 2.0)]
+    contents = DatasetSource(lambda: samples).contents(wanted(num_shards=1))
+    (batch,) = epoch_of(contents, 0)
+    assert sorted(batch.inputs[0].tolist()) == [[1.0], [2.0]]
+    assert sorted(batch.target.tolist()) == [1, 2]
+    small = [torch.tensor([1], dtype=torch.uint8), torch.tensor([255])]
+    column = SpoolColumn(name="features", role="feature", dtype="int16")
+    contents = DatasetSource(lambda: small).contents(wanted(column, num_shards=1))
+    assert sorted(int(x) for x in epoch_of(contents, 0)[0].inputs[0]) == [1, 255]
+
+
 def test_an_iterable_dataset_must_know_its_part() -> None:
     part = DatasetShard(shard_id=0, num_shards=1, epoch=0, seed=0)
     with pytest.raises(ConfigError, match="must take an argument"):
@@ -170,6 +254,7 @@ def test_parts_of_samples_have_names_and_keep_their_types() -> None:
     ("odd", "message"),
     [
         ((torch.zeros(3), 0), r'"features" is ragged: sample 2 has shape \(3,\), others \(2,\)'),
+        ((torch.zeros(1, 2), 0), r"is ragged: sample 2 has shape \(1, 2\), others \(2,\)"),
         ((torch.zeros(2), -1), r"class indices .* \(first: -1 in sample 2\)"),
         ({"features": torch.zeros(2)}, 'sample 2 has no part "label"'),
     ],

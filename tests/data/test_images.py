@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,51 @@ def test_bad_images_are_counted_by_cause() -> None:
     assert "1 null (first: row 7 of partition 1)" in said
     said = refused(pa.array([png(RGB), png(RGB[:1])]), Image("x"))
     assert "most rows have shape (3, 2, 4), but 1 do not" in said
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_grey_of_16_bits_keeps_its_upper_8(form: str) -> None:
+    deep = np.array([[0, 255, 256, 30000, 65535]], dtype=np.uint16)
+    for channels in (1, 3):
+        found = read_images(pa.array([png(deep, form)]), Image("x", channels=channels))
+        assert found[0, -1].tolist() == [[0, 0, 1, 117, 255]]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_pixels_of_unknown_range_are_refused(dtype: str) -> None:
+    said = refused(pa.array([png(RGB), png(RGB[..., 0].astype(dtype), "TIFF")]), Image("x"))
+    assert "1 bad row: pixels of 32 bits (mode " in said
+    assert "whose range is not known" in said
+
+
+@pytest.mark.parametrize("error", [struct.error, KeyError, TypeError, ZeroDivisionError])
+def test_whatever_a_decoder_raises_is_a_bad_image(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fuzzed TIFF, WebP and GIF files have given all of these."""
+
+    def decode(*_: Any) -> Any:
+        raise error("what it ran into")
+
+    monkeypatch.setattr(pillow, "open", decode)
+    said = refused(pa.array([b"a file"]), Image("x"))
+    assert f"1 bad row: cannot be decoded ({error.__name__}: " in said
+
+
+def test_a_lack_of_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(pillow, "open", decode)
+    with pytest.raises(MemoryError):
+        read_images(pa.array([b"a file"]), Image("x"))
+
+
+@pytest.mark.parametrize("field", ["height", "width", "nChannels"])
+def test_spark_images_without_a_size_are_bad(field: str) -> None:
+    bad = spark_image(RGB, **{field: None})
+    said = refused(pa.array([spark_image(RGB), bad]), Image("x"))
+    assert "1 bad row: no image that Spark could read" in said
 
 
 def test_images_that_spark_could_not_read_tell_their_files() -> None:

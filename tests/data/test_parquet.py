@@ -222,11 +222,33 @@ def test_files_that_change_are_refused(tmp_path: Path) -> None:
         epoch_of(contents, plan_of(contents), 0)
 
 
-def test_files_must_have_the_same_columns(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", [3])
-    pq.write_table(pa.table({"x": [1.0]}), folder / "zzz.parquet")
-    with pytest.raises(DataError, match="the files have different columns"):
-        ParquetSource(folder).schema()
+def test_the_order_is_another_where_other_row_groups_are_mixed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", [40, 40])
+    group = 10 * (3 * 4 + 8)
+    two, also_two, three, all_of_them, more = (
+        ParquetSource(folder, buffer_bytes=2 * size).contents(wanted())
+        for size in (2 * group, 3 * group - 1, 3 * group, 100 * group, 1000 * group)
+    )
+    prints = [
+        tuple(shard.fingerprint for shard in contents.shards)
+        for contents in (two, also_two, three, all_of_them, more)
+    ]
+    assert prints[0] == prints[1]
+    assert prints[3] == prints[4]
+    assert len(set(prints)) == 3
+    assert two.content == three.content, "a checkpoint is found, and begins its epoch anew"
+    plan = plan_of(two)
+    assert labels(epoch_of(two, plan, 0)) == labels(epoch_of(also_two, plan, 0))
+
+
+def test_a_fraction_of_few_row_groups_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / "data", [20])
+    ParquetSource(folder, validation_fraction=0.4).contents(wanted())
+    assert "held out" not in caplog.text
+    ParquetSource(folder, validation_fraction=0.05).contents(wanted())
+    assert "validation_fraction=0.05 takes 10 of the 20 rows" in caplog.text
 
 
 def test_places_without_files(tmp_path: Path) -> None:

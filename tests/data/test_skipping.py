@@ -48,7 +48,7 @@ def labels(directory: Path, kind: Image, summary: SpoolSummary, split: Any = "tr
         Column(name="y", role="label", dtype="int64", shape=()),
     ]
     opened = open_spool(directory, columns, num_rows=count, split=split).columns
-    images, found = opened["x"], opened["y"]
+    images, found = opened["feature x"], opened["label y"]
     assert isinstance(found, torch.Tensor)
     if isinstance(images, Ragged):
         from sparkdl.data.images import decode_rows

@@ -56,17 +56,17 @@ def test_rows_come_back_in_order(tmp_path: Path) -> None:
     )
     assert (summary.num_rows, summary.num_bytes) == (3, 3 * (8 + 8))
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train").columns
-    assert opened["f"].tolist() == [[1, 2], [3, 4], [5, 6]]
-    assert opened["y"].dtype == torch.int64
-    assert opened["y"].tolist() == [0, 1, 2]
+    assert opened["feature f"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert opened["label y"].dtype == torch.int64
+    assert opened["label y"].tolist() == [0, 1, 2]
     assert (summary.columns[1].minimum, summary.columns[1].maximum) == (0, 2)
 
 
 def test_writing_to_the_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     spool(tmp_path / "s", batch([[1, 2]], [0]))
-    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns["f"].zero_()
+    open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns["feature f"].zero_()
     again = open_spool(tmp_path / "s", COLUMNS, num_rows=1, split="train").columns
-    assert again["f"].tolist() == [[1, 2]]
+    assert again["feature f"].tolist() == [[1, 2]]
 
 
 def test_validation_rows_go_apart(tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
     assert (summary.num_rows, summary.num_validation_rows) == (2, 2)
     train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train").columns
     validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation").columns
-    assert train["y"].tolist() == [0, 2]
-    assert validation["f"].tolist() == [[3, 4], [7, 8]]
+    assert train["label y"].tolist() == [0, 2]
+    assert validation["feature f"].tolist() == [[3, 4], [7, 8]]
 
 
 def test_a_partition_without_rows(tmp_path: Path) -> None:
     summary = spool(tmp_path / "s")
     assert summary.num_rows == 0
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train").columns
-    assert opened["f"].shape == (0, 2)
+    assert opened["feature f"].shape == (0, 2)
 
 
 def test_fingerprint_tells_order_and_content_does_not(tmp_path: Path) -> None:
@@ -204,11 +204,13 @@ def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
     column = Column(name="t", role="feature", dtype="int64", shape=(), specification=spec)
     found = {}
     for split, rows in (("train", 3), ("validation", 2)):
-        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split).columns["t"]  # type: ignore[arg-type]
+        opened = open_spool(tmp_path / "s", [column], num_rows=rows, split=split).columns[
+            "feature t"
+        ]  # type: ignore[arg-type]
         assert isinstance(opened, Ragged)
         found[split] = [opened[i : i + 1].own()[0].tolist() for i in range(len(opened))]
     assert found == {"train": [[1, 2], [], [4]], "validation": [[3], [5, 6, 7]]}
-    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train").columns["t"]
+    none = open_spool(tmp_path / "s", [column], num_rows=0, split="train").columns["feature t"]
     assert isinstance(none, Ragged) and len(none) == 0
     column_path(tmp_path / "s", "train", 0, "-offsets").unlink()
     with pytest.raises(ShardLost, match=r"train-000-offsets\.bin is not on this host"):
@@ -269,9 +271,42 @@ def write_until_full(directory: str, limit: int) -> tuple[str, list[str], float]
     raise AssertionError("nothing was full")
 
 
+def open_until_refused(directory: str, limit: int) -> tuple[list[str], list[str], int]:
+    """Writes and opens spools of many columns in a process that may have few files open."""
+    columns = [SpoolColumn(name=f"c{i}", role="feature", dtype="int64") for i in range(limit // 2)]
+    known = [Column(name=c.name, role=c.role, dtype=c.dtype, shape=()) for c in columns]
+    with SpoolWriter(Path(directory) / "s", columns, has_validation=False) as out:
+        one = pa.array([1])
+        names = [str(i) for i in range(len(columns) + 1)]
+        out.write(pa.record_batch([one] * len(names), names=names))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    said = []
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for refused in (
+        lambda: SpoolWriter(Path(directory) / "t", columns, has_validation=True).__enter__(),
+        lambda: open_spool(Path(directory) / "s", known, num_rows=1, split="train"),
+    ):
+        try:
+            refused()
+        except StorageError as error:
+            said.append(str(error))
+    after = len(list(Path("/proc/self/fd").iterdir()))
+    return said, [path.name for path in Path(directory).iterdir()], after - before
+
+
 def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         message, left, row_bytes = pool.apply(write_until_full, (str(tmp_path), 20_000))
     assert "cannot write the spool" in message and "File too large" in message
     assert left == []
     assert 12 <= row_bytes <= 16  # 8 bytes of features, 8 of the label
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are told by Linux")
+def test_too_many_columns_for_the_limit_of_open_files(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said, left, opened = pool.apply(open_until_refused, (str(tmp_path), 200))
+    assert [text.split(" the spool")[0] for text in said] == ["cannot write", "cannot read"]
+    for text in said:
+        assert "Too many open files" in text and "(VectorAssembler), or raise the limit" in text
+    assert (left, opened) == (["s"], 0)

@@ -2,24 +2,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from sparkdl.data.assemble import Rows
 from sparkdl.data.batches import Batches, sequential_batches
 from sparkdl.data.streamed import StreamedRows
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import TrainPlan
-from tests.data.test_batches import COLUMNS, copied, make_test_plan
-
-Columns = Mapping[str, torch.Tensor]
-
-
-def columns_of(first: int, count: int) -> Columns:
-    y = torch.arange(first, first + count)
-    return {"y": y, "x": torch.stack([y, -y], 1).float(), "w": y / 2, "k": y.int()}
+from tests.data.test_batches import COLUMNS, columns_of, copied, make_test_plan
 
 
 def streamed(
@@ -93,7 +87,7 @@ def test_memory_holds_two_windows_at_most() -> None:
     class Held(dict[str, torch.Tensor]):
         __hash__ = object.__hash__
 
-    def read(piece: tuple[int, int]) -> Columns:
+    def read(piece: tuple[int, int]) -> dict[str, Rows]:
         nonlocal most
         held = Held(columns_of(*piece))
         alive.add(held)

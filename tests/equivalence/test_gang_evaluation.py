@@ -69,8 +69,8 @@ def test_metrics_are_exact(gang: Gang, task: str, validation_rows: list[int]) ->
 
     # The same model and validation rows in one process, whose training is equal to 1e-12.
     joined = [{**shard.columns} for shard in make_data(validation_rows, task=task)]
-    x = torch.cat([columns["x"] for columns in joined])
-    y = torch.cat([columns["y"] for columns in joined])
+    x = torch.cat([columns["feature x"] for columns in joined])
+    y = torch.cat([columns["label y"] for columns in joined])
     net = linear(3 if task == "classification" else 1)
     final = gang.run(weights_on_rank, options, [16, 5], task)[0]
     nn.utils.vector_to_parameters(final, net.parameters())
@@ -164,7 +164,7 @@ def test_ranks_diverge_together(gang: Gang) -> None:
 
 def diverge_on_rank(comm: Any) -> str:
     shards = make_data([4, 4])
-    shards[1].columns["x"][0, 0] = float("nan")  # one rank's rows alone
+    shards[1].columns["feature x"][0, 0] = float("nan")  # one rank's rows alone
     with pytest.raises(TrainingDiverged) as caught:
         run(linear(1), TrainConfig(**FINE), shards, comm=comm)  # type: ignore[arg-type]
     return str(caught.value)

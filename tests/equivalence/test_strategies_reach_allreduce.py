@@ -144,7 +144,7 @@ def digits(num_shards: int) -> tuple[list[ShardData], torch.Tensor, torch.Tensor
     shards = [
         ShardData(
             f"shard {number}",
-            {"x": x[360 + number :: num_shards], "y": y[360 + number :: num_shards]},
+            {"feature x": x[360 + number :: num_shards], "label y": y[360 + number :: num_shards]},
         )
         for number in range(num_shards)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from sparkdl import PetastormSource, TorchClassifier
+from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool import SpoolColumn
@@ -145,6 +147,37 @@ def test_a_transform_that_drops_rows_is_an_error(plain: str) -> None:
         epoch_of(contents, 0)
 
 
+@pytest.mark.parametrize("values", [[1.0, None, 3.0, None], [[1.0], [None], [3.0], [None]]])
+def test_nulls_are_refused(tmp_path: Path, values: list[Any]) -> None:
+    from petastorm.transform import TransformSpec
+
+    data = pa.table({"x": values, "label": [0, 1, 2, 0], "unused": [None, 1, 2, 3]})
+    pq.write_table(data, tmp_path / "a.parquet", row_group_size=2)
+    features = SpoolColumn(name="x", role="feature", dtype="float32")
+    source = PetastormSource(f"file://{tmp_path}")
+    with pytest.raises(
+        DataError, match=r'"x" has 2 null value\(s\) \(the first in row group 0 of a'
+    ):
+        source.contents(wanted(features, LABEL))
+    filled = TransformSpec(
+        lambda frame: frame.assign(x=1.0), edit_fields=[("x", np.float64, (), False)]
+    )
+    contents = replace(source, transform_spec=filled).contents(wanted(features, LABEL))
+    assert numbers([batch for rank in (0, 1) for batch in epoch_of(contents, rank)]) == [1] * 4
+
+
+def test_the_order_is_another_where_other_row_groups_are_mixed(plain: str) -> None:
+    features = SpoolColumn(name="features", role="feature", dtype="float32")
+    group = 9 * (2 * 4 + 8)
+    one, also_one, two = (
+        PetastormSource(plain, buffer_bytes=2 * size).contents(wanted(features, LABEL))
+        for size in (group, 2 * group - 1, 2 * group)
+    )
+    prints = [[s.fingerprint for s in contents.shards] for contents in (one, also_one, two)]
+    assert prints[0] == prints[1] != prints[2]
+    assert one.content == two.content
+
+
 def test_options_are_checked(plain: str) -> None:
     with pytest.raises(ConfigError, match="petastorm takes URLs"):
         PetastormSource(plain.removeprefix("file://"))
@@ -160,8 +193,9 @@ def test_fit_and_transform_on_the_spark_that_petastorm_needs(
     from torch import nn
 
     classifier = TorchClassifier(
-        module=lambda: nn.Linear(2, 3), epochs=2, batchSize=16, numWorkers=2, verbose=0
-    )
+        module=lambda: nn.Linear(2, 3), epochs=2, batchSize=16, numWorkers=2, verbose=0,
+        earlyStopping=EarlyStopping(monitor="val_loss", patience=2),
+    )  # fmt: skip
     model = classifier.fit(PetastormSource(plain, validation_fraction=0.2))
     again = classifier.fit(PetastormSource(plain, validation_fraction=0.2))
     assert [r["val_loss"] for r in model.summary.history] == [

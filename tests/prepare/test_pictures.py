@@ -70,11 +70,19 @@ def test_modes(mode: Any, channels: int) -> None:
         assert np.array_equal(found, expected.transpose(2, 0, 1))
 
 
+@pytest.mark.parametrize("encoding", ["png", "struct"])
+def test_grey_of_16_bits_keeps_its_upper_8(encoding: Any) -> None:
+    deep = PIXELS[..., 0].astype("uint16") * 256 + 200
+    options = ImageSection(encoding=encoding, mode="L")
+    assert (pixels_of(convert(encoded(deep), options), options, 1)[0] == PIXELS[..., 0]).all()
+    assert convert(encoded(deep), ImageSection()) == encoded(deep)
+
+
 def test_jpeg_has_the_quality_that_was_asked_for() -> None:
-    good, poor = (
-        len(convert(encoded(), ImageSection(encoding="jpeg", quality=q))) for q in (95, 5)
+    good, usual, poor = (
+        len(convert(encoded(), ImageSection(encoding="jpeg", quality=q))) for q in (95, None, 5)
     )
-    assert good > poor
+    assert good == usual > poor
 
 
 def test_images_are_turned_upright_before_their_exif_data_go() -> None:
@@ -92,6 +100,7 @@ def test_images_are_turned_upright_before_their_exif_data_go() -> None:
         (b"no image", "cannot be decoded .UnidentifiedImageError"),
         (encoded()[:-30], "cannot be decoded"),
         (encoded(PIXELS, "JPEG")[:-200], "cannot be decoded .OSError"),
+        (encoded(PIXELS[..., 0].astype("float32"), "TIFF"), "^pixels of 32 bits .mode F."),
     ],
 )
 @pytest.mark.parametrize("encoding", ["file", "struct"])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
-from torchmetrics.classification import BinaryAccuracy
 
-from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.config import TrainConfig
 from sparkdl.data.spool import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import (
     check_empty_batches,
@@ -153,22 +153,14 @@ def test_a_loss_of_the_users_is_not_tried() -> None:
         ({"optimizer": "sgd", "optimizer_params": {"momentumm": 1}}, "refused .*momentumm"),
         ({"optimizer": lambda parameters: parameters}, "must make a torch.optim.Optimizer"),
         ({"scheduler": lambda optimizer: optimizer}, "must return an LRScheduler"),
-        ({"early_stopping": EarlyStopping()}, "monitors 'val_loss', but the history has only"),
         ({"metrics": {"x": dict}}, "'x' must be a torchmetrics.Metric"),
     ],
 )
 def test_what_workers_could_not_build_is_refused_on_the_driver(
     options: dict[str, Any], message: str
 ) -> None:
-    validated = {"validation_col": "v"} if "metrics" in options else {}
     with pytest.raises(ConfigError, match=message):
-        check_training(nn.Linear(4, 3), request(**options, **validated))
-
-
-def test_metrics_need_validation_rows() -> None:
-    asked = request(metrics={"accuracy": BinaryAccuracy()})
-    with pytest.raises(ConfigError, match="computed on validation rows, and there are none"):
-        check_training(nn.Linear(4, 3), asked)
+        check_training(nn.Linear(4, 3), request(**options))
 
 
 def test_building_for_the_check_changes_nothing() -> None:
@@ -348,6 +340,17 @@ def test_input_shape_reshapes_the_features() -> None:
         shaped(table, [], request(validation_col="v"))
 
 
+def test_sequences_are_padded_with_values_of_their_own() -> None:
+    class Padded(Table):
+        def columns(self, shards: Any) -> tuple[Column, ...]:
+            kind = Sequence("x", padding_value=0.5)
+            return (replace(X, dtype="int64", shape=(), specification=kind), Y)
+
+    table: Any = Padded()
+    with pytest.raises(ConfigError, match=r'padding_value 0.5 of "x" is no int64'):
+        shaped(table, [], request())
+
+
 def with_maximum(*maxima: float | None) -> list[SpooledShard]:
     parts = []
     for shard_id, maximum in enumerate(maxima):
@@ -401,6 +404,9 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     ]
     assert kinds(task="regression")[1] == ("y", "label", "float32", False)
     assert kinds(task="custom")[1] == ("y", "label", "int64", False)
+    assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    with pytest.raises(ConfigError, match='column "x" is an input twice'):
+        kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))
     assert kinds(label_col=None, weight_col=None, validation_col=None) == [
         ("x", "feature", "float32", False)
     ]

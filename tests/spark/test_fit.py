@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.errors import ArithmeticException
+from torchmetrics.classification import BinaryAccuracy
 
-from sparkdl.config import CheckpointConfig, TrainConfig
+from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
 from sparkdl.spark import preflight, spooltask
 from sparkdl.spark.fit import fit
@@ -229,6 +230,28 @@ def test_what_cannot_travel_is_refused_before_any_job(spark: SparkSession, df: D
     with pytest.raises(ConfigError, match=r"^callbacks cannot be sent to the workers: .*lock"):
         fit(df, request(Unpicklable()))
     assert num_jobs(spark) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": {"accuracy": BinaryAccuracy()}}, "computed on validation rows, and there are"),
+        ({"early_stopping": EarlyStopping()}, "monitors 'val_loss', but the history has only"),
+    ],
+)
+def test_what_needs_validation_rows_is_refused_without(
+    spark: SparkSession, df: DataFrame, options: dict[str, Any], message: str
+) -> None:
+    from pyspark.sql import functions as F
+
+    asked = request()
+    asked = replace(asked, config=replace(asked.config, **options))
+    before = num_jobs(spark)
+    with pytest.raises(ConfigError, match=message):
+        fit(df, asked)
+    assert num_jobs(spark) == before
+    with pytest.raises(ConfigError, match=message):  # only the rows tell that none are marked
+        fit(df.withColumn("held", F.lit(False)), replace(asked, validation_col="held"))
 
 
 def test_a_checkpoint_directory_that_cannot_be_written(

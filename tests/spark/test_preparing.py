@@ -280,6 +280,17 @@ def test_the_sessions_settings_come_back(
     assert spark.conf.get(key) == before
 
 
+def test_the_sessions_limit_of_rows_in_a_file_is_not_ours(
+    spark: SparkSession, digits: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    spark.conf.set("spark.sql.files.maxRecordsPerFile", "3")
+    try:
+        report = run(spark, digits[0], tmp_path / "o")
+    finally:
+        spark.conf.unset("spark.sql.files.maxRecordsPerFile")
+    assert (report.rows, report.files) == ({"train": 60}, {"train": 1})
+
+
 def test_paths_below_the_folder_however_it_was_written() -> None:
     urls = ["hdfs://host:8020/user/me/pics/a/1.png", "hdfs://host:8020/user/me/pics/b/2.png"]
     for root in ("pics", "/user/me/pics", "hdfs:/user/me/pics/", "pics/"):

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+import torch
 from pyspark.sql import functions as F
 
+from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool import open_spool
 from sparkdl.errors import DataError, StorageError
+from sparkdl.inputs import Named, Tensor
+from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.spark import shards as module
 from sparkdl.spark import spooltable
 from sparkdl.spark.columns import prepare, validation_indicator
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.specified import prepare_named
 from sparkdl.spark.spooltask import CleanTask
 
 if TYPE_CHECKING:
@@ -79,9 +85,7 @@ def read(table: ShardTable, spooled: Sequence[SpooledShard], split: str = "train
         count = shard.num_rows if split == "train" else shard.num_validation_rows
         spool = open_spool(Path(shard.path), columns, num_rows=count, split=split)  # type: ignore[arg-type]
         opened = spool.columns
-        rows.append(
-            list(zip(*(opened[name].tolist() for name in ("x", "y", "w")), strict=True))
-        )  # fmt: skip
+        rows.append(list(zip(*(opened[c.key].tolist() for c in columns), strict=True)))
     return rows
 
 
@@ -115,6 +119,40 @@ def test_equal_data_gives_equal_shards_in_equal_order(good: DataFrame, tables: T
     assert len({s.shard.fingerprint for s in one}) == 2
     assert read(first, one) == read(again, two)
     assert content_of(one) == content_of(two)
+
+
+def test_rows_of_equal_hashes_have_an_order_too(spark: SparkSession) -> None:
+    """Spark's hash passes over nulls, and joins arrays."""
+
+    def fill(batch: pa.RecordBatch) -> Any:
+        return np.stack([pc.fill_null(column, -1).to_numpy() for column in batch.columns], 1)
+
+    rows = [(None, 1.0, [1], [2, 3]), (1.0, None, [1, 2], [3]), (None, 1.0, [1, 2], [3])] * 5
+    schema = "a double, b double, s array<int>, t array<int>"
+    entries = [
+        Named(argument="ab", specification=Tensor(("a", "b"), transform=fill)),
+        Named(argument="s", specification=SequenceInput("s")),
+        Named(argument="t", specification=SequenceInput("t")),
+    ]
+    found = []
+    for these in (rows, rows[::-1]):
+        df = spark.createDataFrame(these, schema).coalesce(1)
+        prepared = [
+            prepare_named(df.schema, entry, "feature", float_dtype="float32") for entry in entries
+        ]
+        table = ShardTable(df, prepared, None, num_shards=1, run_id=uuid.uuid4().hex[:12])
+        try:
+            spooled = table.collect()
+            columns = table.columns(spooled)
+            path = Path(spooled[0].shard.path)
+            opened = open_spool(path, columns, num_rows=len(rows), split="train").columns
+            pairs, lengths = opened["feature ab"], opened["feature s"]
+            assert isinstance(pairs, torch.Tensor) and isinstance(lengths, Ragged)
+            fingerprint = spooled[0].shard.fingerprint
+            found.append((pairs.tolist(), lengths.lengths.tolist(), fingerprint))
+        finally:
+            table.close()
+    assert found[0] == found[1]
 
 
 def test_the_content_does_not_depend_on_the_number_of_shards(

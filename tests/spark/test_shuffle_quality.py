@@ -59,7 +59,7 @@ def shards(spark: SparkSession) -> list[Spooled]:
         for part in spooled:
             rows = part.shard.num_rows
             spool = open_spool(Path(part.shard.path), columns, num_rows=rows, split="train")
-            ids = spool.columns["id"]
+            ids = spool.columns["feature id"]
             assert isinstance(ids, torch.Tensor)
             found.append(Spooled(part.shard.fingerprint, ids.clone().numpy().astype(np.int64)))
         return found

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -22,7 +24,9 @@ from sparkdl import (
     TorchClassifier,
     Tournament,
 )
+from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import sequential_batches
+from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool import Split
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
@@ -30,7 +34,7 @@ from sparkdl.plan import make_plan
 from sparkdl.spark.checks import prepare_columns, shaped
 from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest
-from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.shards import ShardTable, content_of
 from sparkdl.spark.sourcetable import SourceTable, empty_frame
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.spark.test_fit import digest, make_net, request
@@ -120,6 +124,44 @@ def test_rounds(folder: Path) -> None:
     assert digest(first) == digest(second)
     assert first.summary.rows == 135
     assert first.summary.history[-1]["val_loss"] > 0
+
+
+def collected(spark: SparkSession, source: Any, wanted: FitRequest) -> SourceTable:
+    prepared, _ = prepare_columns(empty_frame(spark, source), wanted, "float32")
+    return SourceTable(spark, source, prepared, None, num_shards=2, shares=None)
+
+
+def test_a_source_that_changes_before_a_restart(spark: SparkSession, tmp_path: Path) -> None:
+    data = pa.table({"features": [[1.0, 2.0, 3.0]] * 4, "label": [0, 1, 2, 0]})
+    pq.write_table(data, tmp_path / "a.parquet")
+    table = collected(spark, ParquetSource(tmp_path), request())
+    reader = table.collect() and table.reader
+    assert table.collect()
+    assert table.reader is reader, "workers compare the files with those that were listed first"
+    pq.write_table(data.slice(1), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"data has changed during training: shard\(s\) \[0, 1\]"):
+        table.collect()
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A source whose rows a function makes."""
+
+    transform: Any
+
+    def schema(self) -> pa.Schema:
+        return DatasetSource(by_index).schema()
+
+    def contents(self, wanted: Wanted) -> Contents:
+        return replace(DatasetSource(by_index).contents(wanted), transform=self.transform)
+
+
+def test_checkpoints_of_another_transform_are_not_continued(spark: SparkSession) -> None:
+    def content(transform: Any) -> str:
+        return content_of(collected(spark, Transformed(transform), request()).collect())
+
+    assert content(lambda row: row + 1) == content(lambda row: row + 1)
+    assert len({content(None), content(lambda row: row + 1), content(lambda row: row + 2)}) == 3
 
 
 def test_what_only_dataframes_can_do_is_refused(folder: Path) -> None:
@@ -287,6 +329,30 @@ def test_a_dataset_of_the_users_own(
     again = fit(source, request(kill, max_restarts=1, directory=str(tmp_path / "checkpoints")))
     assert again.summary.restarts == 1
     assert digest(again) == digest(whole)
+
+
+@pytest.mark.parametrize("kind", ["fraction", "column", "dataset"])
+def test_metrics_and_early_stopping_on_validation_rows(folder: Path, kind: str) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    source: Any = ParquetSource(folder, validation_fraction=0.2 * (kind == "fraction"))
+    if kind == "dataset":
+        source = DatasetSource(by_index, validation=by_index)
+    asked = request(validation_col="held" if kind == "column" else None)
+    config = replace(
+        asked.config,
+        metrics={"accuracy": MulticlassAccuracy(num_classes=3)},
+        early_stopping=EarlyStopping(monitor="val_accuracy", mode="max"),
+    )
+    history = fit(source, replace(asked, config=config)).summary.history
+    assert all(0 <= record["val_accuracy"] <= 1 for record in history)
+
+
+def test_metrics_need_validation_rows(folder: Path) -> None:
+    asked = request()
+    stopping = replace(asked, config=replace(asked.config, early_stopping=EarlyStopping()))
+    with pytest.raises(ConfigError, match="monitors 'val_loss', but the history has only"):
+        fit(ParquetSource(folder), stopping)
 
 
 def test_a_dataset_in_rounds_and_transform(spark: SparkSession, folder: Path) -> None:

@@ -75,7 +75,7 @@ def labels(table: ShardTable, spooled: Sequence[SpooledShard]) -> list[list[floa
     return [
         open_spool(
             Path(part.shard.path), columns, num_rows=part.shard.num_rows, split="train"
-        ).columns["label"].tolist()
+        ).columns["label label"].tolist()
         for part in spooled
     ]  # fmt: skip
 

@@ -144,7 +144,7 @@ def test_stable_learning_rates_are_those_of_the_formula(momentum: float) -> None
             batch_size=1,
             divergence_factor=None,
         )
-        columns = {"x": torch.ones(1000, 1).double(), "y": torch.zeros(1000).double()}
+        columns = {"feature x": torch.ones(1000, 1).double(), "label y": torch.zeros(1000).double()}
         run(net, config, [ShardData("one", columns)])
         assert (net.weight.abs().item() < 1) == is_stable
 

@@ -63,7 +63,8 @@ def test_epochs_show_the_mean_as_it_is_then(gang: Gang) -> None:
     net.load_state_dict(found)
     net.eval()
     squares = [
-        (net(shard.columns["x"]).squeeze(1) - shard.columns["y"]) ** 2 for shard in make_data(ROWS)
+        (net(shard.columns["feature x"]).squeeze(1) - shard.columns["label y"]) ** 2
+        for shard in make_data(ROWS)
     ]
     assert history[-1]["val_loss"] == pytest.approx(torch.cat(squares).mean().item(), abs=1e-12)
     assert len({record["val_loss"] for record in history}) == 3

@@ -32,7 +32,7 @@ def make_data(
         noise = torch.randn(num_rows, generator=generator, dtype=dtype)
         y = x.sum(1) + noise if task == "regression" else (x[:, :3].argmax(1))
         w = torch.rand(num_rows, generator=generator, dtype=dtype) + 0.25
-        shards.append(ShardData(f"shard {shard_id}", {"x": x, "y": y, "w": w}))
+        shards.append(ShardData(f"shard {shard_id}", {"feature x": x, "label y": y, "weight w": w}))
     return shards
 
 
@@ -50,11 +50,11 @@ def plan_for(
         Column(
             name=name,
             role=role,  # type: ignore[arg-type]
-            dtype=str(first[name].dtype).removeprefix("torch."),
-            shape=tuple(first[name].shape[1:]),
+            dtype=str(first[f"{role} {name}"].dtype).removeprefix("torch."),
+            shape=tuple(first[f"{role} {name}"].shape[1:]),
         )
         for name, role in (("x", "feature"), ("y", "label"), ("w", "weight"))
-        if name in first and (role != "weight" or weighted)
+        if f"{role} {name}" in first and (role != "weight" or weighted)
     ]
     table = [
         Shard(

@@ -38,7 +38,8 @@ def test_any_cut_gives_the_weighted_mean(batch_size: int, weighted: bool) -> Non
     )
     shards = make_data([7, 0, 4])
     got = evaluated(net, shards, batch_size, weighted)
-    x, y, w = (torch.cat([shard.columns[name] for shard in shards]) for name in "xyw")
+    keys = ("feature x", "label y", "weight w")
+    x, y, w = (torch.cat([shard.columns[key] for shard in shards]) for key in keys)
     losses = (net.eval()(x).squeeze(1) - y) ** 2
     w = w if weighted else torch.ones_like(w)
     assert got == pytest.approx(float((losses * w).sum().detach() / w.sum()), abs=1e-12)
@@ -46,7 +47,7 @@ def test_any_cut_gives_the_weighted_mean(batch_size: int, weighted: bool) -> Non
 
 def test_without_weight_there_is_no_loss() -> None:
     shards = make_data([3])
-    shards[0].columns["w"].zero_()
+    shards[0].columns["weight w"].zero_()
     assert math.isnan(evaluated(nn.Linear(NUM_FEATURES, 1, dtype=torch.float64), shards, 2, True))
 
 
@@ -56,9 +57,9 @@ def test_a_module_that_changes_its_input_does_not_reach_the_data() -> None:
             return x.zero_().sum(1)
 
     shards = make_data([3])
-    before = shards[0].columns["x"].clone()
+    before = shards[0].columns["feature x"].clone()
     evaluated(InPlace(), shards, 2, False)
-    assert torch.equal(shards[0].columns["x"], before)
+    assert torch.equal(shards[0].columns["feature x"], before)
 
 
 def test_modes_come_back_also_after_a_failure() -> None:

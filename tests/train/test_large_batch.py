@@ -263,7 +263,7 @@ def digits_accuracy(name: str, rate: float, options: dict[str, float]) -> float:
         ),
         seed=0,
     )
-    run(net, config, [ShardData("digits", {"x": x[:1437], "y": y[:1437]})])
+    run(net, config, [ShardData("digits", {"feature x": x[:1437], "label y": y[:1437]})])
     return float((net(x[1437:]).argmax(1) == y[1437:]).float().mean())
 
 

@@ -323,7 +323,7 @@ def test_best_weights_come_back_and_the_last_stay_in_the_checkpoint() -> None:
 
 def test_divergence_is_an_error_before_the_weights_are_lost() -> None:
     shards = data()
-    shards[0].columns["x"][3] = math.inf
+    shards[0].columns["feature x"][3] = math.inf
     net = seeded(lambda: nn.Linear(NUM_FEATURES, 1))
     with pytest.raises(TrainingDiverged, match=r"lower the learning rate"):
         run(net, TrainConfig(batch_size=5), shards)
@@ -332,7 +332,7 @@ def test_divergence_is_an_error_before_the_weights_are_lost() -> None:
 
 def test_fp16_that_never_fits_is_an_error() -> None:
     shards = data()
-    shards[0].columns["x"][:] = math.nan
+    shards[0].columns["feature x"][:] = math.nan
     with pytest.raises(TrainingDiverged, match="fp16"):
         run(make_net(), but(CONFIG, precision="fp16", epochs=20, scheduler=None), shards)
 
@@ -340,7 +340,7 @@ def test_fp16_that_never_fits_is_an_error() -> None:
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 def test_fp16_skips_a_step_that_overflows() -> None:
     shards = data(5)
-    shards[0].columns["x"][:] = 60000.0
+    shards[0].columns["feature x"][:] = 60000.0
     net = seeded(lambda: nn.Linear(NUM_FEATURES, 1))
     before = weights(net)
     outcome = run(net, but(CONFIG, precision="fp16", epochs=1), shards)
@@ -352,7 +352,7 @@ def test_fp16_skips_a_step_that_overflows() -> None:
 
 def test_rows_of_weight_zero_do_not_count() -> None:
     shards = data()
-    shards[0].columns["w"][:] = 0.0
+    shards[0].columns["weight w"][:] = 0.0
     net = seeded(lambda: nn.Linear(NUM_FEATURES, 1))
     before = weights(net)
     outcome = run(net, TrainConfig(batch_size=5, learning_rate=0.5), shards, weighted=True)

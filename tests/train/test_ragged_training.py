@@ -48,7 +48,7 @@ def data() -> list[ShardData]:
         lengths = random.integers(0, 9, rows)
         tokens = Ragged((random.integers(0, 9, lengths.sum()),), offsets_of(lengths), ())
         y = torch.from_numpy(lengths / 9).float()
-        shards.append(ShardData(f"shard {number}", {"feature tokens": tokens, "y": y}))
+        shards.append(ShardData(f"shard {number}", {"feature tokens": tokens, "label y": y}))
     return shards
 
 

@@ -154,7 +154,7 @@ def test_evaluation_measures_the_given_state() -> None:
     (loss_sum, weight), _ = replica.evaluate(state, [SHARDS[1]])
     net = make_net().eval()
     columns = SHARDS[1].columns
-    expected = ((net(columns["x"]).squeeze(1) - columns["y"]) ** 2).sum().item()
+    expected = ((net(columns["feature x"]).squeeze(1) - columns["label y"]) ** 2).sum().item()
     assert loss_sum == pytest.approx(expected, abs=1e-12)
     assert weight == 9.0
 
