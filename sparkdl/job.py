@@ -30,7 +30,7 @@ from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scores import Evaluation
 from sparkdl.scoring import vectors_to_arrays
 from sparkdl.spark.columns import find, hashable, quoted
-from sparkdl.spark.saving import is_there, load_instance
+from sparkdl.spark.saving import check_place, is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     Raises:
         ConfigError: the job cannot be done as it stands; found before training.
         DataError: the data cannot be trained on; found before training.
+        StorageError: the model cannot be saved at ``output.path``; found before training.
     """
     estimator = make_estimator(job)
     if not job.output.overwrite and is_there(job.output.path, spark):
@@ -83,6 +84,7 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
             f"there is something at {job.output.path} already; choose another output.path, or "
             f"replace it with --set output.overwrite=true"
         )
+    check_place(job.output.path, spark)
     test = read_data(spark, job.test) if job.test is not None else None
     model = estimator.fit(read_training_data(spark, job))
     writer = model.write()

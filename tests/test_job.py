@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from sparkdl.jobfile import (
 )
 from sparkdl.model import TorchClassifierModel
 from sparkdl.plan import Column
+from sparkdl.spark.saving import check_place
 
 pytestmark = pytest.mark.spark
 
@@ -141,6 +144,29 @@ def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> Non
 def test_an_existing_model_is_not_replaced_unasked(spark: SparkSession, files: str) -> None:
     with pytest.raises(ConfigError, match=r"--set output\.overwrite=true"):
         run_train(training(files, None), spark)
+
+
+@pytest.mark.parametrize("is_url", [True, False])
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_read(
+    spark: SparkSession, tmp_path: Path, is_url: bool
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    place = f"{'file:' * is_url}{tmp_path}/file/models/m"
+    job = replace(training("/there is no such data", None), output=TrainOutput(path=place))
+    with pytest.raises(StorageError, match="cannot write"):
+        run_train(job, spark)
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
+    for folder, left in (("new/m", []), ("old", ["x"])):
+        path = tmp_path / folder
+        for name in left:
+            (path / name).mkdir(parents=True)
+        check_place(f"{path}/", spark)
+        assert path.exists() == bool(left)
+        assert [entry.name for entry in path.parent.iterdir() if entry != path] == []
+        assert not left or [entry.name for entry in path.iterdir()] == left
+        shutil.rmtree(tmp_path / folder.split("/")[0])
 
 
 @pytest.fixture
