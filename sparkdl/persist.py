@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pyspark.ml.param import Params
@@ -19,7 +20,7 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import Storage, without_password
+from sparkdl.checkpoint.storage import Storage, drop_password, without_password
 from sparkdl.data.example import example_of
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
@@ -117,6 +118,7 @@ class ParamsWriter(MLWriter):
         return twin
 
     def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
+        value = self._without_passwords(name, value)
         if name not in OBJECT_PARAMS:
             return value
         value = self._to_save(name, value)
@@ -132,6 +134,20 @@ class ParamsWriter(MLWriter):
             raise DescribeError(
                 f"cannot save Param {name!r} of {self.instance.uid}: {error}"
             ) from error
+
+    def _without_passwords(self, name: str, value: Any) -> Any:
+        """A path or URL as others may read it."""
+        is_source = isinstance(value, InitialWeights) and not value.is_in_memory
+        url = value.source if is_source else value
+        if not isinstance(url, str) or drop_password(url) == url:
+            return value
+        logger.warning(
+            "%s: the password in %s is not saved; set it again on what is loaded",
+            self.instance.uid,
+            name,
+        )
+        url = drop_password(url)
+        return replace(value, source=url) if is_source else url
 
     def _to_save(self, name: str, value: Any) -> Any:
         """The value of a Param, or what is saved in its place."""

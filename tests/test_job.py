@@ -10,7 +10,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl import job
+from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
 from sparkdl.job import (
     VALIDATION_COLUMN,
     _choose_columns,
@@ -226,3 +227,18 @@ def test_csv_takes_plain_columns_only(
 def test_a_path_without_a_model_is_named(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="there is no saved model at"):
         load_model(spark, str(tmp_path))
+
+
+def test_passwords_in_paths_are_not_shown(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "file://me:secret@localhost/none"
+    monkeypatch.setattr(job, "is_there", lambda path, _: "metadata" not in path)
+    for work in (
+        lambda: load_model(spark, url),
+        lambda: read_data(spark, DataSection(format="table", table=f"`{url}`")),
+        lambda: run_train(replace(training("/", None), output=TrainOutput(path=url)), spark),
+    ):
+        with pytest.raises(SparkDLError, match=r"//\*\*\*@localhost") as caught:
+            work()
+        assert "secret" not in str(caught.value)

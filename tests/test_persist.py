@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,21 @@ def test_initial_weights_are_saved_with_an_estimator(spark: SparkSession, tmp_pa
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(StorageError, match=r"weights\.safetensors is damaged"):
         TorchRegressor.load(str(tmp_path / "a"))
+
+
+def test_passwords_are_not_saved(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "webhdfs://me:secret@host:9870/m"
+    weights = InitialWeights(source=url, skip=("inner",))
+    estimator = TorchRegressor(module=make_custom, checkpointDir=url, initialWeights=weights)
+    estimator.save(str(tmp_path / "e"))
+    assert "secret" not in metadata_file(tmp_path / "e").read_text()
+    assert caplog.text.count("is not saved; set it again") == 2 and "secret" not in caplog.text
+    loaded = TorchRegressor.load(str(tmp_path / "e"))
+    assert loaded.getCheckpointDir() == "webhdfs://me@host:9870/m"
+    assert loaded.getInitialWeights() == replace(weights, source="webhdfs://me@host:9870/m")
+    assert estimator.getCheckpointDir() == url
 
 
 def test_fine_tuning_params_are_saved(spark: SparkSession, tmp_path: Path) -> None:
