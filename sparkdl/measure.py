@@ -263,7 +263,11 @@ class Evaluator:
         weight: torch.Tensor | None,
     ) -> None:
         """The losses of all labels; their sum follows from them."""
-        sums = self._part.sums
+        sums, counted = self._part.sums, weights > 0
+        target, unknown = _known_labels(loss, output, target)
+        for name, rows in unknown.items():
+            if bool(rows.cpu().numpy()[counted].any()):
+                sums.add(f"loss {name}", math.inf)
         by_label = loss.rows_by_label(output, target)
         if by_label is None:
             _, count, totals = loss.apart(output, target, weight)
@@ -272,7 +276,6 @@ class Evaluator:
             sums.add("loss_weight", float(count))
             return
         for name, losses in by_label.items():
-            counted = weights > 0
             values = losses.double().cpu().numpy()[counted] * weights[counted]
             sums.add(f"loss {name}", exact_sum(values.tolist()))
         sums.add("loss_weight", exact_sum(weights.tolist()))
@@ -318,10 +321,13 @@ def row_losses(
     Returns:
         None if the loss knows sums only.
     """
-    unknown = None
-    if measures.task == "classification":
-        unknown = (target >= measures.num_classes) & (target != _ignored(loss))
-        target = torch.where(unknown, 0, target)
+    if isinstance(loss, LossSum):
+        target, by_label = _known_labels(loss, output, target)
+        masks = list(by_label.values())
+        unknown = torch.stack(masks).any(0) if masks else None
+    else:
+        is_classifier = measures.task == "classification"
+        target, unknown = _known(loss, output, target, measures.num_classes * is_classifier)
     rows = loss.rows(output, target)
     if rows is None:
         return None
@@ -337,6 +343,31 @@ def alone(losses: np.ndarray, counts: np.ndarray) -> np.ndarray:
     found: np.ndarray = np.full_like(losses, np.nan)
     np.divide(losses, counts, out=found, where=counts > 0)
     return found
+
+
+def _known(
+    loss: LossFunction, output: Any, target: Any, num_classes: int = 0
+) -> tuple[Any, torch.Tensor | None]:
+    """Targets that the loss takes, and in which rows, ``(batch,)``, there were others."""
+    if not num_classes:
+        is_number = isinstance(loss, ClassLoss) and isinstance(target, torch.Tensor)
+        if not is_number or (target.shape == output.shape and target.is_floating_point()):
+            return target, None
+        num_classes = output.shape[1]
+    unknown = ((target >= num_classes) | (target < 0)) & (target != _ignored(loss))
+    return torch.where(unknown, 0, target), unknown.unsqueeze(-1).flatten(1).any(1)
+
+
+def _known_labels(
+    loss: LossSum, output: Any, target: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The same for several labels."""
+    pairs = {
+        name: _known(loss.part(name), loss.output_for(name, output), target[name])
+        for name in loss.names
+    }
+    unknown = {name: mask for name, (_, mask) in pairs.items() if mask is not None}
+    return {name: known for name, (known, _) in pairs.items()}, unknown
 
 
 def _ignored(loss: LossFunction) -> int:
