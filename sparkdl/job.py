@@ -29,8 +29,8 @@ from sparkdl.jobfile import (
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scores import Evaluation
-from sparkdl.scoring import vectors_to_arrays
 from sparkdl.spark.columns import find, hashable, quoted
+from sparkdl.spark.outputs import vectors_to_arrays
 from sparkdl.spark.saving import check_place, is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
 

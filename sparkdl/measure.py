@@ -104,6 +104,13 @@ class Part:
         for number, table in other.curves.items():
             self.curves.setdefault(number, ScoreTable(limit=table.limit)).merge(table)
 
+    def listed_bytes(self) -> dict[str, int]:
+        """Size of the states of metrics that grow by the row."""
+        return {
+            name: sum(_listed(value) for _, state in states for value in state.values())
+            for name, states in self.metrics.items()
+        }
+
     def to_bytes(self) -> bytes:
         """For a row of Spark's."""
         buffer = io.BytesIO()
@@ -136,12 +143,7 @@ def united(parts: Sequence[Part], measures: Measures) -> Part:
         whole.merge(part)
     metrics = measures.make_metrics(measures.make_loss())
     whole.metrics = {name: metrics.united(name, states) for name, states in whole.metrics.items()}
-    _check_listed(
-        {
-            name: sum(_listed(value) for _, values in states for value in values.values())
-            for name, states in whole.metrics.items()
-        }
-    )
+    check_listed(whole.listed_bytes())
     return whole
 
 
@@ -228,7 +230,7 @@ class Evaluator:
         Raises:
             ConfigError: states of torchmetrics that grow by the row became too large.
         """
-        _check_listed(self._metrics.listed_bytes())
+        check_listed(self._metrics.listed_bytes())
 
     def part(self) -> Part:
         """All that was found out."""
@@ -323,11 +325,10 @@ def row_losses(
     """
     if isinstance(loss, LossSum):
         target, by_label = _known_labels(loss, output, target)
-        masks = list(by_label.values())
-        unknown = torch.stack(masks).any(0) if masks else None
+        unknown = torch.stack(list(by_label.values())).any(0) if by_label else None
     else:
-        is_classifier = measures.task == "classification"
-        target, unknown = _known(loss, output, target, measures.num_classes * is_classifier)
+        num_classes = measures.num_classes if measures.task == "classification" else 0
+        target, unknown = _known(loss, output, target, num_classes)
     rows = loss.rows(output, target)
     if rows is None:
         return None
@@ -367,7 +368,7 @@ def _known_labels(
         for name in loss.names
     }
     unknown = {name: mask for name, (_, mask) in pairs.items() if mask is not None}
-    return {name: known for name, (known, _) in pairs.items()}, unknown
+    return {name: pair[0] for name, pair in pairs.items()}, unknown
 
 
 def _ignored(loss: LossFunction) -> int:
@@ -379,7 +380,8 @@ def _listed(value: Any) -> int:
     return sum(item.numel() * item.element_size() for item in items)
 
 
-def _check_listed(sizes: Mapping[str, int]) -> None:
+def check_listed(sizes: Mapping[str, int]) -> None:
+    """Refuse states, with their sizes by metric, that are too large to be gathered."""
     if sum(sizes.values()) <= LISTED_BYTES:
         return
     name = max(sizes, key=lambda name: sizes[name])
