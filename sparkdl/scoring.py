@@ -145,7 +145,7 @@ class AddTask:
             heads = batch.select(["part", "kind", "listed"]).to_pylist()
             for head, payload in zip(heads, batch["payload"], strict=True):  # not copied yet
                 groups.setdefault(head["part"] % self.num_groups, []).append(
-                    {**head, "listed": dict(head["listed"] or ()), "payload": payload}
+                    {**head, "payload": payload}
                 )
         for group in sorted(groups):
             yield from _told(partial(_sum, groups.pop(group), self.measures), group)
@@ -163,7 +163,7 @@ def _sum(rows: Sequence[Mapping[str, Any]], measures: Measures) -> Part:
             raise _ERRORS[row["kind"]](_bytes(row["payload"]).decode())
     sizes: Counter[str] = Counter()
     for row in rows:
-        sizes.update(row["listed"])
+        sizes.update(dict(row["listed"]))  # a map is pairs in Arrow
     check_listed(sizes)  # before any of them is unpacked
     return united([Part.from_bytes(_bytes(row["payload"])) for row in rows], measures)
 
