@@ -37,7 +37,7 @@ from sparkdl.jobfile import (
 )
 from sparkdl.model import TorchClassifierModel
 from sparkdl.plan import Column
-from sparkdl.spark.saving import check_place
+from sparkdl.spark.saving import _parent, check_place
 
 pytestmark = pytest.mark.spark
 
@@ -168,6 +168,17 @@ def test_a_place_that_can_be_written_is_left_as_it_was(spark: SparkSession, tmp_
         assert [entry.name for entry in path.parent.iterdir() if entry != path] == []
         assert not left or [entry.name for entry in path.iterdir()] == left
         shutil.rmtree(tmp_path / folder.split("/")[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "parent"),
+    [
+        ("m", "."), ("a/m", "a"), ("/m", "/"), ("/a/m/", "/a"), ("file:/m", "file:/"),
+        ("hdfs:/a/m", "hdfs:/a"), ("s3://bucket/m", "s3://bucket"), ("s3://bucket", "s3://bucket"),
+    ],
+)  # fmt: skip
+def test_the_folder_that_a_place_lies_in(path: str, parent: str) -> None:
+    assert _parent(path) == parent
 
 
 @pytest.fixture

@@ -75,11 +75,20 @@ def check_place(path: str, spark: SparkSession) -> None:
     Raises:
         StorageError: the place cannot be written; names cause and remedy.
     """
-    folder = path.rstrip("/")
-    if not is_there(path, spark):  # it must not be there afterwards either
-        folder = folder.rpartition("/")[0] or ("/" if folder.startswith("/") else ".")
+    # What is not there must not be there afterwards either.
+    folder = path if is_there(path, spark) else _parent(path)
     is_python = is_connect(spark) or _is_ours(path, spark)
     check_writable(open_storage(folder) if is_python else HadoopStorage(spark, folder))
+
+
+def _parent(path: str) -> str:
+    """The folder that ``path`` lies in; a bucket or host itself."""
+    parent, slash, _ = path.rstrip("/").rpartition("/")
+    if not slash:
+        return "."
+    if parent.endswith(":/"):
+        return path
+    return f"{parent}/" if parent in ("", f"{scheme_of(path)}:") else parent
 
 
 def beside(path: str) -> str:
@@ -93,9 +102,9 @@ def take_place(aside: str, spark: SparkSession) -> None:
     Whoever stops this in the middle leaves the new instance, whole or in part in ``aside``, which
     can be moved by hand. The metadata, without which nothing is read, are the last to move.
     """
-    where = aside if _is_ours(aside, spark) else _qualified(aside, spark)
-    root, _, name = where.rpartition("/")
-    storage = open_storage(root) if where == aside else open_on_driver(spark, root)
+    is_ours = _is_ours(aside, spark)
+    root, _, name = (aside if is_ours else _qualified(aside, spark)).rpartition("/")
+    storage = open_storage(root) if is_ours else open_on_driver(spark, root)
     for old in storage.list(""):
         if old != name:
             storage.remove(old)
