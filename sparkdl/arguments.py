@@ -18,6 +18,7 @@ class EstimatorArguments(TypedDict, total=False):
 
     module: Any
     loss: Any
+    trainingStep: Any
     optimizer: Any
     optimizerParams: Mapping[str, Any]
     learningRate: float | None

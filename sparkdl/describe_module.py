@@ -19,6 +19,7 @@ from torch import nn
 from sparkdl.describe import REMEDY, DescribeError, describe, import_object, import_path, restore
 from sparkdl.errors import ConfigError
 from sparkdl.process import borrowed_generator
+from sparkdl.unlisted import derived
 
 _FACTORY = "pass a factory instead: a function that other processes can import and that makes it"
 
@@ -112,7 +113,7 @@ def _find_attribute(a: nn.Module, b: nn.Module) -> str | None:
         other = theirs.get(name)
         if other is None or type(one) is not type(other):
             return f"the class of {name or 'itself'}"
-        for key in sorted((vars(one).keys() | vars(other).keys()) - _derived(one)):
+        for key in sorted((vars(one).keys() | vars(other).keys()) - derived(one)):
             if not _is_same(key, vars(one).get(key), vars(other).get(key)):
                 return f"{name}.{key}".lstrip(".")
         if not _has_same_buffers(one, other):
@@ -120,11 +121,6 @@ def _find_attribute(a: nn.Module, b: nn.Module) -> str | None:
         if not _has_same_frozen(one, other):
             return f"which parameters of {name or 'it'} train"
     return None
-
-
-def _derived(module: nn.Module) -> set[str]:
-    """Attributes that only repeat what the registered parameters say."""
-    return {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
 
 
 def _has_same_frozen(one: nn.Module, other: nn.Module) -> bool:

@@ -67,6 +67,8 @@ class _TorchEstimator(
         for name in ("featuresCol", "inputCols", "inputs"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not
         self._copyValues(model)
+        if result.prediction_key is not None:
+            model._set(predictionOutput=result.prediction_key)
         # A training batch is sized for learning, a prediction batch for speed.
         model.clear(model.getParam("batchSize"))
         model._setDefault(batchSize=INFERENCE_BATCH_SIZE)

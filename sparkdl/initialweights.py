@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import scheme_of
+from sparkdl.checkpoint.storage import scheme_of, without_password
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.patterns import check_fit, fits_any
 from sparkdl.places import open_parent
@@ -56,10 +56,11 @@ class InitialWeights:
 def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
     """Give the weights to ``module``, on the CPU.
 
-    Floating numbers take the module's dtype.
+    Numbers take the module's dtype.
 
     Raises:
-        ConfigError: names, shapes or kinds differ; lists them.
+        ConfigError: names, shapes or kinds differ, numbers do not fit into the module's dtype, or
+            tensors that are one in the module are several different ones; lists them.
         StorageError: the file or folder cannot be read, or is damaged.
     """
     import torch
@@ -76,6 +77,7 @@ def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
             for name in wanted.keys() & state.keys()
             if not _agree(wanted[name], state[name])
         ),
+        *_lost(wanted, state),
     ]
     if differences:
         shown = "; ".join(sorted(differences)[:5])
@@ -94,7 +96,7 @@ def _source(value: Any) -> Any:
         path = os.fspath(value)
         if path.endswith(_PICKLED):
             raise ConfigError(
-                f"{path} is a pickle, which can run code; load it with "
+                f"{without_password(path)} is a pickle, which can run code; load it with "
                 "torch.load(path, weights_only=True) and pass the state dict"
             )
         return path if scheme_of(path) is not None else str(Path(path).expanduser().absolute())
@@ -124,7 +126,8 @@ def _state(source: Any) -> dict[str, Any]:
     try:
         return load(storage.read(name))
     except SafetensorError as error:
-        raise StorageError(f"{source} is no whole file of safetensors: {error}") from error
+        name = without_password(source)
+        raise StorageError(f"{name} is no whole file of safetensors: {error}") from error
 
 
 def _agree(ours: Any, theirs: Any) -> bool:
@@ -135,6 +138,35 @@ def _agree(ours: Any, theirs: Any) -> bool:
         return type(ours) is type(theirs)
     is_same_kind = ours.is_floating_point() == theirs.is_floating_point()
     return is_same_kind and (is_lazy(ours) or ours.shape == theirs.shape)
+
+
+def _lost(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+    """What copying would change without a word."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    first: dict[Any, str] = {}
+    for name, ours in wanted.items():
+        theirs = state.get(name)
+        if not isinstance(ours, torch.Tensor) or theirs is None or not _agree(ours, theirs):
+            continue
+        if not _fits(theirs, ours.dtype):
+            yield f"{name} has numbers in the weights that {_kind(ours)} of the module cannot hold"
+        if is_lazy(ours):
+            continue
+        other = first.setdefault((ours.data_ptr(), ours.shape, ours.stride()), name)
+        if ours.numel() and not torch.equal(theirs.to(ours.dtype), state[other].to(ours.dtype)):
+            yield f"{name} and {other} are one tensor in the module, but differ in the weights"
+
+
+def _fits(value: Any, dtype: Any) -> bool:
+    """Whether a cast keeps the numbers: floating ones but for rounding, others exactly."""
+    if value.dtype == dtype:
+        return True
+    cast = value.to(dtype).to(value.dtype)
+    if value.is_floating_point() or value.is_complex():
+        return bool((cast.isfinite() == value.isfinite()).all())
+    return bool((cast == value).all())
 
 
 def _kind(value: Any) -> str:

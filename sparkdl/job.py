@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
+from sparkdl.checkpoint.storage import without_password
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.jobfile import (
     DataSection,
@@ -28,9 +29,9 @@ from sparkdl.jobfile import (
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scores import Evaluation
-from sparkdl.scoring import vectors_to_arrays
 from sparkdl.spark.columns import find, hashable, quoted
-from sparkdl.spark.saving import is_there, load_instance
+from sparkdl.spark.outputs import vectors_to_arrays
+from sparkdl.spark.saving import check_place, is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
 
 if TYPE_CHECKING:
@@ -76,13 +77,15 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     Raises:
         ConfigError: the job cannot be done as it stands; found before training.
         DataError: the data cannot be trained on; found before training.
+        StorageError: the model cannot be saved at ``output.path``; found before training.
     """
     estimator = make_estimator(job)
     if not job.output.overwrite and is_there(job.output.path, spark):
         raise ConfigError(
-            f"there is something at {job.output.path} already; choose another output.path, or "
-            f"replace it with --set output.overwrite=true"
+            f"there is something at {without_password(job.output.path)} already; choose another "
+            f"output.path, or replace it with --set output.overwrite=true"
         )
+    check_place(job.output.path, spark)
     test = read_data(spark, job.test) if job.test is not None else None
     model = estimator.fit(read_training_data(spark, job))
     writer = model.write()
@@ -122,8 +125,8 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
         _check_csv(rows)
     if job.output.mode == "error" and is_there(job.output.path, spark):
         raise ConfigError(
-            f"there is something at {job.output.path} already; choose another output.path, or "
-            f"output.mode 'overwrite' or 'append'"
+            f"there is something at {without_password(job.output.path)} already; choose another "
+            f"output.path, or output.mode 'overwrite' or 'append'"
         )
     writer = rows.write.format(job.output.format).mode(job.output.mode)
     writer.options(**job.output.options).save(job.output.path)
@@ -159,7 +162,8 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
         rows.schema  # noqa: B018
     except AnalysisException as error:
         what = section.table or section.path
-        raise DataError(f"cannot read {what!r}: {_first_line(error)}") from error
+        text = f"cannot read {what!r}: {_first_line(error)}"
+        raise DataError(without_password(text)) from error
     return rows
 
 
@@ -199,7 +203,8 @@ def load_model(spark: SparkSession, path: str) -> Any:
         StorageError: there is none at ``path``.
     """
     if not is_there(f"{path.rstrip('/')}/metadata", spark):
-        raise StorageError(f"there is no saved model at {path}; check model.path, or train first")
+        name = without_password(path)
+        raise StorageError(f"there is no saved model at {name}; check model.path, or train first")
     return load_instance(path, spark)
 
 

@@ -114,6 +114,8 @@ class EstimatorSection:
     """One shape, or with several ``input_cols`` a list of them."""
     inputs: Mapping[str, str | ObjectRef] | tuple[str | ObjectRef, ...] | None = None
     """Columns, or objects such as ``{factory = "sparkdl:Image", args = {column = "photo"}}``."""
+    training_step: str | ObjectRef | None = None
+    """A function ``(module, inputs, target)``, and further ``args`` by name."""
     augmentation: str | ObjectRef | None = None
     group_by_length: int | None = None
     label_col: str | None = None

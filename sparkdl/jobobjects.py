@@ -58,15 +58,19 @@ def import_object(reference: str) -> Any:
         ) from error
 
 
+_FUNCTIONS = ("scheduler", "augmentation", "training_step")
+"""Keys of ``[estimator]`` that name functions."""
+
+
 def _resolve(name: str, value: Any) -> Any:
     """A value of ``[estimator]`` as its Param takes it."""
     if name == "loss":
         return _loss(value, "estimator.loss")
-    if name in ("optimizer", "scheduler", "augmentation") and is_reference(value):
+    if name in ("optimizer", *_FUNCTIONS) and is_reference(value):
         value = ObjectRef(factory=value)
-    if name in ("scheduler", "augmentation") and isinstance(value, str):
+    if name in _FUNCTIONS and isinstance(value, str):
         raise ConfigError(f"estimator.{name} must be 'package.module:name'; received {value!r}")
-    if name in ("optimizer", "scheduler"):
+    if name in ("optimizer", "scheduler", "training_step"):
         return _partial(value) if isinstance(value, ObjectRef) else value
     if isinstance(value, ObjectRef):
         return _made(value)

@@ -32,6 +32,7 @@ from sparkdl.scores import (
 from sparkdl.train.loss import ClassLoss, LossFunction
 from sparkdl.train.losses import LossSum, loss_of
 from sparkdl.train.metrics import Metrics, State, on_cpu
+from sparkdl.train.training_step import taken
 
 LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""
@@ -104,6 +105,13 @@ class Part:
         for number, table in other.curves.items():
             self.curves.setdefault(number, ScoreTable(limit=table.limit)).merge(table)
 
+    def listed_bytes(self) -> dict[str, int]:
+        """Size of the states of metrics that grow by the row."""
+        return {
+            name: sum(_listed(value) for _, state in states for value in state.values())
+            for name, states in self.metrics.items()
+        }
+
     def to_bytes(self) -> bytes:
         """For a row of Spark's."""
         buffer = io.BytesIO()
@@ -136,12 +144,7 @@ def united(parts: Sequence[Part], measures: Measures) -> Part:
         whole.merge(part)
     metrics = measures.make_metrics(measures.make_loss())
     whole.metrics = {name: metrics.united(name, states) for name, states in whole.metrics.items()}
-    _check_listed(
-        {
-            name: sum(_listed(value) for _, values in states for value in values.values())
-            for name, states in whole.metrics.items()
-        }
-    )
+    check_listed(whole.listed_bytes())
     return whole
 
 
@@ -206,17 +209,17 @@ class Evaluator:
         """Take note of a batch.
 
         Args:
-            output: what the module returned, for loss and metrics.
-            predicted: the tensor of which ``transform`` makes the prediction; of a model of class
-                numbers or numbers only.
+            output: what the module returned.
+            predicted: the tensor that becomes the prediction; of classes and numbers only.
             target: what the loss compares with.
             weight: ``(batch,)``, on the CPU.
-            num_rows: samples of the batch.
+            num_rows: samples.
         """
         weights = np.ones(num_rows) if weight is None else weight.double().numpy()
         self._part.rows += num_rows
-        self._add_loss(output, target, weights, weight)
-        self._metrics.update(output, target)
+        meant = taken(self._loss, output)
+        self._add_loss(meant, target, weights, weight)
+        self._metrics.update(meant, target)
         if self._measures.task == "classification":
             self._add_classes(predicted, target, weights)
         elif self._measures.task == "regression":
@@ -228,7 +231,7 @@ class Evaluator:
         Raises:
             ConfigError: states of torchmetrics that grow by the row became too large.
         """
-        _check_listed(self._metrics.listed_bytes())
+        check_listed(self._metrics.listed_bytes())
 
     def part(self) -> Part:
         """All that was found out."""
@@ -263,7 +266,11 @@ class Evaluator:
         weight: torch.Tensor | None,
     ) -> None:
         """The losses of all labels; their sum follows from them."""
-        sums = self._part.sums
+        sums, counted = self._part.sums, weights > 0
+        target, unknown = _known_labels(loss, output, target)
+        for name, rows in unknown.items():
+            if bool(rows.cpu().numpy()[counted].any()):
+                sums.add(f"loss {name}", math.inf)
         by_label = loss.rows_by_label(output, target)
         if by_label is None:
             _, count, totals = loss.apart(output, target, weight)
@@ -272,7 +279,6 @@ class Evaluator:
             sums.add("loss_weight", float(count))
             return
         for name, losses in by_label.items():
-            counted = weights > 0
             values = losses.double().cpu().numpy()[counted] * weights[counted]
             sums.add(f"loss {name}", exact_sum(values.tolist()))
         sums.add("loss_weight", exact_sum(weights.tolist()))
@@ -318,10 +324,12 @@ def row_losses(
     Returns:
         None if the loss knows sums only.
     """
-    unknown = None
-    if measures.task == "classification":
-        unknown = (target >= measures.num_classes) & (target != _ignored(loss))
-        target = torch.where(unknown, 0, target)
+    if isinstance(loss, LossSum):
+        target, by_label = _known_labels(loss, output, target)
+        unknown = torch.stack(list(by_label.values())).any(0) if by_label else None
+    else:
+        num_classes = measures.num_classes if measures.task == "classification" else 0
+        target, unknown = _known(loss, output, target, num_classes)
     rows = loss.rows(output, target)
     if rows is None:
         return None
@@ -339,6 +347,31 @@ def alone(losses: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return found
 
 
+def _known(
+    loss: LossFunction, output: Any, target: Any, num_classes: int = 0
+) -> tuple[Any, torch.Tensor | None]:
+    """Targets that the loss takes, and in which rows, ``(batch,)``, there were others."""
+    if not num_classes:
+        is_number = isinstance(loss, ClassLoss) and isinstance(target, torch.Tensor)
+        if not is_number or (target.shape == output.shape and target.is_floating_point()):
+            return target, None
+        num_classes = output.shape[1]
+    unknown = ((target >= num_classes) | (target < 0)) & (target != _ignored(loss))
+    return torch.where(unknown, 0, target), unknown.unsqueeze(-1).flatten(1).any(1)
+
+
+def _known_labels(
+    loss: LossSum, output: Any, target: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The same for several labels."""
+    pairs = {
+        name: _known(loss.part(name), loss.output_for(name, output), target[name])
+        for name in loss.names
+    }
+    unknown = {name: mask for name, (_, mask) in pairs.items() if mask is not None}
+    return {name: pair[0] for name, pair in pairs.items()}, unknown
+
+
 def _ignored(loss: LossFunction) -> int:
     return loss.ignore_index if isinstance(loss, ClassLoss) else -1
 
@@ -348,7 +381,8 @@ def _listed(value: Any) -> int:
     return sum(item.numel() * item.element_size() for item in items)
 
 
-def _check_listed(sizes: Mapping[str, int]) -> None:
+def check_listed(sizes: Mapping[str, int]) -> None:
+    """Refuse states, with their sizes by metric, that are too large to be gathered."""
     if sum(sizes.values()) <= LISTED_BYTES:
         return
     name = max(sizes, key=lambda name: sizes[name])

@@ -279,8 +279,8 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         """The loss of each row, next to the columns that tell which row it is.
 
         It is the loss of a batch of that row alone, without ``weightCol``; null where the row
-        counts for nothing, as with a class that the loss ignores. The worst rows come first by
-        ``.orderBy(F.desc(scoreCol))``.
+        counts for nothing, as with a class that the loss ignores (of several labels such a one
+        adds 0). The worst rows come first by ``.orderBy(F.desc(scoreCol))``.
 
         Args:
             dataset: rows with the inputs and the label.

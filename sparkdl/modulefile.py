@@ -1,10 +1,11 @@
 """How is a fitted module saved as a folder, and loaded without unpickling anything?
 
 ``module.json`` says how to make the module (a factory, a description, or an exported program);
-``weights.safetensors`` holds the state dict; ``program.pt2`` is there only if neither a factory
-nor a description could be written. `sealed` sees that the folder is whole before anything in it
-is used. Whoever can write the folder can also name another factory, so load only from folders
-that you would import code from.
+``weights.safetensors`` holds the state dict; ``unlisted.safetensors`` is there only if the factory
+makes what a state dict leaves out otherwise than it is (see `unlisted`), ``program.pt2`` only if
+neither a factory nor a description could be written. `sealed` sees that the folder is whole before
+anything in it is used. Whoever can write the folder can also name another factory, so load only
+from folders that you would import code from.
 
 No copy of all weights is made to save them. To load them takes the file in memory beside the
 module.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.format import encode, views
+from sparkdl.checkpoint.format import decode, encode, views
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.checkpoint.tree import Snapshot, pack
 from sparkdl.data.example import Given
@@ -30,11 +31,13 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.process import borrowed_generator
 from sparkdl.program import read_program, write_program
 from sparkdl.sealed import read_index, read_sealed, write_sealed
+from sparkdl.unlisted import find_unlisted, give_unlisted
 
 VERSION = 2
 """Of the layout. 1 had no sum of the index itself; every version that there was is read."""
 INDEX = "module.json"
 _WEIGHTS = "weights.safetensors"
+_UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
 
@@ -46,6 +49,8 @@ class PreparedModule:
     index: Mapping[str, Any]
     weights: Snapshot
     """The module's own tensors."""
+    unlisted: Snapshot | None = None
+    """More of them, which the state dict does not list."""
     others: Mapping[str, bytes]
     """The other files by name."""
 
@@ -56,6 +61,8 @@ class PreparedModule:
             StorageError: the storage cannot be written.
         """
         files = {_WEIGHTS: encode(self.weights), **self.others}
+        if self.unlisted is not None:
+            files[_UNLISTED] = encode(self.unlisted)
         write_sealed(storage, path, INDEX, self.index, files)
 
 
@@ -82,6 +89,8 @@ class SavedModule:
         described = recipe["factory"] if "factory" in recipe else recipe["module"]
         module = _make(restore(described)) if "factory" in recipe else restore(described)
         _load_weights(module, self.weights(), recipe)
+        if _UNLISTED in self.files:
+            give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
         return module.cpu().eval()
 
     def weights(self) -> dict[str, Any]:
@@ -120,14 +129,15 @@ def prepare_module(
         ConfigError: the module cannot be made again in any of the three ways, or ``factory``
             makes another one; names causes and remedies.
     """
-    recipe, program = _recipe(module, factory, example_inputs)
+    way = _find_way(module, factory, example_inputs)
     files = dict(others or {})
-    if program is not None:
-        files[_PROGRAM] = program
+    if way.program is not None:
+        files[_PROGRAM] = way.program
     # Plain dicts: names and tensors are all that another reader of safetensors needs.
     prepared = prepare_weights(dict(module.state_dict()))
-    index = {"version": VERSION, "extra": describe(dict(extra)), "recipe": recipe}
-    return replace(prepared, index=index, others=files)
+    index = {"version": VERSION, "extra": describe(dict(extra)), "recipe": way.recipe}
+    unlisted = Snapshot(*pack(way.unlisted)) if way.unlisted else None
+    return replace(prepared, index=index, unlisted=unlisted, others=files)
 
 
 def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
@@ -186,26 +196,32 @@ def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, 
     return saved.make(), saved.extra()
 
 
-def _recipe(
-    module: nn.Module, factory: Any | None, example_inputs: Given | None
-) -> tuple[dict[str, Any], bytes | None]:
-    """How to make the module again, and the exported program if that is the way."""
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How a module can be made again."""
+
+    recipe: Mapping[str, Any]
+    program: bytes | None = None
+    unlisted: Mapping[str, Any] | None = None
+    """See `unlisted.find_unlisted`."""
+
+
+def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
+    """The first of the three ways that will do."""
     causes = []
     if factory is not None:
         try:
-            described = describe(factory)
+            return _factory_way(module, factory)
         except DescribeError as error:
             causes.append(f"the factory cannot be written: {error}")
-        else:
-            return _factory_recipe(module, factory, described), None
     try:
-        return {"module": describe(module)}, None
+        return _Way(recipe={"module": describe(module)})
     except DescribeError as error:
         causes.append(f"the module cannot be described: {error}")
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")
-        return {"program": _PROGRAM}, write_program(module, example_inputs)
+        return _Way(recipe={"program": _PROGRAM}, program=write_program(module, example_inputs))
     except ConfigError as error:
         causes.append(str(error))
     raise ConfigError(
@@ -214,21 +230,31 @@ def _recipe(
     )
 
 
-def _factory_recipe(module: nn.Module, factory: Any, described: Any) -> dict[str, Any]:
-    difference = find_difference(module, _make(factory))
+def _factory_way(module: nn.Module, factory: Any) -> _Way:
+    """The factory, and what it makes otherwise.
+
+    Raises:
+        DescribeError: it cannot be written, or something of the module's cannot.
+        ConfigError: it makes a module of another structure.
+    """
+    described = describe(factory)
+    again = _make(factory)
+    difference = find_difference(module, again)
     if difference is not None:
         raise ConfigError(
             f"the factory makes another module than the fitted one: it differs in {difference}; "
             f"pass the factory that made it, with all its arguments"
         )
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    return {"factory": described, "frozen": frozen}
+    recipe = {"factory": described, "frozen": frozen}
+    return _Way(recipe=recipe, unlisted=find_unlisted(module, again))
 
 
 def _make(factory: Any) -> nn.Module:
     if not callable(factory):
         raise ConfigError(f"a factory must be callable; received {factory!r}")
-    with borrowed_generator():
+    # What it draws at random is the same when it is compared, to be saved, and when it is loaded.
+    with borrowed_generator(seed=0):
         module = factory()
     if not isinstance(module, nn.Module):
         raise ConfigError(f"a factory must make an nn.Module; {factory!r} made {type(module)}")

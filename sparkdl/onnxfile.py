@@ -77,6 +77,7 @@ def export_onnx(
     """
     _check_packages()
     module, signature = _resolve(model)
+    _check_device(module)
     example = _made_up(signature) if example_inputs is None else as_example(example_inputs)
     batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
     batches += [example.shorter()] * any(example.lengths)
@@ -105,6 +106,15 @@ def _resolve(model: Any) -> tuple[nn.Module, ModelSignature | None]:
             f"received {type(model).__name__}"
         )
     return module, ModelSignature(inputs=tuple(columns), num_classes=None)
+
+
+def _check_device(module: nn.Module) -> None:
+    devices = {str(t.device) for t in (*module.parameters(), *module.buffers())} - {"cpu"}
+    if devices:
+        raise ConfigError(
+            f"export_onnx runs the module on the CPU, and parts of it are on {sorted(devices)}; "
+            "pass module.cpu()"
+        )
 
 
 def _made_up(signature: ModelSignature | None) -> Example:

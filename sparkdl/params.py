@@ -56,10 +56,18 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
         "or a callable that gets a dict of all labels.",
         converters.to_losses,
     )
+    trainingStep = declare(
+        "trainingStep",
+        "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
+        "what forward returns, for networks such as GANs; None: that of a LightningModule, else "
+        "there is none.",
+        converters.to_callable,
+    )
     optimizer = declare(
         "optimizer",
         "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
-        "a callable params -> torch.optim.Optimizer.",
+        "a callable params -> torch.optim.Optimizer; 'auto': what a LightningModule configures, "
+        "else Adam.",
         converters.to_name_or_callable,
     )
     optimizerParams = declare(
@@ -234,7 +242,7 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
                 value = getattr(owners[field.owner], field.name)
                 self._setDefault(**{name: dict(value) if isinstance(value, Mapping) else value})
         self._setDefault(
-            optimizer="adam",
+            optimizer="auto",
             syncStrategy="allreduce",
             executionMode="auto",
             inputShape=None,
@@ -277,6 +285,7 @@ FIELDS: Mapping[str, Field] = {
     "gpusPerWorker": Field("request", "gpus_per_worker"),
     "loss": Field("config", "loss", loss_of_labels),
     "lossWeights": Field("config", "loss_weights", loss_weights),
+    "trainingStep": Field("config", "training_step"),
     "augmentation": Field("config", "augmentation"),
     "groupByLength": Field("config", "group_by_length"),
     "shuffleWindowBytes": Field("config", "shuffle_window_bytes"),
@@ -317,7 +326,8 @@ FACE_ONLY: Mapping[str, str] = {
 OBJECT_PARAMS = frozenset(
     ("module", "initialWeights", "loss", "optimizer", "optimizerParams", "parameterGroups",
      "scheduler", "syncStrategy", "earlyStopping", "callbacks", "metrics", "outputs",
-     "predictionOutput", "preprocessing", "postprocessing", "inputs", "labels", "augmentation")
+     "predictionOutput", "preprocessing", "postprocessing", "inputs", "labels", "augmentation",
+     "trainingStep")
 )  # fmt: skip
 """Params whose values may be objects: saved by `describe`, not as plain JSON."""
 

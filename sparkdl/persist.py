@@ -11,6 +11,7 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pyspark.ml.param import Params
@@ -19,7 +20,7 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import Storage
+from sparkdl.checkpoint.storage import Storage, drop_password, without_password
 from sparkdl.data.example import example_of
 from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
@@ -35,8 +36,18 @@ from sparkdl.modulefile import (
 )
 from sparkdl.params import OBJECT_PARAMS
 from sparkdl.plan import Column
-from sparkdl.sealed import digest
-from sparkdl.spark.saving import damaged, make_way, place_of, read_metadata, write_metadata
+from sparkdl.spark.saving import (
+    FORMAT,
+    beside,
+    damaged,
+    is_there,
+    make_way,
+    place_of,
+    read_metadata,
+    sum_of,
+    take_place,
+    write_metadata,
+)
 from sparkdl.spark.session import is_connect
 from sparkdl.summary import TrainingSummary
 
@@ -44,16 +55,12 @@ logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
 M = TypeVar("M", bound=TorchModel)
 
-FORMAT = 2
-"""Version of the layout; raised when an older sparkdl could not read it. All before are read."""
 _MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
 _WEIGHTS = "initialWeights"
-_SEALED = ("class", "uid", "paramMap", "defaultParamMap")
-"""Entries of the metadata whose sum is kept in it from format 2 on."""
 
 
 class ParamsWriter(MLWriter):
-    """Saves Params. All that can fail on the driver does so before old files are deleted."""
+    """Saves Params. What is there already is deleted when the new is written as a whole."""
 
     def __init__(self, instance: Params) -> None:
         super().__init__()
@@ -69,17 +76,29 @@ class ParamsWriter(MLWriter):
         """
         folders: dict[str, PreparedModule] = {}
         described = self._describe(folders)
-        make_way(path, self.shouldOverwrite, self.sparkSession)
-        extra = {"sparkdl": _about(described, self.sparkSession)}
-        storage = write_metadata(described, path, self.sparkSession, extra)
-        self._check_place(storage, path)
-        for folder, prepared in folders.items():
-            prepared.write(storage, folder)
+        if self.shouldOverwrite and is_there(path, self.sparkSession):
+            aside = beside(path)
+            self._write(described, folders, aside)
+            take_place(aside, self.sparkSession)
+        else:
+            make_way(path, self.shouldOverwrite, self.sparkSession)
+            self._write(described, folders, path)
 
-    def _check_place(self, storage: Storage, path: str) -> None:
+    def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:
+        """Write to where there is nothing; what was begun is removed if it cannot be ended."""
+        extra = {"sparkdl": _about(described, self.sparkSession)}
+        try:
+            storage = write_metadata(described, path, self.sparkSession, extra)
+            self._check_place(storage)
+            for folder, prepared in folders.items():
+                prepared.write(storage, folder)
+        except BaseException:
+            make_way(path, True, self.sparkSession)
+            raise
+
+    def _check_place(self, storage: Storage) -> None:
         """See that this is the folder in which Spark has written the metadata."""
         if is_connect(self.sparkSession) and not storage.exists("metadata"):
-            make_way(path, True, self.sparkSession)
             raise StorageError(
                 f"{storage} lies on the host of the Spark Connect server, where this client cannot "
                 "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
@@ -99,6 +118,7 @@ class ParamsWriter(MLWriter):
         return twin
 
     def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
+        value = self._without_passwords(name, value)
         if name not in OBJECT_PARAMS:
             return value
         value = self._to_save(name, value)
@@ -114,6 +134,20 @@ class ParamsWriter(MLWriter):
             raise DescribeError(
                 f"cannot save Param {name!r} of {self.instance.uid}: {error}"
             ) from error
+
+    def _without_passwords(self, name: str, value: Any) -> Any:
+        """A path or URL as others may read it."""
+        is_source = isinstance(value, InitialWeights) and not value.is_in_memory
+        url = value.source if is_source else value
+        if not isinstance(url, str) or drop_password(url) == url:
+            return value
+        logger.warning(
+            "%s: the password in %s is not saved; set it again on what is loaded",
+            self.instance.uid,
+            name,
+        )
+        url = drop_password(url)
+        return replace(value, source=url) if is_source else url
 
     def _to_save(self, name: str, value: Any) -> Any:
         """The value of a Param, or what is saved in its place."""
@@ -186,21 +220,19 @@ class ParamsReader(MLReader[P]):
     def _check(self, metadata: Mapping[str, Any], path: str) -> None:
         expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
         if metadata["class"] != expected:
-            raise StorageError(f"{path} holds a {metadata['class']}, not a {expected}")
-        written = metadata.get("sparkdl", {})
-        if written.get("format") not in range(1, FORMAT + 1):
             raise StorageError(
-                f"{path} was written by sparkdl {written.get('version', '(unknown)')} in format "
-                f"{written.get('format')}; this sparkdl {__version__} reads formats up to {FORMAT}"
+                f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
             )
-        if written["format"] > 1 and written.get("sha256") != _sum(metadata):
-            raise damaged(path, "it is not what was written")
+        if "sparkdl" not in metadata:
+            raise damaged(path, "it does not say which sparkdl has written it")
 
     def _values(self, saved: Mapping[str, Any], instance: Params, path: str) -> dict[str, Any]:
         values = {}
         for name, value in saved.items():
             if not instance.hasParam(name):
-                raise StorageError(f"{path} has a Param {name!r} that this version does not know")
+                raise StorageError(
+                    f"{without_password(path)} has a Param {name!r} that this version does not know"
+                )
             values[name] = self._from_json(name, value, path)
         return values
 
@@ -237,11 +269,7 @@ class ModelReader(ParamsReader[M]):
 def _about(described: Params, spark: SparkSession) -> dict[str, Any]:
     """Our own entry of the metadata, with the sum of what Spark will write."""
     metadata = json.loads(DefaultParamsWriter._get_metadata_to_save(described, spark))
-    return {"format": FORMAT, "version": __version__, "sha256": _sum(metadata)}
-
-
-def _sum(metadata: Mapping[str, Any]) -> str:
-    return digest({name: metadata.get(name) for name in _SEALED})
+    return {"format": FORMAT, "version": __version__, "sha256": sum_of(metadata)}
 
 
 def _describable(factory: Any) -> Any:

@@ -7,6 +7,7 @@ along, or of one of a pipeline's stages; as a path or as a URL, see `places`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.assemble import Arguments, example_arguments
-from sparkdl.describe import restore
+from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.places import open_place
@@ -60,6 +61,22 @@ class ModelSignature:
         are as long as the longest of training, and their masks say that all values count.
         """
         return example_arguments(self.inputs, num_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTransform:
+    """The transform of an input, as a signature has it: imported only when it is called."""
+
+    text: str
+    """JSON that names it, such as ``{"import": "package.module:function"}``."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Import the transform and call it; see `sparkdl.inputs.Specification.transform`.
+
+        Raises:
+            ConfigError: it cannot be imported here.
+        """
+        return restore(json.loads(self.text))(batch)
 
 
 def load_module(path_or_url: Place) -> nn.Module:
@@ -106,7 +123,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
     signature = _signature(index["extra"])
     if signature is None:
         raise StorageError(
-            f"{path_or_url} holds an estimator, which has not seen its columns; save the model "
+            f"{storage} holds an estimator, which has not seen its columns; save the model "
             "that its fit gives"
         )
     return signature
@@ -129,9 +146,19 @@ def _signature(described: Mapping[str, Any]) -> ModelSignature | None:
     if "columns" not in extra:
         return None
     return ModelSignature(
-        inputs=tuple(Column.from_dict(column) for column in restore(extra["columns"])),
+        inputs=tuple(Column.from_dict(_unimported(c)) for c in restore(extra["columns"])),
         num_classes=extra.get("num_classes"),
     )
+
+
+def _unimported(column: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A column as JSON, whose transform is described as a `NamedTransform`."""
+    specification = column.get("specification")
+    if specification is None or specification["fields"]["transform"] is None:
+        return column
+    transform = describe(NamedTransform(text=json.dumps(specification["fields"]["transform"])))
+    fields = {**specification["fields"], "transform": transform}
+    return {**column, "specification": {**specification, "fields": fields}}
 
 
 def _find(storage: Storage) -> str:

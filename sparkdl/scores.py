@@ -226,7 +226,7 @@ def classification_scores(
         log_loss_sum: sum over rows of ``-log(probability of the label)`` times weight.
 
     Raises:
-        DataError: there are no rows.
+        DataError: there are no rows, or none that counts.
     """
     total = _positive_total(sum(counts.values()))
     classes = sorted({label for pair in counts for label in pair})
@@ -267,7 +267,7 @@ def regression_scores(
         label_variance: sum of squared distances of the labels from their mean, times weight.
 
     Raises:
-        DataError: there are no rows.
+        DataError: there are no rows, or none that counts.
     """
     total = _positive_total(weight)
     return RegressionScores(
@@ -279,5 +279,8 @@ def regression_scores(
 
 def _positive_total(total: float | None) -> float:
     if not total:
-        raise DataError("there are no rows to evaluate; check [data] and its select expressions")
+        raise DataError(
+            "no row counts: all have weight 0 or a class that the loss ignores, or there are none; "
+            "check the weights, and filters"
+        )
     return total

@@ -6,6 +6,7 @@ groups of parts, so that the driver gets few of them, however many partitions th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark import TaskContext
-from pyspark.ml.functions import vector_to_array
-from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -33,6 +32,7 @@ from sparkdl.measure import (
     Measures,
     Part,
     alone,
+    check_listed,
     evaluation,
     row_losses,
     united,
@@ -45,11 +45,19 @@ from sparkdl.spark.columns import Prepared, prepare, quoted
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.specified import prepare_named
 from sparkdl.train.losses import class_labels
+from sparkdl.train.training_step import taken
 
 _GROUPS = 16
 """Groups in which parts are added up."""
-_SCHEMA = "part int, kind string, payload binary"
-_ARROW_SCHEMA = pa.schema([("part", pa.int32()), ("kind", pa.string()), ("payload", pa.binary())])
+_SCHEMA = "part int, kind string, listed map<string, bigint>, payload binary"
+_ARROW_SCHEMA = pa.schema(
+    [
+        ("part", pa.int32()),
+        ("kind", pa.string()),
+        ("listed", pa.map_(pa.string(), pa.int64())),
+        ("payload", pa.binary()),
+    ]
+)
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "DataError": DataError}
 
 
@@ -129,26 +137,40 @@ class AddTask:
     """Adds up the parts of each group, in the order of the partitions; passes errors on."""
 
     measures: Measures
+    num_groups: int
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield one row per group."""
-        rows = [row for batch in batches for row in batch.to_pylist()]
-        for group in sorted({row["part"] % _GROUPS for row in rows}):
-            members = [row for row in rows if row["part"] % _GROUPS == group]
-            yield from _told(partial(_sum, members, self.measures), group)
+        groups: dict[int, list[Mapping[str, Any]]] = {}
+        for batch in batches:
+            heads = batch.select(["part", "kind", "listed"]).to_pylist()
+            for head, payload in zip(heads, batch["payload"], strict=True):  # not copied yet
+                groups.setdefault(head["part"] % self.num_groups, []).append(
+                    {**head, "payload": payload}
+                )
+        for group in sorted(groups):
+            yield from _told(partial(_sum, groups.pop(group), self.measures), group)
 
 
 def _sum(rows: Sequence[Mapping[str, Any]], measures: Measures) -> Part:
     """The sum of parts as rows.
 
     Raises:
-        SparkDLError: what went wrong in the first that failed.
+        SparkDLError: what went wrong in the first that failed, or they are too large in all.
     """
     rows = sorted(rows, key=lambda row: row["part"])
     for row in rows:
         if row["kind"] in _ERRORS:
-            raise _ERRORS[row["kind"]](bytes(row["payload"]).decode())
-    return united([Part.from_bytes(bytes(row["payload"])) for row in rows], measures)
+            raise _ERRORS[row["kind"]](_bytes(row["payload"]).decode())
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        sizes.update(dict(row["listed"]))  # a map is pairs in Arrow
+    check_listed(sizes)  # before any of them is unpacked
+    return united([Part.from_bytes(_bytes(row["payload"])) for row in rows], measures)
+
+
+def _bytes(payload: Any) -> bytes:
+    return bytes(payload.as_py() if isinstance(payload, pa.Scalar) else payload)
 
 
 def _told(work: Callable[[], Part], number: int | None = None) -> Iterator[pa.RecordBatch]:
@@ -156,9 +178,10 @@ def _told(work: Callable[[], Part], number: int | None = None) -> Iterator[pa.Re
 
     Spark would run a task that raises several times, and hide what it says among its own words.
     """
+    listed: dict[str, int] = {}
     try:
         part = work()
-        kind, payload = "part", part.to_bytes()
+        kind, listed, payload = "part", part.listed_bytes(), part.to_bytes()
         if not part.rows:
             return
     except (ConfigError, DataError) as error:
@@ -167,7 +190,7 @@ def _told(work: Callable[[], Part], number: int | None = None) -> Iterator[pa.Re
     if number is None:
         context = TaskContext.get()
         number = context.partitionId() if context is not None else 0
-    row = {"part": number, "kind": kind, "payload": payload}
+    row = {"part": number, "kind": kind, "listed": list(listed.items()), "payload": payload}
     yield pa.RecordBatch.from_pylist([row], schema=_ARROW_SCHEMA)
 
 
@@ -186,9 +209,15 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     measures.make_metrics(measures.make_loss())  # as the tasks will
     named = [column.alias(f"_{number}") for number, column in enumerate(columns)]
     parts = dataset.select(*named).mapInArrow(task, _SCHEMA)
-    group = F.col("part") % _GROUPS
-    added = parts.repartition(_GROUPS, group).mapInArrow(AddTask(measures), _SCHEMA)
+    added = _added(parts, measures, _GROUPS)
+    if measures.metrics:  # whose states may be large: the driver gets one part
+        added = _added(added, measures, 1)
     return evaluation(_sum([row.asDict() for row in added.collect()], measures), measures)
+
+
+def _added(parts: DataFrame, measures: Measures, num_groups: int) -> DataFrame:
+    rows = parts.repartition(num_groups, F.col("part") % num_groups)
+    return rows.mapInArrow(AddTask(measures, num_groups), _SCHEMA)
 
 
 def row_scores(
@@ -218,7 +247,8 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
                     if run.arguments is None:
                         yield pa.nulls(run.num_rows, pa.float64())
                     else:
-                        yield run.spread(_row_losses(loss, output, target, task.measures))
+                        meant = taken(loss, output)
+                        yield run.spread(_row_losses(loss, meant, target, task.measures))
 
     def losses_of_inputs(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         return losses_of((array,) for array in batches)
@@ -364,9 +394,3 @@ def several_labels(
         for p, entry in zip(prepared, entries, strict=True)
     )
     return prepared, labels
-
-
-def vectors_to_arrays(rows: DataFrame) -> DataFrame:
-    """``rows`` with Spark ML vectors as arrays, which every reader understands."""
-    vectors = [item.name for item in rows.schema.fields if isinstance(item.dataType, VectorUDT)]
-    return rows.withColumns({name: vector_to_array(F.col(quoted(name))) for name in vectors})

@@ -91,3 +91,26 @@ renamed = lambda: None  # noqa: E731
 def tokenize(batch: Any) -> list[list[int]]:
     """Words of the first column as numbers; a transform for `sparkdl.Sequence`."""
     return [[len(word) for word in (text or "").split()] for text in batch.column(0).to_pylist()]
+
+
+class Drawn(nn.Module):
+    """What its state dict leaves out is drawn at random, or made while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+        self.inner.register_buffer("noise", torch.randn(2), persistent=False)
+        self.projection = torch.randn(3, 3)
+        self.factors: Any = [float(torch.rand(())), {"shift": torch.randn(2)}]
+        self.aliases = [self.layer.weight, self.inner]
+        self.act = lambda x: x
+        self.calls = 0
+        self.cache: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.cache is None:
+            self.cache = torch.ones(2) * self.calls
+        inner = self.inner(self.layer(x @ self.projection)) * self.inner.noise
+        return self.act(inner) * self.factors[0] + self.factors[1]["shift"] * self.cache

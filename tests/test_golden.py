@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import persist
 from sparkdl.initialweights import InitialWeights, load_initial_weights
 from sparkdl.modulefile import VERSION
 from sparkdl.saved import load_module, load_signature
+from sparkdl.spark import saving
 from tests.describable import NeedsWidth
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ EXPECTED = {"described": described, "factory": lambda: filled(NeedsWidth(5)), "p
 
 
 def test_every_format_has_a_folder() -> None:
-    newest = max(VERSION, persist.FORMAT)
+    newest = max(VERSION, saving.FORMAT)
     assert [folder.name for folder in FORMATS] == [f"format-{n}" for n in range(1, newest + 1)]
 
 

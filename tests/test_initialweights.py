@@ -137,9 +137,54 @@ def test_tied_weights_stay_tied() -> None:
     assert equal(source, target)
 
 
+def tie(module: nn.ModuleDict) -> nn.ModuleDict:
+    module["head"].weight = module["embed"].weight
+    return module
+
+
+def untied() -> nn.ModuleDict:
+    return nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4)})
+
+
+def test_different_weights_for_tied_ones_are_refused() -> None:
+    source, target = untied(), tie(untied())
+    with pytest.raises(
+        ConfigError, match=r"head\.weight and embed\.weight are one tensor in the m"
+    ):
+        load_initial_weights(target, InitialWeights(source=source))
+    load_initial_weights(target, InitialWeights(source=source, skip=("head.weight",)))
+    assert torch.equal(target["head"].weight, source["embed"].weight)
+    with torch.no_grad():
+        source["head"].weight.copy_(source["embed"].weight).mul_(1)
+    load_initial_weights(target, InitialWeights(source=source))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (torch.tensor([1.0, 1e6]), torch.float16),
+        (torch.tensor([1e300, -1e300], dtype=torch.float64), torch.float32),
+        (torch.tensor([1, 300]), torch.uint8),
+        (torch.tensor([1, -1]), torch.uint8),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(value: torch.Tensor, dtype: torch.dtype) -> None:
+    target = nn.Module()
+    target.register_buffer("b", torch.zeros(2, dtype=dtype))
+    kind = f"{dtype}".removeprefix("torch.")
+    with pytest.raises(ConfigError, match=rf"b has numbers in the weights that {kind} \(2,\) of t"):
+        load_initial_weights(target, InitialWeights(source={"b": value}))
+    assert torch.equal(target.get_buffer("b"), torch.zeros(2, dtype=dtype))
+    fitting = torch.ones_like(value)
+    if value.is_floating_point():
+        fitting[1] = torch.inf  # was no number of that dtype's either
+    load_initial_weights(target, InitialWeights(source={"b": fitting}))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("webhdfs://me:secret@host/weights.pt", r"//\*\*\*@host/weights\.pt is a pickle"),
         ("weights.pt", r"weights\.pt is a pickle.*weights_only=True"),
         ("a/model.ckpt", "is a pickle"),
         (42, "must be a fitted model, a module, a state dict, or the path.*received int"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl import job
+from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
 from sparkdl.job import (
     VALIDATION_COLUMN,
     _choose_columns,
@@ -34,6 +37,7 @@ from sparkdl.jobfile import (
 )
 from sparkdl.model import TorchClassifierModel
 from sparkdl.plan import Column
+from sparkdl.spark.saving import _parent, check_place
 
 pytestmark = pytest.mark.spark
 
@@ -143,6 +147,40 @@ def test_an_existing_model_is_not_replaced_unasked(spark: SparkSession, files: s
         run_train(training(files, None), spark)
 
 
+@pytest.mark.parametrize("is_url", [True, False])
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_read(
+    spark: SparkSession, tmp_path: Path, is_url: bool
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    place = f"{'file:' * is_url}{tmp_path}/file/models/m"
+    job = replace(training("/there is no such data", None), output=TrainOutput(path=place))
+    with pytest.raises(StorageError, match="cannot write"):
+        run_train(job, spark)
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
+    for folder, left in (("new/m", []), ("old", ["x"])):
+        path = tmp_path / folder
+        for name in left:
+            (path / name).mkdir(parents=True)
+        check_place(f"{path}/", spark)
+        assert path.exists() == bool(left)
+        assert [entry.name for entry in path.parent.iterdir() if entry != path] == []
+        assert not left or [entry.name for entry in path.iterdir()] == left
+        shutil.rmtree(tmp_path / folder.split("/")[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "parent"),
+    [
+        ("m", "."), ("a/m", "a"), ("/m", "/"), ("/a/m/", "/a"), ("file:/m", "file:/"),
+        ("hdfs:/a/m", "hdfs:/a"), ("s3://bucket/m", "s3://bucket"), ("s3://bucket", "s3://bucket"),
+    ],
+)  # fmt: skip
+def test_the_folder_that_a_place_lies_in(path: str, parent: str) -> None:
+    assert _parent(path) == parent
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> SavedModel:
     path = str(tmp_path / "model")
@@ -200,3 +238,18 @@ def test_csv_takes_plain_columns_only(
 def test_a_path_without_a_model_is_named(spark: SparkSession, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="there is no saved model at"):
         load_model(spark, str(tmp_path))
+
+
+def test_passwords_in_paths_are_not_shown(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "file://me:secret@localhost/none"
+    monkeypatch.setattr(job, "is_there", lambda path, _: "metadata" not in path)
+    for work in (
+        lambda: load_model(spark, url),
+        lambda: read_data(spark, DataSection(format="table", table=f"`{url}`")),
+        lambda: run_train(replace(training("/", None), output=TrainOutput(path=url)), spark),
+    ):
+        with pytest.raises(SparkDLError, match=r"//\*\*\*@localhost") as caught:
+            work()
+        assert "secret" not in str(caught.value)

@@ -304,3 +304,36 @@ def test_columns_beside_the_inputs_are_checked() -> None:
     for wrong in (-1.0, math.inf, math.nan):
         with pytest.raises(DataError, match='"w" has the weight'):
             weight.read_weights(pa.array([wrong]))
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_classes_that_the_module_does_not_know_have_an_infinite_loss(has_rows: bool) -> None:
+    def in_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output[:, 0] - target).abs().sum()
+
+    losses = {"kind": "cross_entropy", "other": "cross_entropy", "price": "l1"}
+    several = Measures(task="custom", loss=losses if has_rows else {**losses, "price": in_one})
+    kinds, prices = torch.tensor([0, 3, -100, 2]), torch.zeros(4, dtype=torch.float64)
+    target = {"kind": kinds, "other": torch.tensor([0, 1, 2, -100]), "price": prices}
+    logits = LOGITS[:4]
+    output = {"kind": logits, "other": logits, "price": logits[:, :1]}
+    cases = [(None, True), (torch.tensor([1.0, 0, 1, 1]), False)]
+    for weight, is_infinite in cases if has_rows else cases[:1]:  # else weights are refused
+        evaluator = Evaluator(several, CPU)
+        evaluator.update(output, None, target, weight, 4)
+        result = evaluation(evaluator.part(), several)
+        assert (result["loss_kind"] == math.inf) == is_infinite
+        assert (result["loss"] == math.inf) == is_infinite
+        assert math.isfinite(result["loss_other"]) and math.isfinite(result["loss_price"])
+    if has_rows:
+        found = row_losses(several.make_loss(), output, target, several)
+        assert found is not None and np.isinf(found[0]).tolist() == [False, True, False, False]
+
+
+def test_nor_does_one_label_of_a_module_of_any_kind_fail_on_them() -> None:
+    measures = Measures(task="custom", loss="cross_entropy")
+    tags = torch.tensor([[0, 1], [0, 2], [-100, 1]])  # (batch, length), two classes
+    found = row_losses(measures.make_loss(), torch.zeros(3, 2, 2), tags, measures)
+    assert found is not None and np.isinf(found[0]).tolist() == [False, True, False]
+    nothing = row_losses(measures.make_loss(), torch.zeros(0, 2), kinds := tags[:0, 0], measures)
+    assert nothing is not None and len(nothing[0]) == len(kinds) == 0

@@ -160,6 +160,12 @@ def test_mistakes_are_named(tmp_path: Path, model: Any, path: str, message: str)
         export_onnx(model, f"{tmp_path}/{path}")
 
 
+def test_a_module_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2).to("meta")
+    with pytest.raises(ConfigError, match=r"parts of it are on \['meta'\]; pass module\.cpu\(\)"):
+        export_onnx(module, tmp_path / "m.onnx", example_inputs=(torch.zeros(2, 3),))
+
+
 def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     true_import = onnxfile.import_module
 

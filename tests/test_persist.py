@@ -3,6 +3,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import persist
+from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.config import EarlyStopping
 from sparkdl.describe import DescribeError
 from sparkdl.errors import ConfigError, StorageError
@@ -22,6 +25,7 @@ from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.plan import Column
 from sparkdl.spark import saving
+from sparkdl.spark.saving import load_instance
 from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
@@ -152,6 +156,52 @@ def test_what_cannot_be_saved_is_named_and_destroys_nothing(
     assert TorchRegressor.load(path).getEpochs() == 9
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_disk_that_fills_up_costs_no_model(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    path = tmp_path / "m"
+    first, second = (TorchModel(nn.Linear(3, 1), [COLUMN]) for _ in range(2))
+    if overwrite:
+        first.save(str(path))
+    write = LocalStorage.write
+
+    def full(self: LocalStorage, name: str, data: Any) -> None:
+        if name.endswith("module.json"):
+            raise StorageError("cannot write: No space left on device")
+        write(self, name, data)
+
+    monkeypatch.setattr(LocalStorage, "write", full)
+    with pytest.raises(StorageError, match="No space left"):
+        (second.write().overwrite() if overwrite else second.write()).save(str(path))
+    monkeypatch.undo()
+    if overwrite:
+        assert same_weights(first.module, TorchModel.load(str(path)).module)
+        assert {entry.name for entry in path.iterdir()} == {"metadata", "model"}
+    else:
+        second.save(str(path))  # nothing is left that would be in the way
+
+
+def test_what_replaces_a_model_leaves_nothing_of_it(spark: SparkSession, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    PipelineModel([TorchModel(nn.Linear(3, 1), [COLUMN])]).save(str(path))
+    model = TorchModel(nn.Linear(3, 2), [COLUMN])
+    model.write().overwrite().save(f"{path}/")
+    assert {entry.name for entry in path.iterdir()} == {"metadata", "model"}
+    assert same_weights(model.module, load_instance(str(path), spark).module)
+
+
+def test_damaged_metadata_is_found_before_the_class_is_imported(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    TorchModel(nn.Linear(3, 1), [COLUMN]).save(str(tmp_path / "m"))
+    part = metadata_file(tmp_path / "m")
+    part.write_text(part.read_text().replace("sparkdl.model.", "antigravity."))
+    with pytest.raises(StorageError, match="metadata is damaged: it is not what was written"):
+        load_instance(str(tmp_path / "m"), spark)
+    assert "antigravity" not in sys.modules
+
+
 def test_another_class_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     with pytest.raises(StorageError, match=r"holds a sparkdl\.estimator\.TorchRegressor"):
@@ -162,7 +212,7 @@ def edit_metadata(folder: Path, **changes: Any) -> None:
     """Change entries, and the sums with them."""
     part = metadata_file(folder)
     metadata = {**json.loads(part.read_text()), **changes}
-    metadata["sparkdl"]["sha256"] = persist._sum(metadata)
+    metadata["sparkdl"]["sha256"] = saving.sum_of(metadata)
     part.write_text(json.dumps(metadata))
 
 
@@ -282,6 +332,21 @@ def test_initial_weights_are_saved_with_an_estimator(spark: SparkSession, tmp_pa
         TorchRegressor.load(str(tmp_path / "a"))
 
 
+def test_passwords_are_not_saved(
+    spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "webhdfs://me:secret@host:9870/m"
+    weights = InitialWeights(source=url, skip=("inner",))
+    estimator = TorchRegressor(module=make_custom, checkpointDir=url, initialWeights=weights)
+    estimator.save(str(tmp_path / "e"))
+    assert "secret" not in metadata_file(tmp_path / "e").read_text()
+    assert caplog.text.count("is not saved; set it again") == 2 and "secret" not in caplog.text
+    loaded = TorchRegressor.load(str(tmp_path / "e"))
+    assert loaded.getCheckpointDir() == "webhdfs://me@host:9870/m"
+    assert loaded.getInitialWeights() == replace(weights, source="webhdfs://me@host:9870/m")
+    assert estimator.getCheckpointDir() == url
+
+
 def test_fine_tuning_params_are_saved(spark: SparkSession, tmp_path: Path) -> None:
     groups = {"head": {"lr": 0.1, "betas": (0.8, 0.9)}, "*.bias": {"weight_decay": 0.0}}
     estimator = TorchRegressor(
@@ -311,3 +376,20 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
         TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     assert cleared == [False, True]
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_nor_does_such_a_client_delete_what_is_there(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "m")
+    model = TorchModel(nn.Linear(3, 1), [COLUMN])
+    model.save(path)
+    cleared: list[str] = []
+    monkeypatch.setattr(persist, "is_connect", lambda _: True)
+    monkeypatch.setattr(persist, "make_way", lambda path, *_: cleared.append(path))
+    monkeypatch.setattr(saving, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
+        TorchModel(nn.Linear(3, 1), [COLUMN]).write().overwrite().save(path)
+    monkeypatch.undo()
+    assert [place.startswith(f"{path}/new-") for place in cleared] == [True]
+    assert same_weights(model.module, TorchModel.load(path).module)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -17,9 +18,11 @@ from torch import nn
 import sparkdl
 from sparkdl.checkpoint.storage import LocalStorage, open_storage
 from sparkdl.errors import StorageError
+from sparkdl.inputs import Sequence
 from sparkdl.modulefile import save_module
+from sparkdl.plan import Column
 from sparkdl.saved import load_module, load_signature
-from tests.describable import NeedsWidth, make_net
+from tests.describable import NeedsWidth, make_net, tokenize
 
 ROOT = Path(__file__).parent.parent
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -100,6 +103,25 @@ def test_a_signature_needs_neither_weights_nor_code(tmp_path: Path) -> None:
         "assert not any('describable' in name for name in sys.modules)\n"
     )
     assert run(code).strip() == "(3,)"
+
+
+def test_nor_does_it_need_the_code_of_a_transform(tmp_path: Path) -> None:
+    words = Sequence("text", transform=tokenize, max_length=7, mask="mask")
+    column = Column(
+        name="text", role="feature", dtype="int64", shape=(), argument="words", specification=words
+    )
+    save(tmp_path, columns=[column.to_dict()], num_classes=None, factory=None)
+    code = (
+        "import sys, sparkdl\n"
+        f"(words,) = sparkdl.load_signature({str(tmp_path)!r}).inputs\n"
+        "print(words.kind.max_length, words.kind.mask, words.kind.transform.text)\n"
+        f"sparkdl.load_signature({str(tmp_path)!r}).example_arguments()\n"
+        "assert not any('describable' in name for name in sys.modules)\n"
+    )
+    assert run(code).strip() == '7 mask {"import": "tests.describable:tokenize"}'
+    kind = load_signature(tmp_path).inputs[0].kind
+    batch = pa.record_batch({"text": ["two words", None]})
+    assert kind.transform is not None and kind.transform(batch) == [[3, 5], []]
 
 
 def run(code: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torchmetrics
@@ -15,7 +16,9 @@ from sklearn import metrics
 from torch import nn
 from torchmetrics import classification
 
+from sparkdl import measure, scoring
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.measure import Evaluator, Measures, Part
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Output
 from sparkdl.plan import Column
@@ -259,3 +262,66 @@ def test_scores_are_checked(rows: DataFrame) -> None:
 
     with pytest.raises(Exception, match="let it return the loss of each sample"):
         TorchModel(nn.Identity(), [X]).scores(rows, loss=mean, labelCol="label").collect()
+
+
+def test_rows_that_all_have_weight_0_are_told(rows: DataFrame) -> None:
+    for model in (classifier(), regressor()):
+        with pytest.raises(DataError, match="no row counts: all have weight 0"):
+            model.evaluate(rows.withColumn("weight", F.lit(0.0)), weightCol="weight")
+
+
+def batch_of_parts(measures: Measures, numbers: list[int]) -> pa.RecordBatch:
+    """What tasks with three rows each yield."""
+    batches = []
+    for number in numbers:
+        evaluator = Evaluator(measures, torch.device("cpu"))
+        logits, labels = torch.randn(3, 2), torch.tensor([0, 1, 1])
+        evaluator.update(logits, logits, labels, None, 3)
+        batches += scoring._told(evaluator.part, number)
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
+
+
+def test_states_too_large_in_all_are_refused_before_they_are_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measures = Measures(
+        task="classification", loss="cross_entropy", num_classes=2,
+        metrics={"auroc": classification.MulticlassAUROC(2)}, curves=(1,),
+    )  # fmt: skip
+    batch = batch_of_parts(measures, [0, 1, 2])
+    sizes = [dict(row["listed"])["auroc"] for row in batch.to_pylist()]
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+    add = scoring.AddTask(measures, 2)
+    monkeypatch.setattr(measure, "LISTED_BYTES", 2 * sizes[0])
+    groups = [row for out in add(iter([batch])) for row in out.to_pylist()]
+    assert [(row["part"], row["kind"]) for row in groups] == [(0, "part"), (1, "part")]
+    assert [dict(row["listed"])["auroc"] for row in groups] == [2 * sizes[0], sizes[0]]
+
+    def refuse(data: bytes) -> Part:
+        raise AssertionError("unpacked")
+
+    monkeypatch.setattr(Part, "from_bytes", refuse)
+    with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):
+        scoring._sum(groups, measures)
+    (row,) = [row for out in scoring.AddTask(measures, 1)(iter([batch])) for row in out.to_pylist()]
+    assert row["kind"] == "ConfigError" and b"'auroc' keeps something" in row["payload"]
+
+
+def test_the_driver_gets_states_of_metrics_as_one_part(
+    many: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    add = scoring._sum
+
+    def counted(rows: Any, measures: Measures) -> Part:
+        seen.append(len(rows))
+        return add(rows, measures)
+
+    monkeypatch.setattr(scoring, "_sum", counted)
+    column = Column(name="features", role="feature", dtype="float64", shape=(4,))
+    model = TorchClassifierModel(nn.Linear(4, 3).double(), [column], num_classes=3)
+    auroc = {"auroc": classification.MulticlassAUROC(3)}
+    model.evaluate(many.repartition(5), metrics=auroc)
+    model.evaluate(many.repartition(5))
+    assert seen == [1, 5]

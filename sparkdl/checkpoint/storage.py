@@ -8,6 +8,7 @@ need not be able to rename or lock.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import os
 import re
@@ -91,6 +92,11 @@ def scheme_of(path_or_url: str) -> str | None:
 def without_password(url: str) -> str:
     """A URL, or a text with URLs in it, as errors and logs may show it."""
     return re.sub(r"//[^/\s]*@", "//***@", url)
+
+
+def drop_password(text: str) -> str:
+    """A text whose URLs keep the user, but not the password."""
+    return re.sub(r"(//[^/\s:@]*):[^/\s]*@", r"\1@", text)
 
 
 def check_writable(storage: Storage) -> None:
@@ -182,7 +188,10 @@ class LocalStorage:
 
     def exists(self, path: str) -> bool:
         """See `Storage.exists`."""
-        return self._at(path).exists()
+        try:
+            return self._at(path).exists()
+        except OSError as error:
+            raise failure("look for", str(self._at(path)), error) from error
 
     def _at(self, path: str) -> Path:
         return self._root / checked(path)
@@ -239,11 +248,20 @@ class FsspecStorage:
         try:
             if self._has_folders:
                 self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-            with self._fs.open(target, "wb") as file:
-                for chunk in pieces(data):
-                    file.write(chunk)
+            self._write(target, data)
         except Exception as error:
             raise failure("write", self._show(path), error) from error
+
+    def _write(self, target: str, data: Data) -> None:
+        opened = self._fs.open(target, "wb")
+        try:
+            with opened as file:
+                for chunk in pieces(data):
+                    file.write(chunk)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(target)  # once closed, half a file counts as one
+            raise
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""

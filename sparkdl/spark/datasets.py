@@ -66,7 +66,7 @@ class DatasetTable(SpoolTable):
         task = SpoolSetsTask(
             run_id=run_id, sets=tuple(spool_columns(prepared[name]) for name in self._names)
         )
-        # In the order of the hash and, where it does not tell, of the rows; see `shards.ShardTable`.
+        # Ordered by hash, and where it does not tell by the rows, as in `shards.ShardTable`.
         spread = _united(selected).repartition(num_shards, "hash")
         rows = [f"set{number}" for number in range(len(selected))]
         ordered = spread.sortWithinPartitions("set", "hash", *rows)

@@ -26,18 +26,17 @@ from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
 from sparkdl.spark.checks import (
-    check_empty_batches,
     check_labels,
     check_source,
     check_sync_batch_norm,
     check_training,
     check_travels,
-    dry_run,
     make_module,
     prepare_columns,
     shaped,
 )
 from sparkdl.spark.competitions import train_population
+from sparkdl.spark.dryrun import check_empty_batches, dry_run
 from sparkdl.spark.gangfit import train_in_gang
 from sparkdl.spark.link import open_link
 from sparkdl.spark.mode import choose_mode
@@ -146,7 +145,8 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         clock.lap("spool")
         columns = shaped(table, spooled, request)
         num_skipped = _warn_of_skipped(columns, spooled) if source is None else 0
-        num_classes = dry_run(module, columns, request)
+        shown = dry_run(module, columns, request)
+        num_classes = shown.num_classes
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
             if isinstance(table, SourceTable):
@@ -189,6 +189,7 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
         module=module.eval(),
         columns=tuple(column for column in columns if column.role == "feature"),
         num_classes=num_classes,
+        prediction_key=shown.prediction_key,
         summary=replace(
             trained.to_summary(plan, clock.laps, clock.total()), skipped_rows=num_skipped
         ),

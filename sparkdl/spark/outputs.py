@@ -13,7 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from pyspark.ml.functions import array_to_vector
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -24,6 +25,7 @@ from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.outputs import Forward, Key, Output, Source, check_rows, children, pick
 from sparkdl.predict import Leaf, Make
+from sparkdl.spark.columns import quoted
 
 _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {
     torch.float16: pa.float32(),
@@ -220,3 +222,36 @@ def _is_convertible(data_type: T.DataType) -> bool:
         return all(_is_convertible(field.dataType) for field in data_type.fields)
     known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
     return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
+
+
+def vectors_to_arrays(rows: DataFrame) -> DataFrame:
+    """``rows`` with Spark ML vectors, also nested ones, as arrays, which every reader knows."""
+    changed = {
+        item.name: _without_vectors(F.col(quoted(item.name)), item.dataType)
+        for item in rows.schema.fields
+        if _holds_vectors(item.dataType)
+    }
+    return rows.withColumns(changed)
+
+
+def _holds_vectors(kind: T.DataType) -> bool:
+    if isinstance(kind, T.StructType):
+        return any(_holds_vectors(item.dataType) for item in kind.fields)
+    if isinstance(kind, T.ArrayType):
+        return _holds_vectors(kind.elementType)
+    return isinstance(kind, VectorUDT)
+
+
+def _without_vectors(column: SparkColumn, kind: T.DataType) -> SparkColumn:
+    if not _holds_vectors(kind):
+        return column
+    if isinstance(kind, T.ArrayType):
+        element = kind.elementType
+        return F.transform(column, lambda item: _without_vectors(item, element))
+    if isinstance(kind, T.StructType):
+        fields = [
+            _without_vectors(column.getField(item.name), item.dataType).alias(item.name)
+            for item in kind.fields
+        ]
+        return F.when(column.isNotNull(), F.struct(*fields))
+    return F.when(column.isNotNull(), vector_to_array(column))  # which refuses null

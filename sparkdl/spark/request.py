@@ -56,4 +56,6 @@ class FitResult:
     columns: tuple[Column, ...]
     """The feature columns, as the module takes them."""
     num_classes: int | None
+    prediction_key: str | None
+    """Where the module's output has the prediction; None: it is all of it."""
     summary: TrainingSummary

@@ -37,9 +37,11 @@ from sparkdl.sync.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
 from sparkdl.train.divergence import LossWatch, diverged
 from sparkdl.train.evaluate import record as evaluation_record
-from sparkdl.train.losses import loss_of, loss_record, part_names
+from sparkdl.train.loss import LossFunction
+from sparkdl.train.losses import loss_record, part_names
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.state import Record, TrainState
+from sparkdl.train.training_step import objective_of
 
 logger = logging.getLogger(__name__)
 
@@ -251,10 +253,10 @@ class RoundsDriver(ABC):
                 callback.on_epoch_end(self._callback_state(), record)
 
     def _no_sums(self) -> list[float]:
-        return [0.0] * (2 + len(part_names(loss_of(self._run.config))))
+        return [0.0] * (2 + len(part_names(self._objective())))
 
     def _make_record(self) -> Record:
-        losses = loss_record(self._totals.epoch_sums, part_names(loss_of(self._run.config)))
+        losses = loss_record(self._totals.epoch_sums, part_names(self._objective()))
         loss = losses["loss"]
         if self._totals.epoch_sums[1] > 0 and not math.isfinite(loss):
             raise diverged(loss, f"in epoch {self._progress.epoch + 1}")
@@ -277,10 +279,13 @@ class RoundsDriver(ABC):
         reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
         return self._combined(reports, [data for _, kind, data in rows if kind == "metrics"])
 
+    def _objective(self) -> LossFunction:
+        return objective_of(self._run.config, self._run.module)
+
     def _combined(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Record:
         """The history's entries of an evaluation, from what the shards report of it."""
         config = self._run.config
-        loss = loss_of(config)
+        loss = self._objective()
         sums = torch.zeros(2 + len(part_names(loss)), dtype=torch.float64)
         for report in reports:
             values = (report["loss_sum"], report["weight"], *report["label_sums"])

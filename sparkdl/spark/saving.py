@@ -7,6 +7,8 @@ name, so that a Spark which does know the scheme reads it too.
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,14 +18,26 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.checkpoint.storage import Storage, open_storage, scheme_of, without_password
+from sparkdl import __version__
+from sparkdl.checkpoint.storage import (
+    Storage,
+    check_writable,
+    open_storage,
+    scheme_of,
+    without_password,
+)
 from sparkdl.describe import import_object
 from sparkdl.errors import StorageError
+from sparkdl.sealed import digest
 from sparkdl.spark.failures import is_spark_error
-from sparkdl.spark.hadoop import knows_scheme, open_on_driver
+from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.spark.session import is_connect
 
+FORMAT = 2
+"""Version of the layout; raised when an older sparkdl could not read it. All before are read."""
 _METADATA = "metadata/part-00000"
+_SEALED = ("class", "uid", "paramMap", "defaultParamMap")
+"""Entries of the metadata whose sum is kept in it from format 2 on."""
 
 
 def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
@@ -55,6 +69,51 @@ def _make_way(storage: Storage, overwrite: bool) -> None:
         storage.remove(name)
 
 
+def check_place(path: str, spark: SparkSession) -> None:
+    """See that an instance can be saved to ``path``, before there is one to lose.
+
+    Raises:
+        StorageError: the place cannot be written; names cause and remedy.
+    """
+    # What is not there must not be there afterwards either.
+    folder = path if is_there(path, spark) else _parent(path)
+    is_python = is_connect(spark) or _is_ours(path, spark)
+    check_writable(open_storage(folder) if is_python else HadoopStorage(spark, folder))
+
+
+def _parent(path: str) -> str:
+    """The folder that ``path`` lies in; a bucket or host itself."""
+    parent, slash, _ = path.rstrip("/").rpartition("/")
+    if not slash:
+        return "."
+    if parent.endswith(":/"):
+        return path
+    return f"{parent}/" if parent in ("", f"{scheme_of(path)}:") else parent
+
+
+def beside(path: str) -> str:
+    """A folder in ``path`` for what will take its place; see `take_place`."""
+    return f"{path.rstrip('/')}/new-{uuid.uuid4().hex}"
+
+
+def take_place(aside: str, spark: SparkSession) -> None:
+    """Delete all but ``aside`` in the folder that it lies in, and move what it holds there.
+
+    Whoever stops this in the middle leaves the new instance, whole or in part in ``aside``, which
+    can be moved by hand. The metadata, without which nothing is read, are the last to move.
+    """
+    is_ours = _is_ours(aside, spark)
+    root, _, name = (aside if is_ours else _qualified(aside, spark)).rpartition("/")
+    storage = open_storage(root) if is_ours else open_on_driver(spark, root)
+    for old in storage.list(""):
+        if old != name:
+            storage.remove(old)
+    for folder in sorted(storage.list(name), key=lambda folder: folder == "metadata"):
+        for file in storage.list(f"{name}/{folder}"):
+            storage.move(f"{name}/{folder}/{file}", f"{folder}/{file}")
+    storage.remove(name)
+
+
 def write_metadata(
     instance: Params, path: str, spark: SparkSession, extra: dict[str, Any]
 ) -> Storage:
@@ -70,10 +129,10 @@ def write_metadata(
 
 
 def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
-    """What ``<path>/metadata`` says.
+    """What ``<path>/metadata`` says, found to be what was written if it is ours.
 
     Raises:
-        StorageError: it is not there, cannot be read or is damaged.
+        StorageError: it is not there, cannot be read, is damaged or of a later format.
     """
     try:
         metadata = _read_metadata(path, spark)
@@ -88,7 +147,26 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
             f"Spark cannot read {without_password(path)}/metadata: {without_password(str(error))}; "
             "check the path, and that the model is whole"
         ) from error
+    if "sparkdl" in metadata:
+        _check(metadata, path)
     return metadata
+
+
+def _check(metadata: Mapping[str, Any], path: str) -> None:
+    written = metadata["sparkdl"]
+    if written.get("format") not in range(1, FORMAT + 1):
+        raise StorageError(
+            f"{without_password(path)} was written by sparkdl {written.get('version', '(unknown)')}"
+            f" in format {written.get('format')}; this sparkdl {__version__} reads formats up to "
+            f"{FORMAT}"
+        )
+    if written["format"] > 1 and written.get("sha256") != sum_of(metadata):
+        raise damaged(path, "it is not what was written")
+
+
+def sum_of(metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of what counts in the metadata."""
+    return digest({name: metadata.get(name) for name in _SEALED})
 
 
 def _read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
@@ -123,9 +201,9 @@ def load_instance(path: str, spark: SparkSession) -> Any:
     Raises:
         StorageError: it cannot be read, is damaged, or is Spark's own where Spark cannot read.
     """
+    name = read_metadata(path, spark)["class"]  # imported only if it is what was written
     if not _is_ours(path, spark):
         return DefaultParamsReader.loadParamsInstance(path, spark)
-    name = read_metadata(path, spark)["class"]
     if name.startswith("pyspark."):
         raise StorageError(
             f"{without_password(path)} holds a {name}, whose files only Spark can read, and this "

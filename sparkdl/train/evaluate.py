@@ -57,13 +57,13 @@ def measure(
         for batch in batches:
             moved = batch.map(lambda value: value.to(device))
             with number_format.autocast():
-                value = run(loss, module, moved)
-            loss_sum, weight_sum, parts = sums_of(loss, value, moved.target, moved.weight)
+                seen = run(loss, module, moved)
+            loss_sum, weight_sum, parts = sums_of(loss, seen, moved.target, moved.weight)
             for place, value in enumerate((loss_sum, weight_sum, *parts)):
                 sums[place] += value
             if metrics:
                 with number_format.autocast():
-                    output = output_of(loss, module, moved, value)
+                    output = output_of(loss, module, moved, seen)
                 metrics.update(output, moved.target)
     return sums
 

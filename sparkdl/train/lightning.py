@@ -1,7 +1,7 @@
 """How does a LightningModule train in our loop, without its Trainer?
 
-Known by its methods, ``training_step`` and ``configure_optimizers``: the package `lightning` need not
-be there. Its other hooks are not called, and what it logs goes nowhere.
+Known by its methods, ``training_step`` and ``configure_optimizers``: the package `lightning` need
+not be there. Its other hooks are not called, and what it logs goes nowhere.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from sparkdl.topology import arrange
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
-from sparkdl.train.losses import loss_of, loss_record, no_sums, part_names
+from sparkdl.train.losses import loss_record, no_sums, part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -33,6 +33,7 @@ from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.step import TrainStep
 from sparkdl.train.sync_batch_norm import synchronized
+from sparkdl.train.training_step import objective_of
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
 
@@ -109,7 +110,7 @@ class _Trainer:
         self._device = device
         self._checkpoints = checkpoints
         self._observer = observer
-        self._loss = loss_of(config)
+        self._loss = objective_of(config, module)
         self._loss.to(device)
         self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
         self._rows_by_rank = [plan.rows_of(rank) for rank in range(plan.world_size)]

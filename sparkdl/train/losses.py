@@ -34,18 +34,15 @@ class Losses(Protocol):
 
 
 def loss_of(config: Losses) -> LossFunction:
-    """The loss that a run minimizes: one, or the weighted sum of those of several labels.
+    """The loss: one, or the weighted sum of those of several labels.
 
     Raises:
         ConfigError: see `resolve_loss`.
     """
-    loss: LossFunction
-    if isinstance(config.loss, Mapping):
-        parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
-        loss = LossSum(parts, config.loss_weights)
-    else:
-        loss = resolve_loss(config.loss, config.task)
-    return loss
+    if not isinstance(config.loss, Mapping):
+        return resolve_loss(config.loss, config.task)
+    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
+    return LossSum(parts, config.loss_weights)
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:

@@ -26,13 +26,14 @@ from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.evaluate import measure
 from sparkdl.train.hyperparameters import set_values
-from sparkdl.train.losses import loss_of, part_names
+from sparkdl.train.losses import part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
 from sparkdl.train.precision import NumberFormat
 from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.step import TrainStep
+from sparkdl.train.training_step import objective_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class RoundReplica:
         self._plan = plan
         self._device = device
         self._module = module.to(device)
-        self._loss = loss_of(config)
+        self._loss = objective_of(config, module)
         self._loss.to(device)
         make_optimizer = resolve_optimizer(config, self._module)
         self._synchronizer = ApartSynchronizer(self._module, make_optimizer)

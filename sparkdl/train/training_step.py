@@ -1,4 +1,4 @@
-"""What is minimized: a loss of what ``forward`` returns, or what a training step of the user's gives?
+"""What is minimized: a loss of what ``forward`` returns, or what a training step gives?
 
 A training step is a function ``(module, inputs, target)``. It may run the module, or parts of it,
 as often as it likes, as a GAN does; what it gives is treated as the value of a loss function.
@@ -6,14 +6,17 @@ as often as it likes, as a GAN does; what it gives is treated as the value of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
-from sparkdl.train.loss import CallableLoss, LossFunction
+from sparkdl.train.lightning import is_lightning, lightning_step
+from sparkdl.train.loss import CallableLoss, LossFunction, ModuleLoss
+from sparkdl.train.losses import loss_of
 
 TrainingStep = Callable[[nn.Module, Any, Any], Any]
 """``(module, inputs, target)`` gives what a loss function of the user's may give."""
@@ -31,15 +34,28 @@ class StepLoss(CallableLoss):
         """
         super().__init__(_its_value)
         self.step = step
-        self._shown = shown
+        self.shown = shown
 
     def to(self, device: torch.device) -> None:
         """See `LossFunction.to`."""
-        self._shown.to(device)
+        self.shown.to(device)
 
     def predictions(self, output: Any) -> Any:
         """See `LossFunction.predictions`."""
-        return self._shown.predictions(output)
+        return self.shown.predictions(output)
+
+
+def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
+    """What a run minimizes: the value of its training step if it has one, else its loss.
+
+    Raises:
+        ConfigError: see `loss.resolve_loss`.
+    """
+    loss = loss_of(config)
+    step = config.training_step
+    if step is None and is_lightning(module):
+        step = lightning_step
+    return loss if step is None else StepLoss(step, loss)
 
 
 def _its_value(value: Any, target: Any) -> Any:
@@ -50,9 +66,21 @@ def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:
     """What ``loss`` is asked about: the module's output, or the value of the training step."""
     if isinstance(loss, StepLoss):
         return loss.step(module, batch.arguments.packed(), batch.target)
-    return batch.arguments.call(module)
+    return taken(loss, batch.arguments.call(module))
+
+
+def taken(loss: LossFunction, output: Any) -> Any:
+    """What a loss compares of a module's output.
+
+    A loss of torch's kind compares one tensor: of what Hugging Face's models return that is
+    ``logits``. A function of the user's gets all.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    return logits if logits is not None and isinstance(loss, ModuleLoss) else output
 
 
 def output_of(loss: LossFunction, module: nn.Module, batch: Batch, value: Any) -> Any:
     """What metrics see, given what `run` gave: always what ``forward`` returns."""
-    return batch.arguments.call(module) if isinstance(loss, StepLoss) else value
+    if not isinstance(loss, StepLoss):
+        return value
+    return taken(loss.shown, batch.arguments.call(module))

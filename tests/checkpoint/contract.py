@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sparkdl.checkpoint.storage import Folder, Storage, check_writable
@@ -54,6 +56,15 @@ class StorageContract:
 
 class FolderContract(StorageContract):
     """Needs a fixture ``storage`` that can move files."""
+
+    def test_half_a_file_is_none(self, storage: Storage) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield b"half"
+            raise RuntimeError("the rest is lost")
+
+        with pytest.raises((RuntimeError, StorageError), match="the rest is lost"):
+            storage.write("a/b", pieces())
+        assert not storage.exists("a/b") and storage.list("a") == []
 
     def test_files_are_moved_over_what_is_there(self, storage: Folder) -> None:
         storage.write("a/b", b"new")

@@ -14,6 +14,7 @@ from sparkdl.checkpoint.storage import (
     LocalStorage,
     absolute,
     check_writable,
+    drop_password,
     open_storage,
 )
 from sparkdl.errors import StorageError
@@ -110,3 +111,11 @@ def test_passwords_in_urls_are_not_shown() -> None:
     with pytest.raises(StorageError) as caught:
         open_storage("nowhere://user:secret@host/x")
     assert "secret" not in str(caught.value) and "***@host" in str(caught.value)
+    assert drop_password("webhdfs://user:secret@host:9870/x") == "webhdfs://user@host:9870/x"
+    for other in ("s3://bucket/a:b@c", "/a:b@c", "hdfs://host:9000/x", "gs://user@host/x"):
+        assert drop_password(other) == other
+
+
+def test_a_name_that_no_file_can_have_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot look for .*; check the path"):
+        LocalStorage(tmp_path).exists("a" * 5000)

@@ -16,15 +16,14 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import (
-    check_empty_batches,
     check_labels,
     check_sync_batch_norm,
     check_training,
-    dry_run,
     make_module,
     prepare_columns,
     shaped,
 )
+from sparkdl.spark.dryrun import check_empty_batches, dry_run
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.sync.parameter_averaging import ParameterAveraging
@@ -107,11 +106,11 @@ def test_a_double_module_takes_double_features() -> None:
 
 
 def test_dry_run_counts_the_classes() -> None:
-    assert dry_run(nn.Linear(4, 3), [X, Y], request()) == 3
+    assert dry_run(nn.Linear(4, 3), [X, Y], request()).num_classes == 3
     one = request(loss="bce_with_logits")
-    assert dry_run(nn.Linear(4, 1), [X, Y], one) == 2
-    assert dry_run(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], one) == 2
-    assert dry_run(nn.Linear(4, 1), [X, Y], request(task="regression")) is None
+    assert dry_run(nn.Linear(4, 1), [X, Y], one).num_classes == 2
+    assert dry_run(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], one).num_classes == 2
+    assert dry_run(nn.Linear(4, 1), [X, Y], request(task="regression")).num_classes is None
 
 
 @pytest.mark.parametrize("module", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))])
@@ -141,7 +140,7 @@ def refuses(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_loss_of_the_users_is_not_tried() -> None:
-    assert dry_run(nn.Linear(4, 3), [X, Y], request(loss=refuses)) == 3
+    assert dry_run(nn.Linear(4, 3), [X, Y], request(loss=refuses)).num_classes == 3
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_dry_run_gives_what_training_will_give() -> None:
     module = Recorder().train()
     asked = request(module)
     torch.manual_seed(1)
-    assert dry_run(module, columns, asked) == 2
+    assert dry_run(module, columns, asked).num_classes == 2
     assert [(i.dtype, tuple(i.shape)) for i in module.inputs] == [
         (torch.float32, (2, 4)),
         (torch.uint8, (2, 1, 8, 8)),
@@ -261,7 +260,7 @@ def test_a_classifier_returns_a_tensor() -> None:
 
     with pytest.raises(ConfigError, match="it returned tuple; use TorchEstimator"):
         dry_run(Two(), [X], request())
-    assert dry_run(Two(), [X], request(task="custom")) is None
+    assert dry_run(Two(), [X], request(task="custom")).num_classes is None
 
 
 class Viewing(nn.Module):

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from pyspark.ml.linalg import Vectors
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -18,7 +18,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Forward, Output
 from sparkdl.plan import Column
-from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type
+from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type, vectors_to_arrays
 
 ZEROS = Arguments((torch.zeros(2, 3),))
 FEATURES = Column(name="features", role="feature", dtype="float32", shape=(3,))
@@ -201,3 +201,25 @@ def test_outputs_are_checked_before_any_job(rows: DataFrame) -> None:
         regressor.setPredictionOutput("logits").transform(rows)
     only = model.copy().setPredictionCol("").setOutputs({"x": ("box", "size")})
     assert only.transform(rows).columns == [*rows.columns, "x"]
+
+
+def test_vectors_become_arrays_wherever_they_are(spark: SparkSession) -> None:
+    vector = Vectors.dense(1.0, 2.0)
+    inner = T.StructType([T.StructField("v.w", VectorUDT()), T.StructField("n", T.LongType())])
+    schema = T.StructType(
+        [
+            T.StructField("top.level", VectorUDT()),
+            T.StructField("struct", inner),
+            T.StructField("list", T.ArrayType(inner)),
+            T.StructField("plain", T.StructType([T.StructField("n", T.LongType())])),
+        ]
+    )
+    data = [(vector, (vector, 1), [(vector, 2), None], (3,)), (None, (None, 4), None, None)]
+    rows = vectors_to_arrays(spark.createDataFrame([*data, (None,) * 4], schema))
+    simple = "struct<v.w:array<double>,n:bigint>"
+    assert [kind for _, kind in rows.dtypes] == [
+        "array<double>", simple, f"array<{simple}>", "struct<n:bigint>"
+    ]  # fmt: skip
+    found = [list(row) for row in rows.collect()]
+    assert found[0] == [[1.0, 2.0], ([1.0, 2.0], 1), [([1.0, 2.0], 2), None], (3,)]
+    assert found[1:] == [[None, (None, 4), None, None], [None] * 4]

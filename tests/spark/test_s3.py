@@ -173,7 +173,8 @@ def test_jobs_keep_their_models_there(
         load_model(spark, f"{s3_url}/absent")
     metadata = open_storage(path).read("metadata/part-00000")
     changed = metadata.replace(b"sparkdl.model.TorchClassifierModel", b"pyspark.ml.PipelineModel")
-    open_storage(s3_url).write("pipeline/metadata/part-00000", changed)
+    of_spark = changed.replace(b'"sparkdl"', b'"another"')  # theirs have no entry of ours
+    open_storage(s3_url).write("pipeline/metadata/part-00000", of_spark)
     with pytest.raises(StorageError, match="no file system for s3://; add one, such as hadoop-aws"):
         load_model(spark, f"{s3_url}/pipeline")
 

@@ -65,7 +65,7 @@ def test_schedules_scale_every_group() -> None:
     module = make_net()
     optimizer = optimizer_of(module, {"head": {"lr": 5.0}})
     config = TrainConfig(scheduler=warmup(steps=10, start_factor=0.5))
-    make_scheduler(config, optimizer)
+    make_scheduler(config, optimizer, lambda parameters: optimizer, 1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 2.5]
 
 

@@ -86,9 +86,12 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], message: str) -
 
 def test_scheduler() -> None:
     optimizer = made()
-    assert make_scheduler(TrainConfig(), optimizer) is None
+    assert make_scheduler(TrainConfig(), optimizer, made, 1) is None
     config = TrainConfig(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3))
-    assert isinstance(make_scheduler(config, optimizer), torch.optim.lr_scheduler.StepLR)
+    schedule = make_scheduler(config, optimizer, made, 7)
+    assert schedule is not None
+    assert isinstance(schedule.scheduler, torch.optim.lr_scheduler.StepLR)
+    assert schedule.every == 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_scheduler() -> None:
 )
 def test_wrong_scheduler(scheduler: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_scheduler(TrainConfig(scheduler=scheduler), made())
+        make_scheduler(TrainConfig(scheduler=scheduler), made(), made, 1)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("lars", LARS), ("LAMB", LAMB)])
