@@ -7,6 +7,8 @@ model they return. Everything else is in their Params (`sparkdl.params`) and in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pyspark import keyword_only
@@ -27,8 +29,12 @@ from sparkdl.params import ClassOutputParams, TrainParams, training_values
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from pyspark.ml._typing import ParamMap
+
     from sparkdl.data.source import Source
+    from sparkdl.multiplefits import Fits
     from sparkdl.spark.fit import FitRequest, FitResult
+    from sparkdl.spark.sharing import Spools
 
 E = TypeVar("E", bound="_TorchEstimator")
 
@@ -46,6 +52,28 @@ class _TorchEstimator(
         from sparkdl.spark.fit import fit
 
         return self._model(fit(dataset, self._request()))
+
+    def fitMultiple(
+        self, dataset: DataFrame | Source, paramMaps: Sequence[ParamMap]
+    ) -> Fits[TorchModel]:
+        """Train once for each Param map; those that need the same columns share one spool.
+
+        Args:
+            dataset: a DataFrame, or a source such as `ParquetSource`.
+            paramMaps: Params that differ from the estimator's.
+
+        Returns:
+            An iterator of ``(index of the map, model)``, in the order in which they are ready. It
+            may be used by several threads, each of which trains on slots of its own.
+        """
+        from sparkdl.multiplefits import Fits
+
+        return Fits([partial(self.copy(values)._fit_sharing, dataset) for values in paramMaps])
+
+    def _fit_sharing(self, dataset: DataFrame | Source, spools: Spools) -> TorchModel:
+        from sparkdl.spark.fit import fit
+
+        return self._model(fit(dataset, self._request(), spools))
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""

@@ -23,6 +23,7 @@ SPARK_SIDE = {
     "persist",
     "job",
     "jobobjects",
+    "multiplefits",
     "runner",
     "scoring",
     "spark",

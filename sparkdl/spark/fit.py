@@ -48,6 +48,7 @@ from sparkdl.spark.runkey import run_key
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import read_settings
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
+from sparkdl.spark.sharing import SpoolColumnKey, SpoolKey, Spools
 from sparkdl.spark.slots import Slots, plan_gang, plan_rounds, wait_again
 from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame, require_source
 from sparkdl.spark.supervise import persistently
@@ -71,12 +72,14 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user is told."""
 
 
-def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
+def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = None) -> FitResult:
     """Train on all workers of the cluster.
 
     Args:
         data: the rows, or a source that workers read by themselves.
         request: what the estimator asks for.
+        spools: those of other fits on the same DataFrame, which may be used, and are left there;
+            None: the fit has its own.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -133,10 +136,18 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
             in_rounds=in_rounds,
         )
         clock.lap("preflight")
-        table = _make_table(
-            df, source, prepared, validation, run_id, slots, request, strategy, in_rounds=in_rounds
+        make_table = partial(
+            _make_table, df, prepared, validation, run_id, slots, strategy, in_rounds=in_rounds
         )
-        stack.callback(table.close)
+        table: ShardTable | SourceTable
+        if source is not None:
+            table = _source_table(spark, source, prepared, request, slots, strategy)
+        elif spools is not None:
+            key = _spool_key(prepared, validation, slots, request, strategy, in_rounds=in_rounds)
+            table = spools.take(key, make_table)
+        else:
+            table = make_table()
+            stack.callback(table.close)
         spooled = persistently(
             table.collect,
             max_restarts=request.max_restarts,
@@ -198,27 +209,15 @@ def fit(data: DataFrame | Source, request: FitRequest) -> FitResult:
 
 def _make_table(
     df: DataFrame,
-    source: Source | None,
     prepared: Sequence[Prepared],
     validation: SparkColumn | None,
     run_id: str,
     slots: Slots,
-    request: FitRequest,
     strategy: SyncStrategy,
     *,
     in_rounds: bool,
-) -> ShardTable | SourceTable:
-    """Where the shards will be listed; nothing is read yet."""
-    shares = strategy.row_shares(slots.num_workers)
-    if source is not None:
-        return SourceTable(
-            df.sparkSession,
-            source,
-            prepared,
-            request.validation_col,
-            num_shards=slots.num_workers,
-            shares=shares,
-        )
+) -> ShardTable:
+    """Where the shards of a DataFrame will be listed; nothing is read yet."""
     return ShardTable(
         df,
         prepared,
@@ -227,7 +226,48 @@ def _make_table(
         run_id=run_id,
         profile=slots.profile,
         barrier=not in_rounds,
-        shares=shares,
+        shares=strategy.row_shares(slots.num_workers),
+    )
+
+
+def _source_table(
+    spark: SparkSession,
+    source: Source,
+    prepared: Sequence[Prepared],
+    request: FitRequest,
+    slots: Slots,
+    strategy: SyncStrategy,
+) -> SourceTable:
+    """The same for a source, which leaves nothing behind."""
+    return SourceTable(
+        spark,
+        source,
+        prepared,
+        request.validation_col,
+        num_shards=slots.num_workers,
+        shares=strategy.row_shares(slots.num_workers),
+    )
+
+
+def _spool_key(
+    prepared: Sequence[Prepared],
+    validation: SparkColumn | None,
+    slots: Slots,
+    request: FitRequest,
+    strategy: SyncStrategy,
+    *,
+    in_rounds: bool,
+) -> SpoolKey:
+    """Fits whose keys are equal may use the same spool."""
+    shares = strategy.row_shares(slots.num_workers)
+    return SpoolKey(
+        columns=tuple(map(SpoolColumnKey.of, prepared)),
+        validation=str(validation),
+        num_shards=slots.num_workers,
+        barrier=not in_rounds,
+        shares=None if shares is None else tuple(shares),
+        cpus_per_worker=request.cpus_per_worker,
+        gpus_per_worker=request.gpus_per_worker,
     )
 
 

@@ -117,7 +117,10 @@ class ShardTable(SpoolTable):
             SparkDLError: a task could not spool.
             DataError: rows cannot be used, or the source has changed since the first call.
         """
-        payloads = self._payloads()
+        with self._spooling:
+            return self._collected(self._payloads())
+
+    def _collected(self, payloads: dict[int, dict[str, Any]]) -> tuple[SpooledShard, ...]:
         shards = tuple(_parse(shard_id, values) for shard_id, values in payloads.items())
         # Spark runs no task at all if it finds that there is nothing to do.
         if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from typing import Any
 
@@ -37,11 +38,15 @@ class SpoolTable:
         self._run_id = run_id
         self.num_shards = num_shards
         self._seen: set[str] = set()
+        self._spooling = threading.RLock()
         self._stragglers = False
 
     def _payloads(self) -> dict[int, dict[str, Any]]:
-        """Spool what is not there (everything at first, then what was lost); rows by shard id."""
-        with described(self._spark, f"sparkdl {self._run_id}: spool"):
+        """Spool what is not there (everything at first, then what was lost); rows by shard id.
+
+        One thread at a time: two jobs would both write what they find missing.
+        """
+        with self._spooling, described(self._spark, f"sparkdl {self._run_id}: spool"):
             stragglers, self._stragglers = self._stragglers, True
             # A new query each time: one that has failed gives its failure again, from memory.
             rows = self.df.select("shard_id", "payload").collect()

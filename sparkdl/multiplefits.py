@@ -1,0 +1,58 @@
+"""How does an estimator try several Param maps on the same rows?
+
+pyspark's CrossValidator and TrainValidationSplit take models from `Fits` in as many threads as
+their ``parallelism``; each trains on the slots that are free.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from sparkdl.spark.sharing import Spools
+
+M = TypeVar("M")
+
+
+class Fits(Generic[M], Iterator[tuple[int, M]]):
+    """Gives ``(index, model)`` for each Param map. Thread-safe.
+
+    The spools stay until the last model is there, or nobody can ask for one any more.
+    """
+
+    def __init__(self, fits: Sequence[Callable[[Spools], M]]) -> None:
+        self._fits = tuple(fits)
+        self._next = 0
+        self._ended = 0
+        self._lock = threading.Lock()
+        spools = Spools()
+        self._spools = spools
+        self._close = weakref.finalize(self, spools.close)
+
+    def __iter__(self) -> Fits[M]:
+        return self
+
+    def __next__(self) -> tuple[int, M]:
+        """Train the next one.
+
+        Raises:
+            StopIteration: all have been given out.
+        """
+        with self._lock:
+            index = self._next
+            if index == len(self._fits):
+                raise StopIteration
+            self._next += 1
+        try:
+            return index, self._fits[index](self._spools)
+        finally:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        with self._lock:
+            self._ended += 1
+            is_last = self._ended == len(self._fits)
+        if is_last:
+            self._close()

@@ -1,0 +1,80 @@
+"""How do several fits on the same rows use one spool?
+
+Each asks for the table that it would make; the first that asks makes it, and all tables stay until
+the last fit has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparkdl.inputs import Specification
+from sparkdl.plan import Role
+from sparkdl.spark.columns import Prepared
+from sparkdl.spark.shards import ShardTable
+
+
+@dataclass(frozen=True)
+class SpoolColumnKey:
+    """What of a column decides about its files."""
+
+    name: str
+    role: Role
+    expression: str
+    dtype: str
+    as_classes: bool
+    argument: str | None
+    specification: Specification | None
+
+    @classmethod
+    def of(cls, column: Prepared) -> SpoolColumnKey:
+        """That of a prepared column."""
+        return cls(
+            name=column.name,
+            role=column.role,
+            expression=str(column.expression),
+            dtype=column.dtype,
+            as_classes=column.as_classes,
+            argument=column.argument,
+            specification=column.specification,
+        )
+
+
+@dataclass(frozen=True)
+class SpoolKey:
+    """What decides about the spools of one DataFrame; equal keys mean equal files."""
+
+    columns: tuple[SpoolColumnKey, ...]
+    validation: str
+    num_shards: int
+    barrier: bool
+    shares: tuple[float, ...] | None
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+
+
+class Spools:
+    """The tables of several fits on one DataFrame. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: list[tuple[SpoolKey, ShardTable]] = []
+
+    def take(self, key: SpoolKey, make: Callable[[], ShardTable]) -> ShardTable:
+        """The table of that key; ``make`` describes it if there is none."""
+        with self._lock:
+            for known, table in self._tables:
+                if known == key:
+                    return table
+            table = make()
+            self._tables.append((key, table))
+            return table
+
+    def close(self) -> None:
+        """Remove all spools."""
+        with self._lock:
+            tables, self._tables = self._tables, []
+        for _, table in tables:
+            table.close()

@@ -1,0 +1,136 @@
+"""Several fits on the same rows: one spool, models as one after the other, nothing left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from torch import nn
+
+from sparkdl import TorchRegressor
+from sparkdl.errors import WorkerError
+from sparkdl.spark.session import is_connect
+from sparkdl.spark.shards import ShardTable
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.gang]
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    from pyspark.sql import functions as F
+
+    x = F.array(*[((F.col("id") * k) % 7 - 3).cast("float") for k in (1, 2, 3)])
+    return spark.range(0, 90, 1, 3).select(x.alias("features"), (x[0] - x[2]).alias("label"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(spark: SparkSession) -> Iterator[None]:
+    yield
+    if not is_connect(spark):
+        assert dict(spark.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[ShardTable]:
+    """The tables that are made."""
+    made: list[ShardTable] = []
+    first = ShardTable.__init__
+
+    def noted(self: ShardTable, *args: Any, **kwargs: Any) -> None:
+        first(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(ShardTable, "__init__", noted)
+    return made
+
+
+def make_net() -> nn.Module:
+    return nn.Linear(3, 1)
+
+
+def regressor(**params: Any) -> TorchRegressor:
+    options: dict[str, Any] = {"epochs": 2, "batchSize": 16, "seed": 3, "numWorkers": 1}
+    return TorchRegressor(module=make_net, verbose=0, **{**options, **params})
+
+
+def weights(model: Any) -> list[float]:
+    flat: list[float] = torch.cat([p.flatten() for p in model.module.parameters()]).tolist()
+    return flat
+
+
+def test_all_maps_train_over_one_spool(df: DataFrame, tables: list[ShardTable]) -> None:
+    estimator = regressor()
+    maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1)]
+    found = dict(estimator.fitMultiple(df, maps))
+    assert len(tables) == 1
+    assert sorted(found) == [0, 1, 2]
+    for index, values in enumerate(maps):
+        assert weights(found[index]) == weights(estimator.fit(df, values))
+    assert len({tuple(weights(model)) for model in found.values()}) == 3
+
+
+def test_threads_train_at_the_same_time(df: DataFrame, tables: list[ShardTable]) -> None:
+    estimator = regressor()
+    maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1, 0.2)]
+    fits = estimator.fitMultiple(df, maps)
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(pool.map(lambda _: next(fits), maps))
+    assert len(tables) == 1
+    for index, values in enumerate(maps):
+        assert weights(found[index]) == weights(estimator.fit(df, values))
+    with pytest.raises(StopIteration):
+        next(fits)
+
+
+def test_other_columns_get_a_spool_of_their_own(df: DataFrame, tables: list[ShardTable]) -> None:
+    other = df.selectExpr("*", "2 * label as twice")
+    estimator = regressor()
+    maps: list[Any] = [{}, {estimator.labelCol: "twice"}, {estimator.seed: 5}]
+    found = dict(estimator.fitMultiple(other, maps))
+    assert len(tables) == 2
+    assert weights(found[1]) == weights(estimator.fit(other, maps[1]))
+
+
+def fails(output: Any, target: Any) -> Any:
+    raise ArithmeticError("of one map")
+
+
+def test_an_error_in_one_leaves_the_others_and_nothing_behind(df: DataFrame) -> None:
+    estimator = regressor()
+    fits = estimator.fitMultiple(df, [{}, {estimator.loss: fails}, {}])
+    assert next(fits)[0] == 0
+    with pytest.raises(WorkerError, match="of one map"):
+        next(fits)
+    assert next(fits)[0] == 2
+
+
+def test_what_is_not_asked_for_leaves_nothing_behind(df: DataFrame) -> None:
+    estimator = regressor()
+    fits = estimator.fitMultiple(df, [{}, {}])
+    next(fits)
+    del fits
+    gc.collect()
+
+
+def test_a_cross_validator_finds_the_rate_that_learns(
+    df: DataFrame, tables: list[ShardTable]
+) -> None:
+    estimator = regressor(epochs=10, optimizer="sgd")
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [1e-6, 0.05]).build()
+    search = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=RegressionEvaluator(),
+        numFolds=2, parallelism=2, seed=1,
+    )  # fmt: skip
+    found: Any = search.fit(df)
+    assert weights(found.bestModel) == weights(estimator.fit(df, grid[1]))
+    assert found.avgMetrics[1] < 0.5 * found.avgMetrics[0]
+    assert len(tables) == 4  # one for each fold, one for the best, and the one above
