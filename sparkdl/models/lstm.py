@@ -19,6 +19,9 @@ class LSTMNet(nn.Module):
 
         inputs={"values": Sequence("words", mask="mask")}
 
+    torch exports LSTM layers for sequences of one length only: give `sparkdl.export_onnx`
+    ``example_inputs`` of the length that is wanted.
+
     Source: Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), with the forget gates of
     Gers et al. (2000), as `torch.nn.LSTM` computes it.
     """

@@ -51,8 +51,8 @@ class FCNR(MLP):
     """FCN-R, the fully connected network of benchmarks on MNIST: 784-2048-4096-1024-10, sigmoids.
 
     Takes images ``(batch, 1, 28, 28)``, or ``(batch, ...)`` of ``sizes[0]`` values; gives logits
-    ``(batch, num_classes)``. 14,205,962 parameters. Weights begin by Glorot and Bengio's rule,
-    as they did there: sigmoids learn nothing from torch's own.
+    ``(batch, num_classes)``. 14,205,962 parameters. Weights begin by Glorot and Bengio's rule, and
+    biases at 0, as they did there.
 
     Source: Shi, Wang, Xu and Chu, "Benchmarking State-of-the-Art Deep Learning Software Tools"
     (arXiv 1608.07249), whose programs (github.com/hclhkbu/dlbench, ``tools/torch/Models/ffn5.lua``)

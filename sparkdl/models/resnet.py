@@ -22,8 +22,10 @@ class CifarResNet(nn.Module):
 
         CifarResNet(blocks=(1, 1, 1), width=8, in_channels=1)
 
-    Weights begin by the rule of He et al. (arXiv 1502.01852). The statistics of the BatchNorm
-    layers are those of each worker's batch, unless ``syncBatchNorm=True``.
+    Weights begin by the rule of He et al. (arXiv 1502.01852), and each block as its shortcut alone:
+    the scale of its last BatchNorm is 0 (Goyal et al., arXiv 1706.02677, section 5.1), without
+    which the deep ones need a warm-up. The statistics of the BatchNorm layers are those of each
+    worker's batch, unless ``syncBatchNorm=True``.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class CifarResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, _Basic | _Bottleneck):
+                nn.init.zeros_(module.last[1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of a batch of images."""
@@ -123,13 +127,13 @@ class _Basic(nn.Module):
         super().__init__()
         self.stride, self.num_new = stride, width - in_channels
         self.first = _convolution(in_channels, width, kernel_size=3, stride=stride)
-        self.second = _convolution(width, width, kernel_size=3)
+        self.last = _convolution(width, width, kernel_size=3)
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
         shortcut = maps[:, :, :: self.stride, :: self.stride] if self.stride > 1 else maps
         if self.num_new:
             shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, self.num_new))
-        return F.relu(self.second(F.relu(self.first(maps))) + shortcut)
+        return F.relu(self.last(F.relu(self.first(maps))) + shortcut)
 
 
 class _Bottleneck(nn.Module):
@@ -142,14 +146,14 @@ class _Bottleneck(nn.Module):
         out_channels = width * self.expansion
         self.first = _convolution(in_channels, width, kernel_size=1)
         self.second = _convolution(width, width, kernel_size=3, stride=stride)
-        self.third = _convolution(width, out_channels, kernel_size=1)
+        self.last = _convolution(width, out_channels, kernel_size=1)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or in_channels != out_channels:
             self.shortcut = _convolution(in_channels, out_channels, kernel_size=1, stride=stride)
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
         hidden = F.relu(self.second(F.relu(self.first(maps))))
-        return F.relu(self.third(hidden) + self.shortcut(maps))
+        return F.relu(self.last(hidden) + self.shortcut(maps))
 
 
 def _convolution(

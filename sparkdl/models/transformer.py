@@ -73,7 +73,7 @@ class TransformerNet(nn.Module):
     def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Logits or numbers of a batch of sequences."""
         tokens = self.embedding(values) * math.sqrt(self.embedding.embedding_dim)
-        first = self.first.expand(len(values), 1, -1)
+        first = self.first.expand(values.shape[0], 1, -1)
         places = torch.cat([first, tokens + _positions(tokens)], 1)
         is_own = F.pad(mask, (1, 0), value=True)
         states = self.encoder(places, src_key_padding_mask=~is_own)

@@ -28,12 +28,13 @@ def test_hidden_layers_have_the_names_of_an_autoencoders() -> None:
     assert all(mine[name].shape == others[name].shape for name in shared)
 
 
-def test_sigmoids_of_fcn_r_do_not_begin_as_good_as_constant() -> None:
-    # With torch's own rule the logits of different rows differ by 0.002 at the beginning.
+def test_fcn_r_begins_by_the_rule_of_glorot_and_bengio() -> None:
     torch.manual_seed(0)
-    logits = FCNR(sizes=(64, 128, 256, 64))(torch.rand(50, 64))
-    assert logits.std(0).mean() > 0.01
-    assert FCNR().head.bias.abs().max() == 0
+    net = FCNR(sizes=(64, 512, 128))
+    for layer in (net.encoder[0][0], net.encoder[1][0]):
+        rows, columns = layer.weight.shape
+        assert layer.weight.std().item() == pytest.approx((2 / (rows + columns)) ** 0.5, rel=0.02)
+        assert layer.bias.abs().max() == 0
 
 
 @pytest.mark.parametrize("num_classes", [2, 10])

@@ -37,11 +37,8 @@ def test_stages_have_the_papers_sizes() -> None:
 
 def test_shortcuts_of_option_a_skip_pixels_and_add_empty_channels() -> None:
     net = ResNet20(width=2).eval()
-    block = net.stages[1][0]
-    for part in (block.first, block.second):
-        nn.init.zeros_(part[0].weight)  # what remains is the shortcut
     maps = torch.rand(1, 2, 6, 6)
-    out = block(maps)
+    out = net.stages[1][0](maps)  # at the beginning a block is its shortcut
     assert torch.equal(out[:, :2], maps[:, :, ::2, ::2])
     assert out[:, 2:].abs().max() == 0 and out.shape == (1, 4, 3, 3)
 
@@ -51,6 +48,18 @@ def test_images_may_have_any_size(is_bottleneck: bool) -> None:
     net = CifarResNet(blocks=(1, 2), width=4, is_bottleneck=is_bottleneck, in_channels=1)
     for size in ((8, 8), (9, 13)):
         assert net(torch.rand(2, 1, *size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("kind", [ResNet20, ResNet50])
+def test_every_part_learns_from_the_second_step_on(kind: type[CifarResNet]) -> None:
+    torch.manual_seed(0)
+    net, images = kind(width=4), torch.rand(8, 3, 32, 32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), torch.arange(8)).backward()
+        optimizer.step()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in net.parameters())
 
 
 def test_refusals() -> None:
