@@ -63,4 +63,5 @@ class Autoencoder(nn.Module):
         values = self.encoder(values)
         for layer in reversed(self.decoder):
             values = layer(values)
-        return values.reshape(features.shape)
+        restored: torch.Tensor = values.reshape(features.shape)
+        return restored

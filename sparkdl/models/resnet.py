@@ -66,8 +66,6 @@ class CifarResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, _Basic | _Bottleneck):
-                nn.init.zeros_(module.last[1].weight)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of a batch of images."""
@@ -127,7 +125,7 @@ class _Basic(nn.Module):
         super().__init__()
         self.stride, self.num_new = stride, width - in_channels
         self.first = _convolution(in_channels, width, kernel_size=3, stride=stride)
-        self.last = _convolution(width, width, kernel_size=3)
+        self.last = _convolution(width, width, kernel_size=3, scale=0.0)
 
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
         shortcut = maps[:, :, :: self.stride, :: self.stride] if self.stride > 1 else maps
@@ -146,7 +144,7 @@ class _Bottleneck(nn.Module):
         out_channels = width * self.expansion
         self.first = _convolution(in_channels, width, kernel_size=1)
         self.second = _convolution(width, width, kernel_size=3, stride=stride)
-        self.last = _convolution(width, out_channels, kernel_size=1)
+        self.last = _convolution(width, out_channels, kernel_size=1, scale=0.0)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or in_channels != out_channels:
             self.shortcut = _convolution(in_channels, out_channels, kernel_size=1, stride=stride)
@@ -157,11 +155,12 @@ class _Bottleneck(nn.Module):
 
 
 def _convolution(
-    in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1
+    in_channels: int, out_channels: int, *, kernel_size: int, stride: int = 1, scale: float = 1.0
 ) -> nn.Sequential:
+    """A convolution and a BatchNorm that begins with ``scale``."""
+    norm = nn.BatchNorm2d(out_channels)
+    nn.init.constant_(norm.weight, scale)
+    padding = kernel_size // 2
     return nn.Sequential(
-        nn.Conv2d(
-            in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
-        ),
-        nn.BatchNorm2d(out_channels),
+        nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, bias=False), norm
     )
