@@ -255,7 +255,7 @@ def test_a_stack_pretrained_layer_by_layer_needs_fewer_labels(
     train, test = vectors
     sizes = (64, 64, 32, 16)
     stack = pretrained(train, sizes, common(epochs=10, learningRate=0.005))
-    few = train.where("id % 14 = 0").cache()  # a hundred or so
+    few = train.where("id % 14 = 0").cache()  # 94 rows
 
     def accuracy(initial: InitialWeights | None) -> float:
         classifier = TorchClassifier(
