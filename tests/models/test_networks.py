@@ -175,6 +175,7 @@ def test_importing_sparkdl_imports_no_networks() -> None:
 
 def test_the_documents_have_every_network_with_its_parameters() -> None:
     text = (ROOT / "docs" / "networks.md").read_text(encoding="utf-8")
+    text, _, _ = text.partition("## What they reach")
     rows = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)`.*$", text, re.MULTILINE)}
     assert set(rows) == set(NETWORKS)
     for name in ("FCNR", "LeNet5", "AlexNetR", "ResNet20", "ResNet56", "ResNet50"):
