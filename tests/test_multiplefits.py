@@ -21,7 +21,12 @@ from sparkdl.spark.shards import ShardTable
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    # pyspark leaves the thread pool of a search open.
+    pytest.mark.filterwarnings("ignore:.*Pool.__del__:pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +138,5 @@ def test_a_cross_validator_finds_the_rate_that_learns(
     found: Any = search.fit(df)
     assert weights(found.bestModel) == weights(estimator.fit(df, grid[1]))
     assert found.avgMetrics[1] < 0.5 * found.avgMetrics[0]
+    gc.collect()  # pyspark's thread pools, while their warning is filtered
     assert len(tables) == 4  # one for each fold, one for the best, and the one above

@@ -1,0 +1,91 @@
+"""Which network of attention is there?"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sparkdl.errors import ConfigError
+from sparkdl.models.layers import check_positive
+
+
+class TransformerNet(nn.Module):
+    """The encoder half of a Transformer, for whole sequences: texts, codes, time series in bins.
+
+    Takes ``values``, token ids ``(batch, length)``, and ``mask``, bool ``(batch, length)``, True
+    where a value is the row's own. Gives ``(batch, num_outputs)``: logits of classes, or numbers,
+    from the mean over the row's places. What stands behind a row's end has no part in it; sequences
+    may have any length, at a cost that grows with its square::
+
+        inputs={"values": Sequence("words", mask="mask")}
+
+    Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), sections 3.1 and 3.5,
+    with the layer norms first, as Xiong et al. (arXiv 2002.04745) advise: it needs no warm-up. A
+    learnt token before the first place, as in BERT, gives rows without values something to attend
+    to.
+    """
+
+    def __init__(
+        self, *, num_outputs: int, num_tokens: int, width: int = 64, num_heads: int = 4,
+        num_layers: int = 2, feedforward: int = 128, dropout: float = 0.1,
+    ) -> None:  # fmt: skip
+        """Make the layers.
+
+        Args:
+            num_outputs: classes, or numbers to predict.
+            num_tokens: token ids are below this.
+            width: of a place's vector, an even multiple of ``num_heads``.
+            num_heads: attentions of each layer.
+            num_layers: layers on top of each other.
+            feedforward: width inside a layer's fully connected part.
+            dropout: part of the numbers that training leaves out, inside layers.
+
+        Raises:
+            ConfigError: an argument is out of range.
+        """
+        super().__init__()
+        check_positive(
+            num_outputs=num_outputs, num_tokens=num_tokens, width=width, num_heads=num_heads,
+            num_layers=num_layers, feedforward=feedforward,
+        )  # fmt: skip
+        if width % 2 or width % num_heads:
+            raise ConfigError(
+                f"width must be even and a multiple of num_heads; received {width} and {num_heads}"
+            )
+        self.embedding = nn.Embedding(num_tokens, width)
+        self.first = nn.Parameter(torch.zeros(width))
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, feedforward, dropout, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(width, num_outputs)
+        # The layers are copies of one; as in torch.nn.Transformer, they must not begin alike.
+        for parameter in self.encoder.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+
+    def forward(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Logits or numbers of a batch of sequences."""
+        tokens = self.embedding(values) * math.sqrt(self.embedding.embedding_dim)
+        first = self.first.expand(values.shape[0], 1, -1)
+        places = torch.cat([first, tokens + _positions(tokens)], 1)
+        is_own = F.pad(mask, (1, 0), value=True)
+        states = self.encoder(places, src_key_padding_mask=~is_own)
+        weights = is_own[:, :, None].to(states.dtype)
+        outputs: torch.Tensor = self.head((states * weights).sum(1) / weights.sum(1))
+        return outputs
+
+
+def _positions(tokens: torch.Tensor) -> torch.Tensor:
+    """Sines and cosines that tell places apart, ``(length, width)``; section 3.5."""
+    _, length, width = tokens.shape
+    place = torch.arange(length, dtype=torch.float32, device=tokens.device)[:, None]
+    even = torch.arange(0, width, 2, dtype=torch.float32, device=tokens.device)
+    angle = place * torch.exp(even * (-math.log(10000.0) / width))
+    return torch.stack([angle.sin(), angle.cos()], 2).flatten(1).to(tokens.dtype)
