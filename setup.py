@@ -40,9 +40,12 @@ EXTRAS = {
     "metrics": ["torchmetrics>=1.4"],
     "images": ["pillow>=10.3"],
     "plot": ["matplotlib>=3.8"],
+    "tune": ["optuna>=4.2", "matplotlib>=3.8"],
     "demo": ["scikit-learn>=1.5"],
 }
 TOOLS = [
+    "lightning>=2.4",  # its modules and those of transformers train in the tests
+    "transformers>=4.46",
     "flask>=3.0",  # with flask-cors: the server of moto, an S3 for the tests
     "flask-cors>=5.0",
     "moto[s3]>=5.0",

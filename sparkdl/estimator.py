@@ -7,7 +7,8 @@ model they return. Everything else is in their Params (`sparkdl.params`) and in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -68,12 +69,25 @@ class _TorchEstimator(
         """
         from sparkdl.multiplefits import Fits
 
-        return Fits([partial(self.copy(values)._fit_sharing, dataset) for values in paramMaps])
+        return Fits([partial(self.copy(values).fit_sharing, dataset) for values in paramMaps])
 
-    def _fit_sharing(self, dataset: DataFrame | Source, spools: Spools) -> TorchModel:
+    def fit_sharing(
+        self,
+        dataset: DataFrame | Source,
+        spools: Spools,
+        on_epoch: Callable[[Mapping[str, float]], None] | None = None,
+    ) -> TorchModel:
+        """Train with the spools of other fits on the same rows; who made them closes them.
+
+        Args:
+            dataset: as for ``fit``.
+            spools: what the fits share.
+            on_epoch: is given each epoch's history record, on the driver; what it raises ends
+                the fit.
+        """
         from sparkdl.spark.fit import fit
 
-        return self._model(fit(dataset, self._request(), spools))
+        return self._model(fit(dataset, replace(self._request(), on_epoch=on_epoch), spools))
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""

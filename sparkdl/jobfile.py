@@ -1,8 +1,9 @@
 """What can be said in a job file?
 
-One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`. Their fields are the
-file's sections, the sections' fields its keys. Reading a job file neither imports the user's code
-nor starts Spark; objects are named as ``package.module:name`` and imported by `job`.
+One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `studyfile` has
+`TuneJob`. Their fields are the file's sections, the sections' fields its keys. Reading a job file
+neither imports the user's code nor starts Spark; objects are named as ``package.module:name`` and
+imported by `job`.
 """
 
 from __future__ import annotations

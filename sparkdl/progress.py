@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from sparkdl.plan import TrainPlan
@@ -62,6 +62,21 @@ class SilentView:
 
     def close(self) -> None:
         """Show nothing."""
+
+
+class WatchedView:
+    """Another view, of whose epochs somebody else is told as well."""
+
+    def __init__(self, view: View, on_epoch: Callable[[Mapping[str, float]], None]) -> None:
+        self._view = view
+        self._on_epoch = on_epoch
+        self.attempt, self.heartbeat, self.log = view.attempt, view.heartbeat, view.log
+        self.done, self.close = view.done, view.close
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Show it first."""
+        self._view.epoch(record)
+        self._on_epoch(record)
 
 
 class ReportView:

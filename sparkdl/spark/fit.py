@@ -24,7 +24,7 @@ from sparkdl.data.stats import skipped_rows
 from sparkdl.frozen import freeze, thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
-from sparkdl.progress import ProgressView, SilentView, View
+from sparkdl.progress import ProgressView, SilentView, View, WatchedView
 from sparkdl.spark.checks import (
     check_labels,
     check_source,
@@ -172,7 +172,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
             plan = with_windows(plan, spooled, info, entry, window_bytes)
         check_empty_batches(module, plan, request.config)
         _check_memory(spark, module, plan, slots)
-        view = _view(plan, request.verbose)
+        view = _view(plan, request)
         stack.callback(view.close)
         run = Run(
             spark=spark,
@@ -280,8 +280,11 @@ def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard])
     return num_rows
 
 
-def _view(plan: TrainPlan, verbose: int) -> View:
-    return ProgressView(plan, shows_logs=verbose > 1) if verbose else SilentView()
+def _view(plan: TrainPlan, request: FitRequest) -> View:
+    view: View = SilentView()
+    if request.verbose:
+        view = ProgressView(plan, shows_logs=request.verbose > 1)
+    return view if request.on_epoch is None else WatchedView(view, request.on_epoch)
 
 
 def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ class FitRequest:
     """``auto``, ``gang`` or ``rounds``."""
     specified: tuple[Named, ...] = ()
     """Inputs that were specified; then there are no ``feature_cols``."""
+    on_epoch: Callable[[Mapping[str, float]], None] | None = None
+    """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
 

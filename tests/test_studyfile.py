@@ -1,0 +1,98 @@
+"""What a job file may say of a search, and the training jobs that follow from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdl.errors import ConfigError
+from sparkdl.jobfile import load_job
+from sparkdl.studyfile import Space, StudySection, TuneJob, laid_over
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def job() -> TuneJob:
+    return load_job(TuneJob, ROOT / "conf" / "tune.toml")
+
+
+def test_the_file_of_the_project_is_right(job: TuneJob) -> None:
+    assert set(job.study.search) == {
+        "estimator.learning_rate", "estimator.batch_size", "model.args.dropout"
+    }  # fmt: skip
+    assert job.study.search["estimator.batch_size"].choices == (16, 32, 64)
+    assert job.study.search["estimator.learning_rate"].log
+
+
+def test_a_trial_is_the_job_with_other_values(job: TuneJob) -> None:
+    values = {"estimator.learning_rate": 0.5, "estimator.batch_size": 64, "model.args.dropout": 0.1}
+    trial = job.trial(values, "models/one")
+    assert type(trial).__name__ == "TrainJob"
+    assert (trial.estimator.learning_rate, trial.estimator.batch_size) == (0.5, 64)
+    assert trial.model.args == {"num_classes": 10, "dropout": 0.1}
+    assert trial.output.path == "models/one"
+    assert trial.output.overwrite
+    assert (trial.data, trial.validation) == (job.data, job.validation)
+    assert job.estimator.learning_rate is None  # the job itself is as it was
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("estimator.lerning_rate", "there is no 'lerning_rate'; known: kind, loss"),
+        ("estimators.epochs", "there is no 'estimators'; known: data, model"),
+        ("study.trials", "there is no 'study'"),
+        ("test.path", "'test' is not in the file"),
+        ("estimator.epochs.more", "'epochs' is not in the file|'more' is in no section"),
+        ("validation.fraction", "fraction must be between"),
+    ],
+)
+def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(
+    job: TuneJob, key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        laid_over(job, key, 7)
+    with pytest.raises(ConfigError, match=f"study.search, '{key}'"):
+        laid_over(job, "estimator.epochs", 3).__class__(
+            **{**_fields(job), "study": StudySection(search={key: Space(choices=(7,))})}
+        )
+
+
+def _fields(job: TuneJob) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in job.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either 'low' and 'high', or 'choices'"),
+        ({"low": 1}, "either 'low' and 'high', or 'choices'"),
+        ({"low": 1, "high": 2, "choices": (1,)}, "either 'low' and 'high', or 'choices'"),
+        ({"choices": (1, 2), "log": True}, "not for 'choices'"),
+        ({"low": 3, "high": 2}, "more than high"),
+        ({"low": 1, "high": 2, "log": True, "step": 1}, "'log' or 'step'"),
+        ({"low": 0, "high": 2, "log": True}, "above 0"),
+    ],
+)
+def test_spaces_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Space(**options)
+
+
+def test_whole_numbers_stay_whole() -> None:
+    assert Space(low=1, high=8).is_whole
+    assert Space(low=1, high=8, step=2).is_whole
+    assert not Space(low=1, high=8.0).is_whole
+    assert not Space(low=1, high=8, step=0.5).is_whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trials": 0}, {"parallel": 0}, {"startup_trials": -1}, {"warmup_epochs": -1}, {"search": {}}],
+)
+def test_numbers_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        StudySection(**{"search": {"estimator.seed": Space(low=1, high=2)}, **options})
