@@ -92,18 +92,19 @@ class TuneJob(TrainJob):
         for key, space in self.study.search.items():
             value = space.choices[0] if space.choices else space.low
             try:
-                laid_over(self, key, value)
+                laid_over(self._without_study(), key, value)
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
     def trial(self, values: Mapping[str, Any], path: str) -> TrainJob:
         """The training job of one trial, whose model goes to ``path``."""
-        job: TrainJob = self
+        job = self._without_study()
         for key, value in values.items():
             job = laid_over(job, key, value)
-        parts = {item.name: getattr(job, item.name) for item in fields(TrainJob)}
-        parts["output"] = replace(self.output, path=path, overwrite=True)
-        return TrainJob(**parts)
+        return replace(job, output=replace(self.output, path=path, overwrite=True))
+
+    def _without_study(self) -> TrainJob:
+        return TrainJob(**{item.name: getattr(self, item.name) for item in fields(TrainJob)})
 
 
 def laid_over(part: Any, key: str, value: Any) -> Any:
@@ -118,7 +119,7 @@ def laid_over(part: Any, key: str, value: Any) -> Any:
         return {**part, head: laid_over(inner, rest, value) if rest else value}
     if not is_dataclass(part) or isinstance(part, type):
         raise ConfigError(f"{head!r} is in no section of the file")
-    known = [item.name for item in fields(part) if item.name != "study"]
+    known = [item.name for item in fields(part)]
     if head not in known:
         raise ConfigError(f"there is no {head!r}; known: {', '.join(known)}")
     inner = getattr(part, head)

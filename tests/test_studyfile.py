@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from sparkdl.errors import ConfigError
 from sparkdl.jobfile import load_job
-from sparkdl.studyfile import Space, StudySection, TuneJob, laid_over
+from sparkdl.studyfile import Space, StudySection, TuneJob
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,16 +54,8 @@ def test_a_trial_is_the_job_with_other_values(job: TuneJob) -> None:
 def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(
     job: TuneJob, key: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        laid_over(job, key, 7)
-    with pytest.raises(ConfigError, match=f"study.search, '{key}'"):
-        laid_over(job, "estimator.epochs", 3).__class__(
-            **{**_fields(job), "study": StudySection(search={key: Space(choices=(7,))})}
-        )
-
-
-def _fields(job: TuneJob) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in job.__dataclass_fields__}
+    with pytest.raises(ConfigError, match=f"study.search, '{key}': .*({message})"):
+        replace(job, study=StudySection(search={key: Space(choices=(7,))}))
 
 
 @pytest.mark.parametrize(
