@@ -27,12 +27,13 @@ SPARK_SIDE = {
     "runner",
     "scoring",
     "spark",
+    "tuning",
 }
 # Run without Spark too; ask it only from inside a function, where they were called by it.
 ASKS_SPARK_LAZILY = {"packing", "places", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
-    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",
+    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores", "studyfile",
     "summary", "tomlvalues", "windows",
 }  # fmt: skip
 FACES = {
@@ -47,6 +48,7 @@ FACES = {
     "jobobjects",
     "runner",
     "scoring",
+    "tuning",
     "cli",
 }
 
