@@ -181,6 +181,10 @@ class Measurements:
         self._values.setdefault(name, []).append(value)
         self._load.append(os.getloadavg()[0])
 
+    def names(self) -> list[str]:
+        """What was noted, in that order."""
+        return list(self._values)
+
     def median(self, name: str) -> float:
         """Median of the values of one name."""
         return statistics.median(self._values[name])

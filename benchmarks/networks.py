@@ -1,0 +1,110 @@
+"""How fast do the surveys' networks train? ``fit`` and torchrun DDP, by workers and batch size.
+
+ResNet-50 on synthetic CIFAR-10: images per second, forward only and training, and memory, over
+workers and batch sizes. FCN-R, AlexNet-R and ResNet-56: seconds per batch. Each worker has one
+thread; data is in memory for both, so that only the networks count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+from common import HERE, Measurements, spark_session
+from networks_ddp import EPOCHS, NETWORKS, Task, peak_memory, reset_peak_memory
+
+from sparkdl import DatasetSource, TorchClassifier
+from sparkdl.train.callbacks import Callback, CallbackState
+
+BATCHES = (32, 64, 128, 256)
+WORKERS = (1, 2)
+OTHERS = {"FCN-R": 64, "AlexNet-R": 128, "ResNet-56": 128}
+"""Network -> rows per worker and step."""
+
+
+def main() -> None:
+    """Measure, several times in turn."""
+    options = common.arguments(3, steps=(2, "steps per epoch of ResNet-50; the others take ten"))
+    found = Measurements()
+    spark = spark_session(daemon="sparkdl.spark.daemon")
+    for _ in range(options.runs):
+        for workers in WORKERS:
+            for batch in BATCHES:
+                task = Task(network="ResNet-50", batch=batch, workers=workers, steps=options.steps)
+                compare(spark, task, options, found)
+            for network, batch in OTHERS.items():
+                task = Task(network=network, batch=batch, workers=workers, steps=10)
+                compare(spark, task, options, found)
+    tables(found)
+    found.report("networks", options)
+    spark.stop()
+
+
+def compare(spark, task: Task, options: argparse.Namespace, found: Measurements) -> None:
+    """One network, number of workers and batch size, with both."""
+    common.wait_until_idle(options.patience)
+    for name, measured in (("fit", run_fit(spark, task)), ("torchrun", run_torchrun(task))):
+        for what, value in measured.items():
+            found.add(f"{task.name}: {name} {what}", value)
+
+
+def run_fit(spark, task: Task) -> dict[str, float]:
+    """Training by the estimator."""
+    with tempfile.TemporaryDirectory() as place:
+        classifier = TorchClassifier(
+            module=NETWORKS[task.network],
+            optimizer="sgd",
+            optimizerParams={"momentum": 0.9},
+            learningRate=0.001,
+            batchSize=task.batch,
+            epochs=EPOCHS,
+            numWorkers=task.workers,
+            checkpointInterval=-1,
+            callbacks=[Memory(place)],
+            verbose=0,
+        )
+        history = classifier.fit(DatasetSource(task.dataset_of_all)).summary.history
+        memory = max(int(path.read_text()) for path in Path(place).iterdir())
+    seconds = [record["seconds"] / task.steps for record in history[1:]]
+    return {"s per batch": sorted(seconds)[len(seconds) // 2], "memory MB": memory / 1e6}
+
+
+@dataclass
+class Memory(Callback):
+    """Writes the most memory that a worker took while it trained."""
+
+    place: str
+
+    def on_train_begin(self, state: CallbackState) -> None:
+        reset_peak_memory()
+
+    def on_train_end(self, state: CallbackState) -> None:
+        Path(self.place, str(state.rank)).write_text(str(peak_memory()))
+
+
+def run_torchrun(task: Task) -> dict[str, float]:
+    """Training by DDP, and the forward pass alone."""
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "seconds.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(task.workers), "--local-addr", "127.0.0.1"]
+        command += [str(HERE / "networks_ddp.py"), task.to_json(), str(output)]
+        subprocess.run(command, check=True)
+        return json.loads(output.read_text())
+
+
+def tables(found: Measurements) -> None:
+    """The speeds of both over each other, run by run."""
+    for name in [n for n in found.names() if n.endswith("s per batch") and ": fit" in n]:
+        found.ratio(f"{name.split(':')[0]}: fit / torchrun speed",
+                    name.replace(": fit", ": torchrun"), name)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
