@@ -73,7 +73,7 @@ unit: setup ## the tests alone; TESTS=tests/sync chooses some
 ifndef TESTS
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
 		tests/test_estimator.py tests/test_model.py tests/test_scoring.py tests/spark/test_outputs.py \
-		tests/spark/test_rounds.py
+		tests/spark/test_rounds.py tests/spark/test_runner.py tests/test_multiplefits.py
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 endif
@@ -109,7 +109,7 @@ endif
 
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
-		rounds strategies; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+		rounds strategies networks runner; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

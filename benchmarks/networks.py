@@ -82,9 +82,11 @@ class Memory(Callback):
     place: str
 
     def on_train_begin(self, state: CallbackState) -> None:
+        """Begin to measure."""
         reset_peak_memory()
 
     def on_train_end(self, state: CallbackState) -> None:
+        """Write it to a file of the rank's."""
         Path(self.place, str(state.rank)).write_text(str(peak_memory()))
 
 

@@ -33,8 +33,8 @@ SPARK_SIDE = {
 ASKS_SPARK_LAZILY = {"packing", "places", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
-    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores", "studyfile",
-    "summary", "tomlvalues", "windows",
+    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",
+    "studyfile", "summary", "tomlvalues", "windows",
 }  # fmt: skip
 FACES = {
     "estimator",
