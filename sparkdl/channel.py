@@ -9,25 +9,25 @@ Never use a client in a process that forks afterwards: gRPC does not survive a f
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from sparkdl.chunks import SCHEMA, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 
 _HEADER = "authorization"
 _POLL_SECONDS = 5.0
-_CHUNK_BYTES = 8 * 2**20
-_SCHEMA = pa.schema([("data", pa.binary())])
 _RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000)]
 """Option of a connection: after an absence of the server gRPC would wait up to two minutes."""
 _TRANSPORT = (
@@ -156,17 +156,12 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Store a file that arrives in chunks."""
-        chunks = (chunk.data.column(0)[0].as_buffer() for chunk in reader)
-        self._storage().write(descriptor.path[0].decode(), chunks)
+        self._storage().write(descriptor.path[0].decode(), received(chunk.data for chunk in reader))
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Send a file in chunks."""
-        data = memoryview(self._storage().read(ticket.ticket.decode()))
-        batches = (
-            pa.record_batch([pa.array([data[at : at + _CHUNK_BYTES]], pa.binary())], schema=_SCHEMA)
-            for at in range(0, max(1, len(data)), _CHUNK_BYTES)
-        )
-        return flight.GeneratorStream(_SCHEMA, batches)
+        data = self._storage().read(ticket.ticket.decode())
+        return flight.GeneratorStream(SCHEMA, sent([data]))
 
     def _storage(self) -> Files:
         if self._files is None:
@@ -311,13 +306,17 @@ class ChannelStorage(ChannelClient):
         descriptor = flight.FlightDescriptor.for_path(path)
         try:
             options = self._options(self._transfer_timeout)
-            writer, reader = self._client.do_put(descriptor, _SCHEMA, options)
-            with writer:
-                for chunk in _chunks(parts):
-                    array = pa.array([chunk], pa.binary())
-                    writer.write_batch(pa.record_batch([array], schema=_SCHEMA))
+            writer, reader = self._client.do_put(descriptor, SCHEMA, options)
+            try:
+                for batch in sent(parts):
+                    writer.write_batch(batch)
                 writer.done_writing()
                 reader.read()
+            except BaseException:
+                with contextlib.suppress(pa.ArrowException, OSError):
+                    writer.close()  # the driver sees that it has not all, and says so too
+                raise
+            writer.close()
         except (pa.ArrowException, OSError) as error:
             raise _refused_or_lost(f"the driver could not store {path}", error) from error
 
@@ -326,7 +325,7 @@ class ChannelStorage(ChannelClient):
         try:
             options = self._options(self._transfer_timeout)
             reader = self._client.do_get(flight.Ticket(path.encode()), options)
-            return b"".join(chunk.data.column(0)[0].as_buffer() for chunk in reader)
+            return b"".join(received(chunk.data for chunk in reader))
         except (pa.ArrowException, OSError) as error:
             raise _refused_or_lost(f"the driver could not send {path}", error) from error
 
@@ -366,17 +365,6 @@ class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         given = headers.get(_HEADER, [""])[0]
         if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
             raise flight.FlightUnauthenticatedError("wrong or missing secret")
-
-
-def _chunks(parts: Iterable[Any]) -> Iterator[memoryview]:
-    empty = True
-    for part in parts:
-        view = memoryview(part).cast("B")
-        for at in range(0, len(view), _CHUNK_BYTES):
-            empty = False
-            yield view[at : at + _CHUNK_BYTES]
-    if empty:
-        yield memoryview(b"")
 
 
 def _frame(header: dict[str, Any], payload: bytes) -> bytes:

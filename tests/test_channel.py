@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from sparkdl.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
 from sparkdl.checkpoint.storage import open_storage
 from sparkdl.errors import CommunicationError, StorageError
+from tests.checkpoint.contract import StorageContract
 
 
 @pytest.fixture
@@ -130,6 +132,15 @@ def test_a_transfer_ends_in_time(hub: Hub) -> None:
         storage.read("x")
     storage.close()
     server.shutdown()
+
+
+class TestFiles(StorageContract):
+    """What the driver keeps, seen from a worker."""
+
+    @pytest.fixture
+    def storage(self, server: ChannelServer) -> Iterator[ChannelStorage]:
+        with contextlib.closing(ChannelStorage(server.address)) as storage:
+            yield storage
 
 
 def test_files_of_any_size(server: ChannelServer) -> None:

@@ -53,10 +53,6 @@ class StorageContract:
         check_writable(storage)
         assert storage.list("") == []
 
-
-class FolderContract(StorageContract):
-    """Needs a fixture ``storage`` that can move files."""
-
     def test_half_a_file_is_none(self, storage: Storage) -> None:
         def pieces() -> Iterator[bytes]:
             yield b"half"
@@ -65,6 +61,10 @@ class FolderContract(StorageContract):
         with pytest.raises((RuntimeError, StorageError), match="the rest is lost"):
             storage.write("a/b", pieces())
         assert not storage.exists("a/b") and storage.list("a") == []
+
+
+class FolderContract(StorageContract):
+    """Needs a fixture ``storage`` that can move files."""
 
     def test_files_are_moved_over_what_is_there(self, storage: Folder) -> None:
         storage.write("a/b", b"new")

@@ -14,7 +14,7 @@ from sparkdl.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.checkpoint.folders import Mounted, Subfolder
 from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.errors import StorageError
-from tests.checkpoint.contract import FolderContract
+from tests.checkpoint.contract import FolderContract, StorageContract
 from tests.checkpoint.memory import MemoryStorage
 from tests.hdfs.daemons import Hdfs
 
@@ -48,17 +48,21 @@ def relayed(driver: Storage) -> Iterator[Storage]:
         yield Subfolder(client, "there", str(driver))
 
 
-@pytest.fixture(params=["driver", "worker"])
-def storage(request: pytest.FixtureRequest, driver: HadoopStorage) -> Iterator[Storage]:
-    if request.param == "driver":
-        yield driver
-        return
-    with relayed(driver) as worker:
-        yield worker
+class TestDriver(FolderContract):
+    """The driver's JVM."""
+
+    @pytest.fixture
+    def storage(self, driver: HadoopStorage) -> Storage:
+        return driver
 
 
-class TestContract(FolderContract):
-    """The driver's JVM, and the workers behind it."""
+class TestWorkers(StorageContract):
+    """The workers behind it."""
+
+    @pytest.fixture
+    def storage(self, driver: HadoopStorage) -> Iterator[Storage]:
+        with relayed(driver) as worker:
+            yield worker
 
 
 def test_there_is_no_libhdfs_so_these_tests_show_what_they_say(url: str) -> None:
