@@ -30,13 +30,16 @@ OTHERS = {"FCN-R": 64, "AlexNet-R": 128, "ResNet-56": 128}
 
 def main() -> None:
     """Measure, several times in turn."""
-    options = common.arguments(3, steps=(2, "steps per epoch of ResNet-50; the others take ten"))
+    options = common.arguments(
+        1, rows=(256, "images per worker and epoch of ResNet-50; the others take ten batches")
+    )
     found = Measurements()
     spark = spark_session(daemon="sparkdl.spark.daemon")
     for _ in range(options.runs):
         for workers in WORKERS:
             for batch in BATCHES:
-                task = Task(network="ResNet-50", batch=batch, workers=workers, steps=options.steps)
+                steps = options.rows // batch
+                task = Task(network="ResNet-50", batch=batch, workers=workers, steps=steps)
                 compare(spark, task, options, found)
             for network, batch in OTHERS.items():
                 task = Task(network=network, batch=batch, workers=workers, steps=10)
