@@ -1,16 +1,14 @@
-"""Modules of other packages train through the estimators: Lightning's, Hugging Face's, a GAN."""
+"""Modules of other packages train through the estimators: Lightning's and Hugging Face's."""
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparkdl import Sequence, TorchClassifier, TorchEstimator, load_module
+from sparkdl import Sequence, TorchClassifier
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -111,52 +109,3 @@ def test_a_hugging_face_model_trains_and_predicts(sentences: DataFrame) -> None:
     found = model.evaluate(sentences)
     assert found["accuracy"] == pytest.approx(accuracy(model.transform(sentences)))
     assert found.loss == pytest.approx(model.summary.history[-1]["loss"], abs=0.3)
-
-
-class Generator(nn.Sequential):
-    """Noise to points."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
-
-
-class GAN(nn.Module):
-    """``forward`` judges points; ``generator`` makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = Generator()
-        self.critic = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return self.critic(points)
-
-
-def gan_step(gan: Any, real: torch.Tensor, target: Any) -> torch.Tensor:
-    """Both players' losses for each row; the generator's does not move the critic."""
-    made = gan.generator(torch.randn(len(real), 4, device=real.device))
-    softplus = nn.functional.softplus
-    still = {name: value.detach() for name, value in gan.critic.named_parameters()}
-    fooled = softplus(-torch.func.functional_call(gan.critic, still, (made,)))
-    judged = softplus(-gan.critic(real)) + softplus(gan.critic(made.detach()))
-    return (judged + fooled).squeeze(1)
-
-
-def test_a_gan_learns_where_points_lie(spark: SparkSession, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(600, 2, generator=generator) * 0.5 + torch.tensor([2.0, -1.0])
-    df = spark.createDataFrame([(p.tolist(),) for p in points], "features array<float>")
-    estimator = TorchEstimator(
-        module=GAN, trainingStep=gan_step, optimizer="adam", learningRate=0.002,
-        optimizerParams={"betas": (0.5, 0.9)}, epochs=40, batchSize=32, numWorkers=2, verbose=0,
-        parameterGroups={"critic": {"lr": 0.004}},
-    )  # fmt: skip
-    model = estimator.fit(df)
-    model.write().overwrite().save(str(tmp_path / "gan"))
-    gan: Any = load_module(str(tmp_path / "gan"))
-    made = gan.generator(torch.randn(2000, 4, generator=generator)).detach()
-    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.4
-    assert 0.15 < made.std(0).min() <= made.std(0).max() < 1.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert model.transform(df).count() == 600

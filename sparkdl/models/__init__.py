@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from sparkdl.models.autoencoder import Autoencoder
 from sparkdl.models.convolutional import AlexNetR, LeNet5
+from sparkdl.models.gan import GAN, gan_step
 from sparkdl.models.lstm import LSTMNet
 from sparkdl.models.mlp import FCNR, MLP
 from sparkdl.models.resnet import CifarResNet, ResNet20, ResNet50, ResNet56
@@ -17,6 +18,7 @@ from sparkdl.models.transformer import TransformerNet
 
 __all__ = [
     "FCNR",
+    "GAN",
     "MLP",
     "AlexNetR",
     "Autoencoder",
@@ -27,4 +29,5 @@ __all__ = [
     "ResNet50",
     "ResNet56",
     "TransformerNet",
+    "gan_step",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pyspark.sql import DataFrame, Row, SparkSession
 from sklearn import datasets
 from sklearn.decomposition import PCA
@@ -26,9 +27,11 @@ from sparkdl import (
     TorchEstimator,
     TorchModel,
     TorchRegressor,
+    load_module,
 )
 from sparkdl.models import (
     FCNR,
+    GAN,
     MLP,
     AlexNetR,
     Autoencoder,
@@ -38,6 +41,7 @@ from sparkdl.models import (
     ResNet50,
     ResNet56,
     TransformerNet,
+    gan_step,
 )
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -269,3 +273,21 @@ def test_a_stack_pretrained_layer_by_layer_needs_fewer_labels(
     tuned = accuracy(InitialWeights(source=stack, skip=("decoder", "head")))
     assert tuned >= 0.7
     assert tuned >= with_labels_only + 0.1
+
+
+def test_a_gan_learns_where_points_lie(spark: SparkSession, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(600, 2, generator=generator) * 0.5 + torch.tensor([2.0, -1.0])
+    df = spark.createDataFrame([(p.tolist(),) for p in points], "features array<float>")
+    estimator = TorchEstimator(
+        module=partial(GAN, num_features=2), trainingStep=gan_step, learningRate=0.002,
+        optimizerParams={"betas": (0.5, 0.9)}, epochs=40, parameterGroups={"critic": {"lr": 0.004}},
+        **common(),
+    )  # fmt: skip
+    model = estimator.fit(df)
+    model.write().overwrite().save(str(tmp_path / "gan"))
+    gan: Any = load_module(str(tmp_path / "gan"))
+    made = gan.generate(2000, generator).detach()
+    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.4
+    assert 0.15 < made.std(0).min() <= made.std(0).max() < 1.0
+    assert model.transform(df).count() == 600

@@ -11,6 +11,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.models import GAN, gan_step
 from sparkdl.train.lightning import OwnOptimizer
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.optim import make_scheduler, resolve_optimizer
@@ -94,42 +95,20 @@ def test_what_a_step_may_not_give() -> None:
         run(make_net(), but(CONFIG, training_step=lambda m, x, y: m(x)[:2]), data())
 
 
-class GAN(nn.Module):
-    """One-dimensional, so that what it makes can be measured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(2, 1)
-        self.critic = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.critic(x)
-
-
-def gan_step(gan: Any, real: torch.Tensor, target: Any) -> torch.Tensor:
-    """Both players' losses; the generator's does not move the critic."""
-    made = gan.generator(torch.randn(len(real), 2))
-    real_loss = nn.functional.softplus(-gan.critic(real))
-    made_loss = nn.functional.softplus(gan.critic(made.detach()))
-    still = {name: value.detach() for name, value in gan.critic.named_parameters()}
-    fooled = nn.functional.softplus(-torch.func.functional_call(gan.critic, still, (made,)))
-    return (real_loss + made_loss + fooled).squeeze(1)
-
-
 def test_each_player_of_a_gan_moves_by_its_own_loss_only() -> None:
-    gan: Any = seeded(GAN)
+    gan: Any = seeded(lambda: GAN(num_features=1, noise=2, widths=(16,)))
     real = torch.randn(8, 1)
     torch.manual_seed(0)
     gan_step(gan, real, None).mean().backward()
     grads = {name: p.grad.clone() for name, p in gan.named_parameters()}
     gan.zero_grad()
     torch.manual_seed(0)
-    made = gan.generator(torch.randn(8, 2))
+    made = gan.generate(8)
     (nn.functional.softplus(-gan.critic(real)) + nn.functional.softplus(gan.critic(made.detach()))
      ).mean().backward()  # fmt: skip
     for name, parameter in gan.critic.named_parameters():
         torch.testing.assert_close(grads[f"critic.{name}"], parameter.grad)
-    assert grads["generator.weight"].abs().sum() > 0
+    assert grads["generator.1.weight"].abs().sum() > 0
 
 
 class Lit(nn.Module):
