@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from sparkdl.errors import ConfigError
 from sparkdl.jobfile import TrainJob
 
 Value = str | int | float | bool
+
+_VARIED = ("estimator", "model")
+"""Sections that each trial reads anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,11 @@ class Space:
             raise ConfigError(f"low is {self.low}, which is more than high, {self.high}")
         if self.log and self.step is not None:
             raise ConfigError("give 'log' or 'step', not both")
+        if self.step is not None and self.step <= 0:
+            raise ConfigError(f"step must be above 0; received {self.step}")
+        numbers = [v for v in (self.low, self.high, self.step, *self.choices) if _is_number(v)]
+        if not all(map(math.isfinite, numbers)):
+            raise ConfigError(f"values must be finite numbers; received {numbers}")
         if self.log and self.low is not None and self.low <= 0:
             raise ConfigError(f"a range with log must begin above 0; received {self.low}")
 
@@ -44,6 +53,10 @@ class Space:
         return all(isinstance(v, int) for v in (self.low, self.high, self.step) if v is not None)
 
 
+def _is_number(value: Value | None) -> TypeGuard[int | float]:
+    return isinstance(value, int | float)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudySection:
     """``[study]``: the search."""
@@ -51,9 +64,10 @@ class StudySection:
     search: Mapping[str, Space]
     """Keys of the file, such as ``"estimator.learning_rate"``, in quotes, and their values."""
     trials: int = 20
-    """Trials in all, with those of earlier runs of the same study."""
+    """Trials in all, with those of earlier runs of the same study, less those cut off."""
     metric: str = "val_loss"
-    """Key of a trial's history; its best value over the epochs counts."""
+    """Key of a trial's history; its best value over the epochs counts, also where the weights that
+    are kept are those of the last epoch, as they are without ``estimator.early_stopping``."""
     direction: Literal["minimize", "maximize"] = "minimize"
     parallel: int = 1
     """Trials at a time; each takes as many slots as ``estimator.num_workers``."""
@@ -89,22 +103,53 @@ class TuneJob(TrainJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.test is not None:
+            raise ConfigError(
+                "a search leaves the rows of [test] alone; leave that section out, and measure "
+                "the best model with jobs/evaluate.py"
+            )
+        if self.output.overwrite:
+            raise ConfigError(
+                "a search goes on where an earlier one ended, so output.overwrite has no place; "
+                "to begin anew choose another output.path"
+            )
         for key, space in self.study.search.items():
             value = space.choices[0] if space.choices else space.low
             try:
+                _check_varies(key)
                 laid_over(self._without_study(), key, value)
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
-    def trial(self, values: Mapping[str, Any], path: str) -> TrainJob:
-        """The training job of one trial, whose model goes to ``path``."""
+    def trial(self, values: Mapping[str, Any], path: str, name: str) -> TrainJob:
+        """The training job of one trial.
+
+        Args:
+            values: key of the file -> value.
+            path: where the model goes.
+            name: of the folder for checkpoints in ``estimator.checkpoint_dir``; trials of equal
+                values, which may run at the same time, have different ones.
+        """
         job = self._without_study()
         for key, value in values.items():
             job = laid_over(job, key, value)
+        base = job.estimator.checkpoint_dir
+        if base is not None:
+            job = laid_over(job, "estimator.checkpoint_dir", f"{base.rstrip('/')}/{name}")
         return replace(job, output=replace(self.output, path=path, overwrite=True))
 
     def _without_study(self) -> TrainJob:
         return TrainJob(**{item.name: getattr(self, item.name) for item in fields(TrainJob)})
+
+
+def _check_varies(key: str) -> None:
+    """Refuse a key whose value would not reach the trials."""
+    section = key.partition(".")[0]
+    if section in (item.name for item in fields(TrainJob)) and section not in _VARIED:
+        raise ConfigError(
+            f"all trials share the section [{section}], as their rows are read once and their "
+            f"session is one; keys of [estimator] and [model] can be varied"
+        )
 
 
 def laid_over(part: Any, key: str, value: Any) -> Any:

@@ -51,7 +51,7 @@ class TrainingSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
-        values: dict[str, Any] = _finite(dataclasses.asdict(self))
+        values: dict[str, Any] = finite(dataclasses.asdict(self))
         return values
 
     @classmethod
@@ -164,12 +164,12 @@ class TrainingSummary:
         return ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """``value`` with every NaN and infinity in it replaced by None, which JSON can hold."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.checkpoint.storage import LocalStorage, Storage, without_password
+from sparkdl.checkpoint.storage import Storage, without_password
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.job import read_training_data
 from sparkdl.jobobjects import make_estimator
 from sparkdl.spark.hadoop import open_on_driver
+from sparkdl.spark.saving import check_place
 from sparkdl.spark.sharing import Spools
 from sparkdl.studyfile import Space, StudySection, TuneJob
+from sparkdl.studystorage import finished, first_number, import_optuna, open_study
+from sparkdl.summary import finite
 
 if TYPE_CHECKING:
     import optuna
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "a search needs Optuna and matplotlib; install them: pip install 'sparkdl-torch[tune]'"
+History = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +57,25 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneReport:
     does not end the search.
 
     Raises:
-        ConfigError: Optuna is not installed, or no storage for the study can be chosen.
+        ConfigError: Optuna is not installed, the study was begun with another search, or no
+            storage for it can be chosen.
         DataError: the data cannot be read.
         StorageError: nothing can be written to ``output.path``.
     """
     make_estimator(job)  # what is wrong with the file itself is found before any trial
+    check_place(job.output.path, spark)
     place = open_on_driver(spark, job.output.path)
-    study = _study(job, place)
-    rows = read_training_data(spark, job)
-    spools = Spools()
+    study = open_study(job.study, place)
+    search = _Search(job=job, study=study, rows=read_training_data(spark, job), place=place)
     try:
-        _go_on(study)
-        left = job.study.trials - sum(trial.state.is_finished() for trial in study.trials)
-        study.optimize(
-            partial(_try_one, job, rows, place, spools),
-            n_trials=max(0, left),
-            n_jobs=job.study.parallel,
-            catch=(SparkDLError,),
-        )
+        search.run(job.study.trials - len(finished(study)))
     finally:
-        spools.close()
+        search.spools.close()
     report = _report(job, study)
+    _write(place, "study.json", report_values(report))
     from sparkdl.studyplot import plot
 
     place.write("study.png", plot(job.study, study.trials))
-    place.write("study.json", json.dumps(report_values(report), indent=2).encode())
     return report
 
 
@@ -97,137 +94,167 @@ def folder_of(number: int) -> str:
     return f"trial-{number:05d}"
 
 
-def _optuna() -> Any:
-    try:
-        import matplotlib  # noqa: F401  # for the plot at the end
-        import optuna
-    except ImportError as error:
-        raise ConfigError(_REMEDY) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
+class _CutOff(Exception):
+    """The search is ending, so this trial has to end too."""
 
 
-def _study(job: TuneJob, place: Storage) -> Study:
-    """The study, new or from its storage."""
-    optuna = _optuna()
-    section = job.study
-    samplers = {
-        "tpe": partial(optuna.samplers.TPESampler, seed=section.seed),
-        "random": partial(optuna.samplers.RandomSampler, seed=section.seed),
-    }
-    pruner = optuna.pruners.NopPruner()
-    if section.pruner == "median":
-        pruner = optuna.pruners.MedianPruner(
-            n_startup_trials=section.startup_trials, n_warmup_steps=section.warmup_epochs
-        )
-    study: Study = optuna.create_study(
-        study_name=section.name,
-        storage=_storage(section, place),
-        sampler=samplers[section.sampler](),
-        pruner=pruner,
-        direction=section.direction,
-        load_if_exists=True,
-    )
-    return study
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """Tries one set of values after the other."""
+
+    job: TuneJob
+    study: Study
+    rows: DataFrame
+    place: Storage
+    spools: Spools = field(default_factory=Spools)
+    is_ending: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, num_trials: int) -> None:
+        """Try so many trials, as many at a time as the file says.
+
+        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, from
+        where the next search takes them. `Study.optimize` would count them as failed.
+        """
+        if self.job.study.parallel == 1:
+            for _ in range(num_trials):
+                self._next()
+            return
+        with ThreadPoolExecutor(self.job.study.parallel) as pool:
+            running = [pool.submit(self._next) for _ in range(num_trials)]
+            try:
+                for trial in as_completed(running):
+                    trial.result()
+            except BaseException:
+                self.is_ending.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _next(self) -> None:
+        """Ask for values, try them, and tell what came of it.
+
+        Raises:
+            StorageError: that cannot be written.
+        """
+        from optuna.trial import TrialState
+
+        trial = self.study.ask()
+        told = self._try(trial)
+        # Before Optuna is told, so that each trial that has ended has its record.
+        _write(self.place, f"{folder_of(trial.number)}/trial.json", told)
+        if told["state"] == "complete":
+            self.study.tell(trial, told["value"])
+        else:
+            is_pruned = told["state"] == "pruned"
+            self.study.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
+
+    def _try(self, trial: optuna.Trial) -> dict[str, Any]:
+        """Train with the values of one trial, and keep its model.
+
+        Returns:
+            What ``trial.json`` says.
+
+        Raises:
+            _CutOff: the search ended meanwhile.
+        """
+        section = self.job.study
+        values = {key: _suggest(trial, key, space) for key, space in section.search.items()}
+        watch = _Watch(section, trial, self.is_ending)
+        path = f"{self.job.output.path.rstrip('/')}/{folder_of(trial.number)}/model"
+        told: dict[str, Any] = {"params": values}
+        try:
+            one = self.job.trial(values, path, folder_of(first_number(trial)))
+            estimator = cast("TorchEstimator", make_estimator(one))
+            model = estimator.fit_sharing(self.rows, self.spools, watch)
+            history = model.summary.history
+            told |= {"value": _value(section, history), "history": history}
+            told["last"] = history[-1][section.metric]  # of the weights, where none are restored
+            model.write().overwrite().save(path)
+            return {"state": "complete", **told}
+        except import_optuna().TrialPruned:
+            return {"state": "pruned", "value": watch.best, "history": watch.history, **told}
+        except Exception as error:  # whatever the user's code raises for some values
+            if self.is_ending.is_set():
+                raise _CutOff from error
+            said = _said(error)
+            logger.warning("trial %d failed: %s", trial.number, said.splitlines()[0])
+            seen = {"value": watch.best, "history": watch.history}
+            return {"state": "failed", "error": said, **seen, **told}
 
 
-def _storage(section: StudySection, place: Storage) -> Any:
-    """Optuna's storage: a journal in a local file, or what a URL names."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    where = section.storage
-    if where is not None and "://" in where:
-        return where
-    if where is None:
-        if not isinstance(place, LocalStorage):
-            raise ConfigError(
-                f"{place} is not on a local disk, so the study needs a place of its own; set "
-                "study.storage to a local file, or to the URL of a database such as "
-                "postgresql://..."
-            )
-        where = str(Path(str(place)) / "study.log")
-    Path(where).parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(where))
+def _said(error: Exception) -> str:
+    """An error for ``trial.json``; one that is not ours with its type, which says more."""
+    text = str(error) if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
+    return without_password(text)
 
 
-def _go_on(study: Study) -> None:
-    """Have trials that a killed search has left behind tried again, with the same values."""
-    from optuna.trial import TrialState
-
-    for trial in study.get_trials(states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
-        study.enqueue_trial(trial.params)
-        logger.warning("trial %d was cut off; it is tried again", trial.number)
-
-
-def _try_one(
-    job: TuneJob, rows: DataFrame, place: Storage, spools: Spools, trial: optuna.Trial
-) -> float:
-    """Train with the values of one trial.
+def _value(section: StudySection, history: History) -> float:
+    """What a trial has come to.
 
     Raises:
-        optuna.TrialPruned: the others are better.
-        SparkDLError: it failed.
+        ConfigError: no epoch had a finite value.
     """
-    values = {key: _suggest(trial, key, space) for key, space in job.study.search.items()}
-    folder = folder_of(trial.number)
-    watch = _Watch(job.study, trial)
-    told: dict[str, Any] = {"params": values, "state": "failed"}
-    try:
-        path = f"{job.output.path.rstrip('/')}/{folder}/model"
-        estimator = cast("TorchEstimator", make_estimator(job.trial(values, path)))
-        model = estimator.fit_sharing(rows, spools, watch)
-        told["state"] = "complete"
-        model.write().overwrite().save(path)
-        return watch.value()
-    except SparkDLError as error:
-        told["error"] = without_password(str(error))
-        logger.warning("trial %d failed: %s", trial.number, told["error"].splitlines()[0])
-        raise
-    except _optuna().TrialPruned:
-        told["state"] = "pruned"
-        raise
-    finally:
-        told |= {"value": watch.best, "history": watch.history}
-        place.write(f"{folder}/trial.json", json.dumps(told, indent=2).encode())
+    best = best_value(section, history)
+    if best is None:
+        raise ConfigError(f"no epoch of the trial had a finite {section.metric}")
+    return best
+
+
+def best_value(section: StudySection, history: History) -> float | None:
+    """The best value of the study's metric over the epochs; None: none is finite.
+
+    Raises:
+        ConfigError: the history does not have the metric.
+    """
+    for record in history:
+        if section.metric not in record:
+            raise ConfigError(
+                f"study.metric is {section.metric!r}, which the history does not have; it "
+                f"has {', '.join(record)}; val_... needs a section [validation]"
+            )
+    values = [record[section.metric] for record in history]
+    better = min if section.direction == "minimize" else max
+    return better(filter(math.isfinite, values), default=None)
 
 
 class _Watch:
-    """Sees a trial's epochs, and ends it when it promises nothing."""
+    """Sees the epochs of a trial that the driver hears of, and ends it when it promises nothing."""
 
-    def __init__(self, section: StudySection, trial: optuna.Trial) -> None:
+    def __init__(
+        self, section: StudySection, trial: optuna.Trial, is_ending: threading.Event
+    ) -> None:
         self._section = section
         self._trial = trial
-        self.best: float | None = None
-        self.history: list[dict[str, float]] = []
+        self._is_ending = is_ending
+        self._records: dict[int, dict[str, float]] = {}
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The epochs that were seen."""
+        return list(self._records.values())
+
+    @property
+    def best(self) -> float | None:
+        """The best of their values."""
+        seen = [record for record in self.history if self._section.metric in record]
+        return best_value(self._section, seen)
 
     def __call__(self, record: Mapping[str, float]) -> None:
-        """Take note of an epoch."""
-        self.history.append(dict(record))
-        value = record.get(self._section.metric)
-        if value is None:
-            raise ConfigError(
-                f"study.metric is {self._section.metric!r}, which the history does not have; it "
-                f"has {', '.join(record)}; val_... needs a section [validation]"
-            )
-        if math.isfinite(value):
-            better = min if self._section.direction == "minimize" else max
-            self.best = value if self.best is None else better(self.best, value)
-        if self.best is not None:
-            self._trial.report(self.best, step=int(record["epoch"]))
-            if self._trial.should_prune():
-                raise _optuna().TrialPruned
-
-    def value(self) -> float:
-        """What the trial has come to.
+        """Take note of an epoch.
 
         Raises:
-            ConfigError: no epoch had a finite value.
+            optuna.TrialPruned: the other trials are better.
+            ConfigError: the history does not have the metric.
         """
-        if self.best is None:
-            raise ConfigError(f"no epoch of the trial had a finite {self._section.metric}")
-        return self.best
+        if self._is_ending.is_set():
+            raise _CutOff
+        epoch = int(record["epoch"])
+        is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
+        self._records[epoch] = dict(record)
+        best = best_value(self._section, self.history)
+        if best is not None and not is_repeated:
+            self._trial.report(best, step=epoch)
+            if self._trial.should_prune():
+                raise import_optuna().TrialPruned
 
 
 def _suggest(trial: optuna.Trial, key: str, space: Space) -> Any:
@@ -241,6 +268,11 @@ def _suggest(trial: optuna.Trial, key: str, space: Space) -> Any:
     return trial.suggest_float(key, low, high, step=space.step, log=space.log)
 
 
+def _write(place: Storage, path: str, values: dict[str, Any]) -> None:
+    """As JSON, which has no NaN: the learning rate of an optimizer without one, for example."""
+    place.write(path, json.dumps(finite(values), indent=2, allow_nan=False).encode())
+
+
 def _report(job: TuneJob, study: Study) -> TuneReport:
     from optuna.trial import TrialState
 
@@ -248,9 +280,8 @@ def _report(job: TuneJob, study: Study) -> TuneReport:
         TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"
     }  # fmt: skip
     states = dict.fromkeys(names.values(), 0)
-    for trial in study.trials:
-        if trial.state in names:
-            states[names[trial.state]] += 1
+    for trial in finished(study):
+        states[names[trial.state]] += 1
     best = study.best_trial if states["complete"] else None
     return TuneReport(
         path=job.output.path,

@@ -30,7 +30,7 @@ def test_the_file_of_the_project_is_right(job: TuneJob) -> None:
 
 def test_a_trial_is_the_job_with_other_values(job: TuneJob) -> None:
     values = {"estimator.learning_rate": 0.5, "estimator.batch_size": 64, "model.args.dropout": 0.1}
-    trial = job.trial(values, "models/one")
+    trial = job.trial(values, "models/one", "one")
     assert type(trial).__name__ == "TrainJob"
     assert (trial.estimator.learning_rate, trial.estimator.batch_size) == (0.5, 64)
     assert trial.model.args == {"num_classes": 10, "dropout": 0.1}
@@ -40,15 +40,31 @@ def test_a_trial_is_the_job_with_other_values(job: TuneJob) -> None:
     assert job.estimator.learning_rate is None  # the job itself is as it was
 
 
+def test_each_trial_keeps_checkpoints_of_its_own(job: TuneJob) -> None:
+    assert job.trial({}, "models/one", "one").estimator.checkpoint_dir is None
+    kept = replace(job, estimator=replace(job.estimator, checkpoint_dir="runs/"))
+    assert kept.trial({}, "models/one", "one").estimator.checkpoint_dir == "runs/one"
+
+
+def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
+    with pytest.raises(ConfigError, match=r"\[test\].*jobs/evaluate\.py"):
+        replace(job, test=job.data)
+    with pytest.raises(ConfigError, match=r"choose another output\.path"):
+        replace(job, output=replace(job.output, overwrite=True))
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
         ("estimator.lerning_rate", "there is no 'lerning_rate'; known: kind, loss"),
         ("estimators.epochs", "there is no 'estimators'; known: data, model"),
         ("study.trials", "there is no 'study'"),
-        ("test.path", "'test' is not in the file"),
+        ("data.path", r"all trials share the section \[data\]"),
+        ("validation.fraction", "all trials share"),
+        ("spark.master", "all trials share"),
+        ("output.path", "all trials share"),
+        ("test.path", "all trials share"),
         ("estimator.epochs.more", "'epochs' is not in the file|'more' is in no section"),
-        ("validation.fraction", "fraction must be between"),
     ],
 )
 def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(
@@ -68,6 +84,10 @@ def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(
         ({"low": 3, "high": 2}, "more than high"),
         ({"low": 1, "high": 2, "log": True, "step": 1}, "'log' or 'step'"),
         ({"low": 0, "high": 2, "log": True}, "above 0"),
+        ({"low": 0, "high": 2, "step": 0}, "step must be above 0"),
+        ({"low": 0.0, "high": 2.0, "step": -0.5}, "step must be above 0"),
+        ({"low": 0.0, "high": float("inf")}, "finite"),
+        ({"choices": (1.0, float("nan"))}, "finite"),
     ],
 )
 def test_spaces_that_mean_nothing(options: dict[str, Any], message: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.checkpoint.storage import open_storage
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.jobfile import (
     DataSection,
     EstimatorSection,
@@ -26,7 +30,8 @@ from sparkdl.jobfile import (
 )
 from sparkdl.spark.shards import ShardTable
 from sparkdl.studyfile import Space, StudySection, TuneJob
-from sparkdl.tuning import run_tune
+from sparkdl.studystorage import open_study
+from sparkdl.tuning import _Watch, _write, run_tune
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -116,7 +121,35 @@ def test_a_failed_trial_does_not_end_the_search(
     failed = [trial for trial in trials(tmp_path) if trial["state"] == "failed"]
     assert len(failed) == report.states["failed"]
     assert "cannot take the features" in failed[0]["error"]
+    assert failed[0]["value"] is None
     assert "failed: the module cannot take the features" in caplog.text
+
+
+def test_whatever_the_users_code_raises_is_a_failed_trial(
+    spark: SparkSession, rows: str, tmp_path: Path
+) -> None:
+    search = {"model.args.width": Space(choices=("wide", 3))}
+    report = run_tune(job(rows, tmp_path, search=search, trials=5), spark)
+    assert report.params == {"model.args.width": 3}
+    failed = [trial for trial in trials(tmp_path) if trial["state"] == "failed"]
+    assert len(failed) == report.states["failed"] >= 1
+    assert failed[0]["error"].startswith("TypeError: ")
+    assert failed[0]["params"] == {"model.args.width": "wide"}
+
+
+def test_a_trial_counts_although_the_driver_hears_no_epoch(
+    spark: SparkSession, rows: str, tmp_path: Path
+) -> None:
+    spark.conf.set("spark.sparkdl.channel", "workers")
+    try:
+        report = run_tune(job(rows, tmp_path, trials=1), spark)
+    finally:
+        spark.conf.unset("spark.sparkdl.channel")
+    (found,) = trials(tmp_path)
+    assert report.states == {"complete": 1, "pruned": 0, "failed": 0}
+    assert len(found["history"]) == 3
+    assert found["value"] == min(record["val_loss"] for record in found["history"])
+    assert found["last"] == found["history"][-1]["val_loss"]
 
 
 def test_trials_that_promise_nothing_are_pruned(
@@ -147,7 +180,99 @@ def test_a_finished_search_goes_on_with_more_trials(
     second = run_tune(job(rows, tmp_path, trials=3), spark)
     assert (sum(first.states.values()), sum(second.states.values())) == (2, 3)
     assert (tmp_path / "trial-00000" / "trial.json").stat().st_mtime_ns == before
-    assert len(trials(tmp_path)) == 3
+    rates = [trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)]
+    assert len(set(rates)) == 3
+
+
+def interrupted(*_: Any) -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def test_a_trial_that_was_cut_off_goes_on_from_its_checkpoint_with_its_whole_history(
+    spark: SparkSession, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, kept = tmp_path / "search", tmp_path / "checkpoints"
+    found = job(rows, place, trials=2)
+    section = replace(found.estimator, checkpoint_dir=str(kept), checkpoint_interval=2)
+    found = replace(found, estimator=section)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("sparkdl.model.TorchModel.write", interrupted)  # it was trained
+        run_tune(found, spark)
+    assert trials(place) == []
+    report = run_tune(found, spark)
+    assert report.states == {"complete": 2, "pruned": 0, "failed": 0}
+    again, other = trials(place)
+    assert len(again["history"]) == len(other["history"]) == 3
+    assert again["value"] == min(record["val_loss"] for record in again["history"])
+    # Trial 1 is trial 0 again.
+    assert sorted(path.name for path in kept.iterdir()) == ["trial-00000", "trial-00002"]
+
+
+@pytest.mark.classic  # a Spark Connect client does not cancel its jobs at Ctrl-C
+def test_ctrl_c_leaves_all_running_trials_to_the_next_search(
+    spark: SparkSession, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, pressed = job(rows, tmp_path, parallel=2), threading.Event()
+
+    def press(section: StudySection, history: Any) -> float:
+        if not pressed.is_set():
+            pressed.set()
+            _thread.interrupt_main()
+        return 1.0
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("sparkdl.tuning.best_value", press)  # each epoch asks for it
+        run_tune(replace(found, estimator=replace(found.estimator, epochs=20_000)), spark)
+    assert trials(tmp_path) == []
+    report = run_tune(found, spark)
+    assert report.states == {"complete": 4, "pruned": 0, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metric": "loss"},
+        {"direction": "maximize"},
+        {"search": {"estimator.learning_rate": Space(low=1e-5, high=1.0, log=True)}},
+        {"search": {"estimator.batch_size": Space(choices=(16, 32))}},
+    ],
+)
+def test_a_study_does_not_go_on_with_what_cannot_be_compared(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    place = open_storage(str(tmp_path))
+    open_study(job("rows", tmp_path).study, place)
+    open_study(job("rows", tmp_path, trials=9, sampler="tpe").study, place)
+    (name,) = change
+    with pytest.raises(ConfigError, match=rf"another study\.{name}.*set study\.name"):
+        open_study(job("rows", tmp_path, **change).study, place)
+
+
+def test_an_epoch_that_is_seen_twice_stands_once(tmp_path: Path) -> None:
+    section = job("rows", tmp_path).study
+    trial = open_study(section, open_storage(str(tmp_path))).ask()
+    watch = _Watch(section, trial, threading.Event())
+    for epoch, loss in ((1, 3.0), (2, 9.0), (2, 2.0), (3, math.nan)):
+        watch({"epoch": epoch, "val_loss": loss})
+    assert [record["epoch"] for record in watch.history] == [1, 2, 3]
+    assert watch.best == 2.0
+
+
+def test_what_is_written_is_json(tmp_path: Path) -> None:
+    _write(open_storage(str(tmp_path)), "x.json", {"history": [{"learning_rate": math.nan}]})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"history": [{"learning_rate": None}]}
+
+
+def test_a_place_that_cannot_be_written_is_found_before_any_trial(
+    spark: SparkSession, rows: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        run_tune(job(rows, tmp_path / "file" / "search"), spark)
+    fine = job(rows, tmp_path / "search", storage=str(tmp_path / "file" / "study.log"))
+    with pytest.raises(StorageError, match=r"set study\.storage"):
+        run_tune(fine, spark)
 
 
 SEARCH = """
@@ -183,9 +308,8 @@ def test_a_killed_search_goes_on(spark: SparkSession, rows: str, tmp_path: Path)
         process.wait(10)
     known = {trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)}
     report = run_tune(job(rows, tmp_path, trials=done + 3), spark)
-    # The one that was cut off counts as failed, and was tried again with its values.
-    assert report.states["complete"] >= done + 2
-    assert sum(report.states.values()) == done + 3
+    # The one that was cut off does not count; it was tried again with its values.
+    assert report.states == {"complete": done + 3, "pruned": 0, "failed": 0}
     assert known <= {trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)}
 
 
