@@ -65,7 +65,7 @@ class _TorchEstimator(
 
         Returns:
             An iterator of ``(index of the map, model)``, in the order in which they are ready. It
-            may be used by several threads, each of which trains on slots of its own.
+            may be used by several threads; each fit waits until the others leave it slots.
         """
         from sparkdl.multiplefits import Fits
 

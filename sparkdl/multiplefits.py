@@ -1,7 +1,7 @@
 """How does an estimator try several Param maps on the same rows?
 
 pyspark's CrossValidator and TrainValidationSplit take models from `Fits` in as many threads as
-their ``parallelism``; each trains on the slots that are free.
+their ``parallelism``; each begins when the others leave it slots enough.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class _Search:
                     trial.result()
             except BaseException:
                 self.is_ending.set()
+                self.spools.turns.end()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +16,7 @@ from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from torch import nn
 
-from sparkdl import TorchRegressor
+from sparkdl import Callback, ParquetSource, Tensor, TorchRegressor
 from sparkdl.errors import WorkerError
 from sparkdl.spark.session import is_connect
 from sparkdl.spark.shards import ShardTable
@@ -37,11 +40,18 @@ def df(spark: SparkSession) -> DataFrame:
     return spark.range(0, 90, 1, 3).select(x.alias("features"), (x[0] - x[2]).alias("label"))
 
 
+def persisted(spark: SparkSession) -> set[int]:
+    """Numbers of the RDDs that Spark keeps."""
+    if is_connect(spark):
+        return set()
+    return set(spark.sparkContext._jsc.getPersistentRDDs())  # type: ignore[union-attr]
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(spark: SparkSession) -> Iterator[None]:
+    before = persisted(spark)  # other modules hold DataFrames of their own
     yield
-    if not is_connect(spark):
-        assert dict(spark.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
+    assert persisted(spark) <= before
 
 
 @pytest.fixture
@@ -94,6 +104,53 @@ def test_threads_train_at_the_same_time(df: DataFrame, tables: list[ShardTable])
         assert weights(found[index]) == weights(estimator.fit(df, values))
     with pytest.raises(StopIteration):
         next(fits)
+
+
+class Pause(Callback):
+    """Longer than the patience below."""
+
+    def on_train_begin(self, state: Any) -> None:
+        time.sleep(4)
+
+
+def test_fits_that_need_all_slots_wait_for_each_other_as_long_as_it_takes(
+    spark: SparkSession, df: DataFrame
+) -> None:
+    estimator = regressor(numWorkers=2, callbacks=[Pause()])
+    spark.conf.set("spark.sparkdl.queueTimeout", "2")
+    try:
+        fits = estimator.fitMultiple(df, [{}, {estimator.learningRate: 0.1}])
+        with ThreadPoolExecutor(2) as pool:
+            found = dict(pool.map(lambda _: next(fits), range(2)))
+    finally:
+        spark.conf.unset("spark.sparkdl.queueTimeout")
+    waits = sorted(model.summary.phase_seconds["fit: wait"] for model in found.values())
+    assert waits[0] < 1
+    assert waits[1] > 4
+
+
+def test_a_source_trains_in_threads(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
+    df.write.parquet(str(tmp_path / "rows"))
+    estimator, source = regressor(), ParquetSource(str(tmp_path / "rows"))
+    fits = estimator.fitMultiple(source, [{}, {estimator.learningRate: 0.1}])
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(pool.map(lambda _: next(fits), range(2)))
+    assert weights(found[0]) == weights(estimator.fit(source))
+
+
+def plus(values: Any, number: float) -> Any:
+    return values + number
+
+
+def test_inputs_that_mean_the_same_share_a_spool(df: DataFrame, tables: list[ShardTable]) -> None:
+    estimator = regressor()
+
+    def named(number: float) -> Any:  # anew each time, as a job file's objects are
+        return {"input": Tensor("features", transform=partial(plus, number=number))}
+
+    maps: list[Any] = [{estimator.inputs: named(n)} for n in (1.0, 1.0, 2.0)]
+    dict(estimator.fitMultiple(df, maps))
+    assert len(tables) == 2
 
 
 def test_other_columns_get_a_spool_of_their_own(df: DataFrame, tables: list[ShardTable]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import math
 import os
@@ -218,7 +217,7 @@ def test_ctrl_c_leaves_all_running_trials_to_the_next_search(
     def press(section: StudySection, history: Any) -> float:
         if not pressed.is_set():
             pressed.set()
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return 1.0
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -79,7 +79,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         data: the rows, or a source that workers read by themselves.
         request: what the estimator asks for.
         spools: those of other fits on the same DataFrame, which may be used, and are left there;
-            None: the fit has its own.
+            the fit waits until those leave it slots. None: the fit has its own.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -125,6 +125,10 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
     strategy.check(request.config, slots.num_workers)
     check_sync_batch_norm(module, request.config, slots.num_workers)
     with contextlib.ExitStack() as stack:
+        if spools is not None:
+            clock.lap("preflight")
+            stack.enter_context(spools.turns.slots(slots.num_workers, slots.total))
+            clock.lap("wait")
         link = open_link(
             spark,
             checkpoint_dir=request.config.checkpoint.directory,
@@ -368,9 +372,9 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """End a phase."""
+        """End a phase, or a part of it."""
         now = time.perf_counter()
-        self.laps[name] = now - self._last
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
     def total(self) -> float:

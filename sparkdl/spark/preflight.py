@@ -48,9 +48,7 @@ class ClusterInfo:
     @property
     def num_slots(self) -> int | None:
         """Tasks of the default profile that can run at a time, or None if not known."""
-        if self.num_executors is None or self.cores_per_executor is None:
-            return None
-        return self.num_executors * slots_per_executor(self, None, None)
+        return total_slots(self, None, None)
 
 
 def inspect_cluster(spark: SparkSession) -> ClusterInfo:
@@ -139,6 +137,15 @@ def slots_per_executor(
         )
         slots = min(slots, by_gpu)
     return slots
+
+
+def total_slots(
+    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
+) -> int | None:
+    """Workers that the cluster has room for at a time, or None if that is not known."""
+    if info.num_executors is None or info.cores_per_executor is None:
+        return None
+    return info.num_executors * slots_per_executor(info, cpus_per_worker, gpus_per_worker)
 
 
 def choose_num_workers(

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparkdl.inputs import Specification
+import cloudpickle
+
 from sparkdl.plan import Role
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class SpoolColumnKey:
     dtype: str
     as_classes: bool
     argument: str | None
-    specification: Specification | None
+    specification: bytes
+    """Pickled: callables that are made anew for each fit are unequal although they do the same."""
 
     @classmethod
     def of(cls, column: Prepared) -> SpoolColumnKey:
@@ -38,7 +41,7 @@ class SpoolColumnKey:
             dtype=column.dtype,
             as_classes=column.as_classes,
             argument=column.argument,
-            specification=column.specification,
+            specification=cloudpickle.dumps(column.specification),
         )
 
 
@@ -56,9 +59,10 @@ class SpoolKey:
 
 
 class Spools:
-    """The tables of several fits on one DataFrame. Thread-safe."""
+    """The tables of several fits on one DataFrame, and their slots. Thread-safe."""
 
     def __init__(self) -> None:
+        self.turns = Turns()
         self._lock = threading.Lock()
         self._tables: list[tuple[SpoolKey, ShardTable]] = []
 

@@ -16,6 +16,7 @@ from sparkdl.spark.preflight import (
     make_profile,
     require_gang_support,
     threads_per_worker,
+    total_slots,
     wait_for_slots,
 )
 from sparkdl.spark.session import conf
@@ -33,6 +34,8 @@ class Slots:
     """Workers of a gang, or shards that are trained in rounds."""
     threads: int
     profile: ResourceProfile | None
+    total: int | None = None
+    """Workers of this kind that the cluster has room for; None: not known."""
 
 
 def plan_gang(
@@ -56,7 +59,8 @@ def plan_gang(
     )
     wait_for_slots(spark, number, profile, settings)
     threads = threads_per_worker(info, number, cpus_per_worker)
-    return Slots(num_workers=number, threads=threads, profile=profile)
+    total = total_slots(inspect_cluster(spark), cpus_per_worker, gpus_per_worker)
+    return Slots(num_workers=number, threads=threads, profile=profile, total=total)
 
 
 def plan_rounds(
@@ -82,6 +86,7 @@ def plan_rounds(
         # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
         threads=cpus_per_worker or info.task_cpus,
         profile=make_profile(spark, info, cpus_per_worker, gpus_per_worker),
+        total=total_slots(info, cpus_per_worker, gpus_per_worker),
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from pyspark.errors import PySparkRuntimeError
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -53,13 +54,13 @@ def active_session() -> SparkSession:
     Raises:
         ClusterError: there is none.
     """
-    session = SparkSession.getActiveSession()
-    if session is None:
+    try:
+        return SparkSession.active()  # or the default one: each thread has its own active session
+    except PySparkRuntimeError as error:
         raise ClusterError(
             "there is no active Spark session to train with; make one by "
             "SparkSession.builder.getOrCreate() before fit"
-        )
-    return session
+        ) from error
 
 
 def empty_frame(spark: SparkSession, source: Source) -> DataFrame:

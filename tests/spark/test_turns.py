@@ -1,0 +1,65 @@
+"""Fits that share slots: as many at a time as there is room for, each in its turn."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sparkdl.errors import TrainingFailed
+from sparkdl.spark.turns import Turns
+
+
+def most_at_a_time(num_slots: int, total: int | None) -> int:
+    """How many of four fits were in their block together."""
+    turns, counted = Turns(), threading.Lock()
+    inside, most = 0, 0
+
+    def fit(_: int) -> None:
+        nonlocal inside, most
+        with turns.slots(num_slots, total):
+            with counted:
+                inside += 1
+                most = max(most, inside)
+            threading.Event().wait(0.2)
+            with counted:
+                inside -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fit, range(4)))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "total", "expected"),
+    [(1, 4, 4), (2, 4, 2), (3, 4, 1), (4, 4, 1), (5, 4, 1), (2, None, 4)],
+)
+def test_as_many_fits_at_a_time_as_there_is_room_for(
+    num_slots: int, total: int | None, expected: int
+) -> None:
+    assert most_at_a_time(num_slots, total) == expected
+
+
+def test_those_that_wait_can_be_told_that_it_is_over() -> None:
+    turns, begun = Turns(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        with turns.slots(2, 2):
+            pass
+
+    with ThreadPoolExecutor(1) as pool, turns.slots(1, 2):
+        waiting = pool.submit(wait)
+        assert begun.wait(10)
+        turns.end()
+        with pytest.raises(TrainingFailed, match="was ended"):
+            waiting.result(10)
+
+
+def test_a_fit_that_fails_gives_its_slots_back() -> None:
+    turns = Turns()
+    with pytest.raises(ArithmeticError), turns.slots(2, 2):
+        raise ArithmeticError
+    with turns.slots(2, 2):
+        pass
