@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -138,8 +139,8 @@ def test_a_source_trains_in_threads(spark: SparkSession, df: DataFrame, tmp_path
     assert weights(found[0]) == weights(estimator.fit(source))
 
 
-def plus(values: Any, number: float) -> Any:
-    return values + number
+def plus(batch: Any, number: float) -> Any:
+    return np.stack(batch.column(0).to_numpy(zero_copy_only=False)) + np.float32(number)
 
 
 def test_inputs_that_mean_the_same_share_a_spool(df: DataFrame, tables: list[ShardTable]) -> None:
