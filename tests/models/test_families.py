@@ -280,10 +280,13 @@ def test_a_gan_learns_where_points_lie(spark: SparkSession, tmp_path: Path) -> N
     points = torch.randn(600, 2, generator=generator) * 0.5 + torch.tensor([2.0, -1.0])
     df = spark.createDataFrame([(p.tolist(),) for p in points], "features array<float>")
     estimator = TorchEstimator(
-        module=partial(GAN, num_features=2), trainingStep=gan_step, learningRate=0.002,
-        optimizerParams={"betas": (0.5, 0.9)}, epochs=40, parameterGroups={"critic": {"lr": 0.004}},
-        **common(),
-    )  # fmt: skip
+        module=partial(GAN, num_features=2, widths=(32,)),
+        trainingStep=gan_step,
+        learningRate=0.002,
+        optimizerParams={"betas": (0.5, 0.9)},
+        parameterGroups={"critic": {"lr": 0.004}},
+        **common(epochs=60),
+    )
     model = estimator.fit(df)
     model.write().overwrite().save(str(tmp_path / "gan"))
     gan: Any = load_module(str(tmp_path / "gan"))
