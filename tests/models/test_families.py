@@ -291,6 +291,6 @@ def test_a_gan_learns_where_points_lie(spark: SparkSession, tmp_path: Path) -> N
     model.write().overwrite().save(str(tmp_path / "gan"))
     gan: Any = load_module(str(tmp_path / "gan"))
     made = gan.generate(2000, generator).detach()
-    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.4
+    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.5
     assert 0.15 < made.std(0).min() <= made.std(0).max() < 1.0
     assert model.transform(df).count() == 600
