@@ -66,8 +66,8 @@ class StudySection:
     trials: int = 20
     """Trials in all, with those of earlier runs of the same study, less those cut off."""
     metric: str = "val_loss"
-    """Key of a trial's history; its best value over the epochs counts, also where the weights that
-    are kept are those of the last epoch, as they are without ``estimator.early_stopping``."""
+    """Key of a trial's history; its best value over the epochs counts, whichever weights are kept:
+    those of the last epoch, unless ``estimator.early_stopping`` restores others."""
     direction: Literal["minimize", "maximize"] = "minimize"
     parallel: int = 1
     """Trials at a time; each takes as many slots as ``estimator.num_workers``."""
