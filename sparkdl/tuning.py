@@ -166,8 +166,8 @@ class _Search:
             one = self.job.trial(values, path, folder_of(first_number(trial)))
             estimator = cast("TorchEstimator", make_estimator(one))
             model = estimator.fit_sharing(self.rows, self.spools, watch)
-            history = model.summary.history
-            told |= {"value": _value(section, history), "history": history}
+            told["history"] = history = model.summary.history
+            told["value"] = _value(section, history)
             told["last"] = history[-1][section.metric]  # of the weights, where none are restored
             model.write().overwrite().save(path)
             return {"state": "complete", **told}
