@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
 
+_LISTEN_SECONDS = 5.0
+"""How often a rank that waits for another's end makes sure that it is still heard."""
+
 Results = list[tuple[str, bytes]]
 """(kind, payload) of what a rank gives back."""
 
@@ -98,6 +101,8 @@ def live(
         except BaseException as error:  # also SystemExit of the user's code; all of it is reported
             failure = describe_failure(error, environment.rank)
             reporter.send({"kind": "error", "failure": failure})
+            with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
+                _say_farewell(environment, order, client)
             results = [("error", json.dumps(failure).encode())]
     yield from results
 
@@ -144,18 +149,41 @@ def _work(
 
 
 def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
-    """Rank 0 leaves last: it may host the channel, which the others need to the end.
+    """A rank 0 that hosts the channel leaves last: the others need it to the end.
 
-    Not by a collective: the user's function may have ended torch's process group.
+    Not by a collective: the user's function may have ended torch's process group. It waits as long
+    as the others are heard, for their work may well take longer than its own.
+
+    Raises:
+        CommunicationError: a rank is silent.
     """
-    if environment.rank != 0:
-        client.set(f"bye/{environment.rank}", b"")
+    if order.driver_hosts_channel or environment.rank != 0:
+        _say_farewell(environment, order, client)
         return
-    keys = [f"bye/{rank}" for rank in range(1, environment.world_size)]
-    try:
-        client.wait(keys, order.collective_timeout_seconds)
-    except TimeoutError as error:
-        raise CommunicationError(f"not all workers came to their end in time: {error}") from error
+    for rank in range(1, environment.world_size):
+        while True:
+            try:
+                client.wait([_farewell(rank)], _LISTEN_SECONDS)
+                break
+            except TimeoutError as error:
+                silence = client.silence(attempt=order.attempt, rank=rank)
+                if silence is None or silence > order.collective_timeout_seconds:
+                    raise CommunicationError(
+                        f"rank {rank} has not been heard for {order.collective_timeout_seconds:g} s"
+                    ) from error
+
+
+def _say_farewell(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
+    """Tell the rank that hosts the channel that this one needs it no more, whatever became of it.
+
+    A failed rank too, or its error would reach the driver only when rank 0 had given it up.
+    """
+    if environment.rank != 0 and not order.driver_hosts_channel:
+        client.set(_farewell(environment.rank), b"")
+
+
+def _farewell(rank: int) -> str:
+    return f"bye/{rank}"
 
 
 def describe_failure(error: BaseException, rank: int) -> dict[str, Any]:
