@@ -249,14 +249,30 @@ def meet(
     problem = difference(order.versions, versions(), where)
     if problem is not None:
         raise ClusterError(problem)
-    client.set(f"hello/{environment.rank}", host.encode())
-    keys = [f"hello/{rank}" for rank in range(environment.world_size)]
+    keys = _gather("hello", host.encode(), environment, order, client)
+    hosts = [(client.get(key) or b"").decode() for key in keys]
+    return numbered(hosts)
+
+
+def _gather(
+    what: str,
+    value: bytes,
+    environment: WorkerEnvironment,
+    order: GangOrder,
+    client: ChannelClient,
+) -> list[str]:
+    """Set this rank's key and wait for those of all ranks, which it returns.
+
+    Raises:
+        CommunicationError: not all ranks came in time.
+    """
+    client.set(f"{what}/{environment.rank}", value)
+    keys = [f"{what}/{rank}" for rank in range(environment.world_size)]
     try:
         client.wait(keys, order.start_timeout_seconds)
     except TimeoutError as error:
         raise CommunicationError(f"not all workers started in time: {error}") from error
-    hosts = [(client.get(key) or b"").decode() for key in keys]
-    return numbered(hosts)
+    return keys
 
 
 @contextlib.contextmanager
@@ -282,6 +298,8 @@ def _communicator(
         timeout_seconds=order.collective_timeout_seconds,
         address=environment.address,
     ) as options:
+        # A rank that is done before its peer has opened all connections would close them on it.
+        _gather("met", b"", environment, order, client)
         yield ProcessGroupCommunicator(
             nodes=nodes,
             device=str(device),

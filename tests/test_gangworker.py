@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from sparkdl import gangworker
+from sparkdl import comm, gangworker
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import CommunicationError
@@ -81,3 +83,30 @@ def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
     ((kind, payload),) = live(rank_of(server, 1), foreign, work)
     assert (kind, json.loads(payload)["type"]) == ("error", "ClusterError")
     assert server._hub.get("run/0/bye/1") is not None
+
+
+def test_nobody_begins_before_all_have_connected(
+    server: ChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    @contextlib.contextmanager
+    def connect(*, rank: int, **_: Any) -> Iterator[None]:
+        time.sleep(1.0 * rank)  # rank 1 is still busy with its connections
+        assert begun == []
+        yield
+
+    def enter(rank: int) -> None:
+        client = ChannelClient(server.address)
+        device = torch.device("cpu")
+        with gangworker._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
+            begun.append(rank)
+
+    monkeypatch.setattr(comm, "process_group", connect)
+    monkeypatch.setattr(comm, "ProcessGroupCommunicator", lambda **_: None)
+    peers = [threading.Thread(target=enter, args=(rank,)) for rank in (0, 1)]
+    for peer in peers:
+        peer.start()
+    for peer in peers:
+        peer.join(20)
+    assert sorted(begun) == [0, 1]
