@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import cloudpickle
 
 from sparkdl.environment import WorkerEnvironment, versions
-from sparkdl.errors import CheckpointError, CommunicationError, ConfigError
+from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
 from sparkdl.gangworker import (
     GangOrder,
     Member,
@@ -183,14 +183,14 @@ def peer_errors() -> Iterator[None]:
     """Tell the loss of a peer, which another rank explains, from the function's own errors.
 
     Raises:
-        CommunicationError: in place of what torch raises when a peer is gone.
+        CollectiveError: in place of what torch raises when a peer is gone.
     """
     try:
         yield
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _LOST_PEER):
             raise
-        raise CommunicationError(f"a collective of the function failed: {error}") from error
+        raise CollectiveError(f"a collective of the function failed: {error}") from error
 
 
 @contextlib.contextmanager

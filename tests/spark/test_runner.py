@@ -189,6 +189,19 @@ def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     assert "in fail" in caught.value.worker_traceback
 
 
+def test_unequal_collectives_are_a_mistake_of_the_function(spark: SparkSession) -> None:
+    def unequal() -> None:
+        import torch
+        import torch.distributed as dist
+
+        for _ in range(2 - sparkdl.context().rank):
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerError, match="rank 1 had come to its end") as caught:
+        TorchRunner(num_workers=2, verbose=0).run(unequal)
+    assert "in unequal" in caught.value.worker_traceback
+
+
 def test_in_the_driver_an_error_comes_as_it_is(df: DataFrame) -> None:
     def fail() -> None:
         raise LookupError("no such layer")
