@@ -334,6 +334,7 @@ class FunctionJob:
             order,
             channel=link.channel,
             profile=slots.profile,
+            keeps_process=False,
         )
 
     def _newest(self) -> CheckpointInfo | None:

@@ -189,6 +189,28 @@ def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     assert "in fail" in caught.value.worker_traceback
 
 
+def test_what_a_function_leaves_in_its_process_reaches_nobody(df: DataFrame) -> None:
+    from torch import nn
+
+    def change() -> tuple[bool, str | None]:
+        import os
+
+        import torch
+
+        found = (torch.is_grad_enabled(), os.environ.get("SPARKDL_LEFT"))
+        torch.set_grad_enabled(False)
+        os.environ["SPARKDL_LEFT"] = "yes"
+        os.chdir("/")
+        return found
+
+    runner = TorchRunner(num_workers=1, verbose=0)
+    assert [runner.run(change), runner.run(change)] == [(True, None), (True, None)]
+    estimator = sparkdl.TorchRegressor(
+        module=nn.Linear(3, 1), epochs=1, numWorkers=1, verbose=0, featuresCol="x", labelCol="y"
+    )
+    assert estimator.fit(df).summary.steps > 0
+
+
 def test_unequal_collectives_are_a_mistake_of_the_function(spark: SparkSession) -> None:
     def unequal() -> None:
         import torch
