@@ -13,7 +13,7 @@ import pickle
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,9 +61,6 @@ class Script:
             sys.argv = [str(path), *self.arguments]
             try:
                 runpy.run_path(str(path), run_name="__main__")
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    raise
             finally:
                 sys.argv = before
 
@@ -116,11 +113,21 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         stack.enter_context(entered(place))
         reporter.phase("train")
         with peer_errors():
-            value = function()
+            value = called(function)
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
         return []
     return _deliver(member, {"value": value, "history": place.history})
+
+
+def called(function: Callable[[], Any]) -> Any:
+    """What a function or a script returns; ``sys.exit(0)`` ends either well, with None."""
+    try:
+        return function()
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
 
 
 def _context(

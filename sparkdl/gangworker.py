@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +94,12 @@ def live(
     client = ChannelClient(environment.channel, scope=scope)
     reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
     results: Results = []
-    with contextlib.closing(client), reporter, captured_output(reporter):
+    with contextlib.closing(client), reporter, captured_output(reporter) as last_lines:
         try:
             results = _work(environment, order, work, client, reporter)
             reporter.send({"kind": "done"})
         except BaseException as error:  # also SystemExit of the user's code; all of it is reported
-            failure = describe_failure(error, environment.rank)
+            failure = describe_failure(error, environment.rank, last_lines())
             reporter.send({"kind": "error", "failure": failure})
             with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
                 _say_farewell(environment, order, client)
@@ -186,20 +186,26 @@ def _farewell(rank: int) -> str:
     return f"bye/{rank}"
 
 
-def describe_failure(error: BaseException, rank: int) -> dict[str, Any]:
+def describe_failure(
+    error: BaseException, rank: int, last_lines: Sequence[str] = ()
+) -> dict[str, Any]:
     """An exception as plain values.
 
     ``kind`` is ``gang`` for what a restart may heal, ``sparkdl`` for our own errors, which name
     their remedy, and ``user`` for everything else, with the traceback as this worker formats it.
+    A program that exits says why on stderr, such as how it is to be called: these are its
+    ``last_lines``.
     """
-    kind = "user"
+    kind, message = "user", _message(error)
+    if isinstance(error, SystemExit) and last_lines:
+        message += "; it had last printed to stderr:\n" + "\n".join(last_lines)
     if isinstance(error, SparkDLError):
         kind = "gang" if isinstance(error, GangError) else "sparkdl"
     return {
         "rank": rank,
         "kind": kind,
         "type": type(error).__name__,
-        "message": _message(error),
+        "message": message,
         "traceback": "".join(traceback.format_exception(error)),
     }
 

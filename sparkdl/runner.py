@@ -75,7 +75,7 @@ class TorchRunner:
         _require(results in ("first", "all"), "results must be 'first' or 'all'")
         _require(checkpoint_dir is not None or not resume, "resume=True needs a checkpoint_dir")
         self.history: list[dict[str, float]] = []
-        """What the last run has reported."""
+        """What the last run has reported; empty if it failed."""
         self._ask = partial(
             FunctionRequest,
             data=_by_name(data),
@@ -114,6 +114,7 @@ class TorchRunner:
             WorkerError: the function failed; with its traceback on the rank that failed first.
             TrainingFailed: workers were lost more than ``max_restarts`` times.
         """
+        self.history = []
         request = self._ask(function=_callable(train, args, kwargs))
         if self._in_driver:
             result = run_here(_session(request.data, required=False), request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -230,6 +231,21 @@ def test_a_script_runs_as_main_with_its_arguments(
         assert failure(results)["type"] == "SystemExit"
     else:
         assert driver.value() == {"value": None, "history": [{"report": 1.0, "loss": 1.0}]}
+
+
+def test_a_program_that_exits_is_quoted(driver: Driver) -> None:
+    def parse() -> None:
+        argparse.ArgumentParser("train").parse_args(["--speed"])
+
+    found = failure(call(driver, parse))
+    assert found["type"] == "SystemExit"
+    assert "usage: train" in found["message"]
+    assert "unrecognized arguments: --speed" in found["message"]
+
+
+def test_a_function_may_end_by_exiting(driver: Driver) -> None:
+    assert call(driver, lambda: sys.exit(0)) == []
+    assert driver.value()["value"] is None
 
 
 def test_values_come_back_as_they_were() -> None:

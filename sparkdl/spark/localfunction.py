@@ -23,7 +23,7 @@ from sparkdl.data.spool import SpoolWriter
 from sparkdl.data.stats import no_rows
 from sparkdl.device import choose_device
 from sparkdl.errors import DataError
-from sparkdl.functionworker import checkpoints, default_group, environment_variables
+from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
 from sparkdl.loader import DataSet, LocalSet
 from sparkdl.plan import Shard
 from sparkdl.progress import ReportView, SilentView, View
@@ -84,7 +84,7 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
             tell=view.epoch,
         )
         with environment_variables(place), entered(place):
-            value = request.function()
+            value = called(request.function)
         return FunctionResult(values=[value], history=place.history, restarts=0)
 
 

@@ -224,6 +224,20 @@ def test_unequal_collectives_are_a_mistake_of_the_function(spark: SparkSession) 
     assert "in unequal" in caught.value.worker_traceback
 
 
+def test_the_reports_of_an_earlier_run_are_not_those_of_a_failed_one() -> None:
+    def maybe(fails: bool) -> None:
+        sparkdl.context().report({"loss": 1.0})
+        if fails:
+            raise LookupError
+
+    runner = TorchRunner(num_workers=0, verbose=0)
+    runner.run(maybe, False)
+    assert len(runner.history) == 1
+    with pytest.raises(LookupError):
+        runner.run(maybe, True)
+    assert runner.history == []
+
+
 def test_in_the_driver_an_error_comes_as_it_is(df: DataFrame) -> None:
     def fail() -> None:
         raise LookupError("no such layer")
