@@ -91,7 +91,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 def _call(order: FunctionOrder, member: Member) -> Results:
     from sparkdl.runcontext import entered
 
-    function = cloudpickle.loads(order.payload)
+    function = _loaded(order.payload)
     comm, reporter = member.comm, member.reporter
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
@@ -118,6 +118,17 @@ def _call(order: FunctionOrder, member: Member) -> Results:
     if comm.rank != 0 and order.results == "first":
         return []
     return _deliver(member, {"value": value, "history": place.history})
+
+
+def _loaded(payload: bytes) -> Callable[[], Any]:
+    try:
+        function: Callable[[], Any] = cloudpickle.loads(payload)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the function needs the module {error.name!r}, which this worker does not have: ship "
+            "it with --py-files or --archives, or define the function in the main program"
+        ) from error
+    return function
 
 
 def called(function: Callable[[], Any]) -> Any:
@@ -299,7 +310,17 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent."""
+    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent.
+
+    Raises:
+        ConfigError: it needs a module that is not here.
+    """
     import torch
 
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"what the function returned needs the module {error.name!r}, which the driver does "
+            "not have: install it there, or return plain values and tensors"
+        ) from error

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,6 +247,26 @@ def test_a_program_that_exits_is_quoted(driver: Driver) -> None:
 def test_a_function_may_end_by_exiting(driver: Driver) -> None:
     assert call(driver, lambda: sys.exit(0)) == []
     assert driver.value()["value"] is None
+
+
+@pytest.fixture
+def foreign() -> Iterator[type]:
+    """A class of a module that the reader will not have."""
+    module = types.ModuleType("sparkdl_elsewhere")
+    exec("class Thing:\n    def __call__(self): return 1", module.__dict__)
+    sys.modules[module.__name__] = module
+    yield module.Thing
+    sys.modules.pop(module.__name__, None)
+
+
+def test_a_module_that_is_missing_is_named(driver: Driver, foreign: type) -> None:
+    function, value = cloudpickle.dumps(foreign()), pickled(foreign())
+    del sys.modules["sparkdl_elsewhere"]
+    found = failure(call(driver, print, payload=function))
+    assert found["type"] == "ConfigError"
+    assert "'sparkdl_elsewhere', which this worker does not have: ship it" in found["message"]
+    with pytest.raises(ConfigError, match="'sparkdl_elsewhere', which the driver does not have"):
+        unpickled(value)
 
 
 def test_values_come_back_as_they_were() -> None:
