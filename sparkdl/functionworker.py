@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sparkdl.loader import DataSet
     from sparkdl.runcontext import Context, Save
 
+FUNCTION = "function.pkl"
+"""File of the driver that holds a function too large for the task."""
 VALUE = "value-{}.pkl"
 """File of the driver that holds what a rank's function returned."""
 
@@ -54,7 +56,9 @@ class Script:
 
     def __call__(self) -> None:
         """Run it as ``__main__``; what it imports from its own folder must be shipped otherwise."""
-        with tempfile.TemporaryDirectory(prefix="sparkdl-script-") as folder:
+        # Spark removes its own folders, also after a worker that was killed.
+        place = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
+        with tempfile.TemporaryDirectory(prefix="sparkdl-script-", dir=place) as folder:
             path = Path(folder) / self.name
             path.write_text(self.source, encoding="utf-8")
             before = sys.argv
@@ -70,7 +74,7 @@ class FunctionOrder(GangOrder):
     """What the driver asks of every rank: to call a function."""
 
     payload: bytes
-    """cloudpickle of a callable without arguments."""
+    """cloudpickle of a callable without arguments; empty: it is in the driver's `FUNCTION`."""
     sets: Mapping[str, DataSet] = field(default_factory=dict)
     results: Literal["first", "all"] = "first"
     """Whose value the driver gets."""
@@ -91,7 +95,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 def _call(order: FunctionOrder, member: Member) -> Results:
     from sparkdl.runcontext import entered
 
-    function = _loaded(order.payload)
+    function = _loaded(order, member)
     comm, reporter = member.comm, member.reporter
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
@@ -120,7 +124,11 @@ def _call(order: FunctionOrder, member: Member) -> Results:
     return _deliver(member, {"value": value, "history": place.history})
 
 
-def _loaded(payload: bytes) -> Callable[[], Any]:
+def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
+    payload = order.payload
+    if not payload:
+        assert member.files is not None
+        payload = member.files.read(FUNCTION)
     try:
         function: Callable[[], Any] = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:

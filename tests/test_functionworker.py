@@ -269,6 +269,22 @@ def test_a_module_that_is_missing_is_named(driver: Driver, foreign: type) -> Non
         unpickled(value)
 
 
+def test_a_large_function_comes_over_the_channel(driver: Driver) -> None:
+    function = cloudpickle.dumps(lambda: "large")
+    open_storage(str(driver.folder)).write(functionworker.FUNCTION, function)
+    assert call(driver, print, payload=b"") == []
+    assert driver.value()["value"] == "large"
+
+
+def test_a_script_lies_where_spark_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nowhere")
+    with pytest.raises(SystemExit, match=str(tmp_path)):
+        Script("where.py", "import sys\nsys.exit(__file__)", ())()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_values_come_back_as_they_were() -> None:
     class Local:
         size = 3

@@ -21,7 +21,7 @@ from sparkdl import functionworker
 from sparkdl.checkpoint.format import folders, latest
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.environment import versions
-from sparkdl.errors import ConfigError, ShardLost
+from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.progress import ReportView, SilentView, View
 from sparkdl.spark.gang import launch
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_INLINE_BYTES = 16 * 2**20
+"""Largest function that travels in the task."""
 RUN_KEY = "function"
 """Folder of a function's checkpoints in the place that the user names."""
 
@@ -212,7 +214,7 @@ class FunctionJob:
             run_key=RUN_KEY,
             attempt=attempt,
             device=self.request.device,
-            payload=self.payload,
+            payload=self._in_task(),
             sets=self.sets.collect(),
             results=self.request.results,
             keep=self.request.keep_checkpoints,
@@ -234,6 +236,21 @@ class FunctionJob:
             profile=slots.profile,
             keeps_process=False,
         )
+
+    def _in_task(self) -> bytes:
+        """The function, if it is small; else it travels over the channel."""
+        link = self.link
+        if len(self.payload) <= _MAX_INLINE_BYTES:
+            return self.payload
+        if link.channel is None:
+            raise ClusterError(
+                f"the function and its arguments have {len(self.payload) >> 20} MiB; from a driver "
+                f"that executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; "
+                "pass rows by TorchRunner(data=...), and let the function read the rest"
+            )
+        if not link.files.exists(functionworker.FUNCTION):
+            link.files.write(functionworker.FUNCTION, self.payload)
+        return b""
 
     def _newest(self) -> CheckpointInfo | None:
         if self.link.checkpoints is None:

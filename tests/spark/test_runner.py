@@ -314,6 +314,10 @@ def test_a_data_set_that_lacks_a_column_is_named(df: DataFrame, num_workers: int
         TorchRunner(data=df.select(), **options).run(rows, "train")
 
 
+def test_arguments_of_any_size_arrive(spark: SparkSession) -> None:
+    assert TorchRunner(num_workers=1, verbose=0).run(len, bytes(17 * 2**20)) == 17 * 2**20
+
+
 def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession) -> None:
     runner = TorchRunner(num_workers=1, verbose=0)
     for thing in (threading.Lock(), spark.range(3)):

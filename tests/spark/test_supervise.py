@@ -351,7 +351,7 @@ def test_restarts_are_counted_and_end(stage: Stage) -> None:
     assert stage.submitted == [0, 1, 2]
     told = str(caught.value)
     assert told.startswith("training failed 3 times (maxRestarts=2); last: a worker")
-    assert "spark.executor.memoryOverhead or lower batchSize" in told
+    assert "spark.executor.memoryOverhead or use smaller batches" in told
 
 
 def test_no_restart_at_all(stage: Stage) -> None:
