@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import common
+import pandas as pd
 from common import HERE, Measurements, spark_session
 from networks_ddp import EPOCHS, NETWORKS, Task, peak_memory, reset_peak_memory
 
-from sparkdl import DatasetSource, TorchClassifier
+from sparkdl import DatasetSource, TorchClassifier, TorchModel
 from sparkdl.train.callbacks import Callback, CallbackState
 
 BATCHES = (32, 64, 128, 256)
@@ -51,9 +55,9 @@ def main() -> None:
 
 def compare(spark, task: Task, options: argparse.Namespace, found: Measurements) -> None:
     """One network, number of workers and batch size, with both."""
-    common.wait_until_idle(options.patience)
-    for name, measured in (("fit", run_fit(spark, task)), ("torchrun", run_torchrun(task))):
-        for what, value in measured.items():
+    for name, measure in (("fit", partial(run_fit, spark)), ("torchrun", run_torchrun)):
+        common.wait_until_idle(options.patience)
+        for what, value in measure(task).items():
             found.add(f"{task.name}: {name} {what}", value)
 
 
@@ -72,10 +76,30 @@ def run_fit(spark, task: Task) -> dict[str, float]:
             callbacks=[Memory(place)],
             verbose=0,
         )
-        history = classifier.fit(DatasetSource(task.dataset_of_all)).summary.history
+        model = classifier.fit(DatasetSource(task.dataset_of_all))
+        history = model.summary.history
         memory = max(int(path.read_text()) for path in Path(place).iterdir())
     seconds = [record["seconds"] / task.steps for record in history[1:]]
-    return {"s per batch": sorted(seconds)[len(seconds) // 2], "memory MB": memory / 1e6}
+    return {
+        "s per batch": statistics.median(seconds),
+        "memory MB": memory / 1e6,
+        "forward s per batch": run_transform(spark, model.setBatchSize(task.batch), task),
+    }
+
+
+def run_transform(spark, model: TorchModel, task: Task) -> float:
+    """Seconds per batch of the forward pass alone: the median of `transform` after the first."""
+    images = task.dataset_of_all().tensors[0].flatten(1).numpy()
+    rows = pd.DataFrame({"features": [image.tobytes() for image in images]})
+    df = spark.createDataFrame(rows).repartition(task.workers).cache()
+    df.count()
+    seconds = []
+    for _ in range(EPOCHS):
+        started = time.perf_counter()
+        model.transform(df).select("prediction").write.format("noop").mode("overwrite").save()
+        seconds.append((time.perf_counter() - started) / task.steps)
+    df.unpersist()
+    return statistics.median(seconds[1:])
 
 
 @dataclass
@@ -107,8 +131,9 @@ def run_torchrun(task: Task) -> dict[str, float]:
 def tables(found: Measurements) -> None:
     """The speeds of both over each other, run by run."""
     for name in [n for n in found.names() if n.endswith("s per batch") and ": fit" in n]:
-        found.ratio(f"{name.split(':')[0]}: fit / torchrun speed",
-                    name.replace(": fit", ": torchrun"), name)  # fmt: skip
+        what = "forward" if "forward" in name else "training"
+        speed = f"{name.split(':')[0]}: fit / torchrun, speed of {what}"
+        found.ratio(speed, name.replace(": fit", ": torchrun"), name)
 
 
 if __name__ == "__main__":

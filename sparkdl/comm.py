@@ -354,6 +354,9 @@ def process_group(
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_seconds)
+    # torch names keys of the store by a number of the group, and counts groups that could not be
+    # made: after a failure this process would wait for other keys than those that its peers set.
+    dist.distributed_c10d._world.group_count = 0
     with _peer_errors("rendezvous"):
         dist.init_process_group(
             backend,

@@ -59,8 +59,8 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
     trainingStep = declare(
         "trainingStep",
         "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
-        "what forward returns, for networks such as GANs; None: that of a LightningModule, else "
-        "there is none.",
+        "what forward returns (without a label target is None), for networks such as GANs; None: "
+        "that of a LightningModule, else there is none.",
         converters.to_callable,
     )
     optimizer = declare(

@@ -198,12 +198,29 @@ def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int,
         results.put((rank, tensor.item()))
 
 
+def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
+    """As `_meet`; before, rank 0 has waited in vain for another peer."""
+    import torch.distributed as dist
+
+    from sparkdl.comm import process_group
+
+    if rank == 0:
+        alone = process_group(
+            backend="gloo", store=dist.HashStore(), rank=0, world_size=2, timeout_seconds=1,
+            address="127.0.0.1",
+        )  # fmt: skip
+        with pytest.raises(CommunicationError), alone:
+            pass
+    _meet(rank, address, results)
+
+
 @pytest.mark.gang
-def test_gloo_meets_through_the_channel(server: ChannelServer) -> None:
+@pytest.mark.parametrize("meet", [_meet, _fail_and_meet])
+def test_gloo_meets_through_the_channel(server: ChannelServer, meet: Any) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
-        context.Process(target=_meet, args=(rank, server.address, results)) for rank in range(2)
+        context.Process(target=meet, args=(rank, server.address, results)) for rank in range(2)
     ]
     for process in ranks:
         process.start()

@@ -47,6 +47,8 @@ class Batch:
     num_rows: int
     names: tuple[str | None, ...] = ()
     """Names of the inputs; see `Arguments`."""
+    has_label: bool = True
+    """Whether there is a label column."""
 
     @property
     def arguments(self) -> Arguments:
@@ -82,6 +84,7 @@ class Batch:
             weight=None if self.weight is None else once(self.weight),
             num_rows=num_rows,
             names=self.names,
+            has_label=self.has_label,
         )
 
 
@@ -190,7 +193,9 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
         targets = [dict(zip(label_names, values, strict=True)) for values in rows]
     weights = by_role["weight"][0][1] if by_role["weight"] else [None] * len(sizes)
     named = [names if any(names) else ()] * len(sizes)
-    return [Batch(*parts) for parts in zip(inputs, targets, weights, sizes, named, strict=True)]
+    has_label = [bool(labels)] * len(sizes)
+    parts = zip(inputs, targets, weights, sizes, named, has_label, strict=True)
+    return [Batch(*values) for values in parts]
 
 
 def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, None]:

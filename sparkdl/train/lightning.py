@@ -29,7 +29,7 @@ def lightning_step(module: nn.Module, inputs: Any, target: Any) -> Any:
     Raises:
         ConfigError: it gives no loss.
     """
-    batch = inputs if target is inputs else (inputs, target)
+    batch = inputs if target is None else (inputs, target)
     value: Any = module.training_step(batch, 0)  # type: ignore[operator]
     if isinstance(value, Mapping):
         value = value.get("loss")

@@ -76,6 +76,11 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
         raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    if isinstance(kind, OwnOptimizer):
+        raise ConfigError(
+            "configure_optimizers of the module makes its optimizer, with options and groups of "
+            f"its own; set {sorted(options) or 'parameterGroups'} there, or choose an optimizer"
+        )
     if not is_class and options:
         raise ConfigError(
             f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "

@@ -19,7 +19,8 @@ from sparkdl.train.loss import CallableLoss, LossFunction, ModuleLoss
 from sparkdl.train.losses import loss_of
 
 TrainingStep = Callable[[nn.Module, Any, Any], Any]
-"""``(module, inputs, target)`` gives what a loss function of the user's may give."""
+"""``(module, inputs, target)`` gives what a loss function of the user's may give; without a label
+column ``target`` is None."""
 
 
 class StepLoss(CallableLoss):
@@ -65,7 +66,9 @@ def _its_value(value: Any, target: Any) -> Any:
 def run(loss: LossFunction, module: nn.Module, batch: Batch) -> Any:
     """What ``loss`` is asked about: the module's output, or the value of the training step."""
     if isinstance(loss, StepLoss):
-        return loss.step(module, batch.arguments.packed(), batch.target)
+        target = batch.target if batch.has_label else None
+        with torch.enable_grad():  # also in evaluation: a penalty may be made of gradients
+            return loss.step(module, batch.arguments.packed(), target)
     return taken(loss, batch.arguments.call(module))
 
 

@@ -280,14 +280,17 @@ def test_a_gan_learns_where_points_lie(spark: SparkSession, tmp_path: Path) -> N
     points = torch.randn(600, 2, generator=generator) * 0.5 + torch.tensor([2.0, -1.0])
     df = spark.createDataFrame([(p.tolist(),) for p in points], "features array<float>")
     estimator = TorchEstimator(
-        module=partial(GAN, num_features=2), trainingStep=gan_step, learningRate=0.002,
-        optimizerParams={"betas": (0.5, 0.9)}, epochs=40, parameterGroups={"critic": {"lr": 0.004}},
-        **common(),
-    )  # fmt: skip
+        module=partial(GAN, num_features=2, widths=(32,)),
+        trainingStep=gan_step,
+        learningRate=0.002,
+        optimizerParams={"betas": (0.5, 0.9)},
+        parameterGroups={"critic": {"lr": 0.004}},
+        **common(epochs=60),
+    )
     model = estimator.fit(df)
     model.write().overwrite().save(str(tmp_path / "gan"))
     gan: Any = load_module(str(tmp_path / "gan"))
     made = gan.generate(2000, generator).detach()
-    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.4
+    assert (made.mean(0) - torch.tensor([2.0, -1.0])).abs().max() < 0.5
     assert 0.15 < made.std(0).min() <= made.std(0).max() < 1.0
     assert model.transform(df).count() == 600

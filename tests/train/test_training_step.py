@@ -230,9 +230,56 @@ def test_what_one_loop_cannot_do_is_refused(configure: Any, message: str) -> Non
 
 
 def test_options_do_not_reach_an_optimizer_that_the_module_makes() -> None:
-    with pytest.raises(ConfigError, match="set \\['lr'\\] there"):
+    with pytest.raises(ConfigError, match=r"configure_optimizers .* set \['lr'\] there"):
         resolve_optimizer(but(AUTO, learning_rate=0.1), Lit())
     assert isinstance(resolve_optimizer(AUTO, Lit()), OwnOptimizer)
+
+
+def unlabeled(rows: int = 20) -> Any:
+    """The rows without their labels."""
+    shards = data(rows)
+    for shard in shards:
+        del shard.columns["label y"]
+    return shards
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2}, {"augmentation": lambda x: x + 1}]
+)
+def test_without_a_label_there_is_no_target(changes: dict[str, Any]) -> None:
+    seen: list[Any] = []
+
+    def step(module: nn.Module, inputs: torch.Tensor, target: Any) -> torch.Tensor:
+        seen.append(target)
+        return module(inputs).square().squeeze(1)
+
+    config = but(CONFIG, training_step=step, **changes)
+    run(make_net(), config, unlabeled(), validation=unlabeled(6))
+    assert len(seen) > 12
+    assert set(seen) == {None}
+
+
+def test_a_lightning_module_without_label_gets_the_inputs_alone() -> None:
+    class Alone(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert isinstance(batch, torch.Tensor)
+            return self(batch).square().mean()
+
+    run(seeded(Alone), AUTO, unlabeled(), validation=unlabeled(6))
+
+
+def penalized(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """With a penalty on the gradient by the inputs, as WGAN-GP has it."""
+    inputs = inputs.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+    return losses(module, inputs, target) + slope.square().sum(1)
+
+
+def test_a_step_may_take_gradients_also_in_evaluation() -> None:
+    net = make_net()
+    outcome = run(net, but(CONFIG, training_step=penalized), data(), validation=make_data([6]))
+    assert all(record["val_loss"] > 0 for record in outcome.history)
+    assert all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_a_step_without_loss_is_refused() -> None:
