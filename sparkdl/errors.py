@@ -84,5 +84,9 @@ class CommunicationError(GangError):
     """A collective failed: a peer died, closed the connection, or did not answer in time."""
 
 
+class CollectiveError(CommunicationError):
+    """A collective that the user's own function called has failed."""
+
+
 class ShardLost(GangError):
     """A spool file that the shard table promised is not on this host."""

@@ -13,7 +13,7 @@ import pickle
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import cloudpickle
 
 from sparkdl.environment import WorkerEnvironment, versions
-from sparkdl.errors import CheckpointError, CommunicationError, ConfigError
+from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
 from sparkdl.gangworker import (
     GangOrder,
     Member,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from sparkdl.loader import DataSet
     from sparkdl.runcontext import Context, Save
 
+FUNCTION = "function.pkl"
+"""File of the driver that holds a function too large for the task."""
 VALUE = "value-{}.pkl"
 """File of the driver that holds what a rank's function returned."""
 
@@ -54,16 +56,15 @@ class Script:
 
     def __call__(self) -> None:
         """Run it as ``__main__``; what it imports from its own folder must be shipped otherwise."""
-        with tempfile.TemporaryDirectory(prefix="sparkdl-script-") as folder:
+        # Spark removes its own folders, also after a worker that was killed.
+        place = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
+        with tempfile.TemporaryDirectory(prefix="sparkdl-script-", dir=place) as folder:
             path = Path(folder) / self.name
             path.write_text(self.source, encoding="utf-8")
             before = sys.argv
             sys.argv = [str(path), *self.arguments]
             try:
                 runpy.run_path(str(path), run_name="__main__")
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    raise
             finally:
                 sys.argv = before
 
@@ -73,7 +74,7 @@ class FunctionOrder(GangOrder):
     """What the driver asks of every rank: to call a function."""
 
     payload: bytes
-    """cloudpickle of a callable without arguments."""
+    """cloudpickle of a callable without arguments; empty: it is in the driver's `FUNCTION`."""
     sets: Mapping[str, DataSet] = field(default_factory=dict)
     results: Literal["first", "all"] = "first"
     """Whose value the driver gets."""
@@ -94,7 +95,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 def _call(order: FunctionOrder, member: Member) -> Results:
     from sparkdl.runcontext import entered
 
-    function = cloudpickle.loads(order.payload)
+    function = _loaded(order, member)
     comm, reporter = member.comm, member.reporter
     storage = checkpoint_storage(order, member.files)
     with contextlib.ExitStack() as stack:
@@ -116,11 +117,36 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         stack.enter_context(entered(place))
         reporter.phase("train")
         with peer_errors():
-            value = function()
+            value = called(function)
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
         return []
     return _deliver(member, {"value": value, "history": place.history})
+
+
+def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
+    payload = order.payload
+    if not payload:
+        assert member.files is not None
+        payload = member.files.read(FUNCTION)
+    try:
+        function: Callable[[], Any] = cloudpickle.loads(payload)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the function needs the module {error.name!r}, which this worker does not have: ship "
+            "it with --py-files or --archives, or define the function in the main program"
+        ) from error
+    return function
+
+
+def called(function: Callable[[], Any]) -> Any:
+    """What a function or a script returns; ``sys.exit(0)`` ends either well, with None."""
+    try:
+        return function()
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
 
 
 def _context(
@@ -183,14 +209,14 @@ def peer_errors() -> Iterator[None]:
     """Tell the loss of a peer, which another rank explains, from the function's own errors.
 
     Raises:
-        CommunicationError: in place of what torch raises when a peer is gone.
+        CollectiveError: in place of what torch raises when a peer is gone.
     """
     try:
         yield
     except RuntimeError as error:
         if not any(sign in str(error) for sign in _LOST_PEER):
             raise
-        raise CommunicationError(f"a collective of the function failed: {error}") from error
+        raise CollectiveError(f"a collective of the function failed: {error}") from error
 
 
 @contextlib.contextmanager
@@ -292,7 +318,17 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent."""
+    """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent.
+
+    Raises:
+        ConfigError: it needs a module that is not here.
+    """
     import torch
 
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"what the function returned needs the module {error.name!r}, which the driver does "
+            "not have: install it there, or return plain values and tensors"
+        ) from error

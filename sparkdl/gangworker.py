@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
+
+_LISTEN_SECONDS = 5.0
+"""How often a rank that waits for another's end makes sure that it is still heard."""
 
 Results = list[tuple[str, bytes]]
 """(kind, payload) of what a rank gives back."""
@@ -91,13 +94,15 @@ def live(
     client = ChannelClient(environment.channel, scope=scope)
     reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
     results: Results = []
-    with contextlib.closing(client), reporter, captured_output(reporter):
+    with contextlib.closing(client), reporter, captured_output(reporter) as last_lines:
         try:
             results = _work(environment, order, work, client, reporter)
             reporter.send({"kind": "done"})
         except BaseException as error:  # also SystemExit of the user's code; all of it is reported
-            failure = describe_failure(error, environment.rank)
+            failure = describe_failure(error, environment.rank, last_lines())
             reporter.send({"kind": "error", "failure": failure})
+            with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
+                _say_farewell(environment, order, client)
             results = [("error", json.dumps(failure).encode())]
     yield from results
 
@@ -144,34 +149,63 @@ def _work(
 
 
 def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
-    """Rank 0 leaves last: it may host the channel, which the others need to the end.
+    """A rank 0 that hosts the channel leaves last: the others need it to the end.
 
-    Not by a collective: the user's function may have ended torch's process group.
+    Not by a collective: the user's function may have ended torch's process group. It waits as long
+    as the others are heard, for their work may well take longer than its own.
+
+    Raises:
+        CommunicationError: a rank is silent.
     """
-    if environment.rank != 0:
-        client.set(f"bye/{environment.rank}", b"")
+    if order.driver_hosts_channel or environment.rank != 0:
+        _say_farewell(environment, order, client)
         return
-    keys = [f"bye/{rank}" for rank in range(1, environment.world_size)]
-    try:
-        client.wait(keys, order.collective_timeout_seconds)
-    except TimeoutError as error:
-        raise CommunicationError(f"not all workers came to their end in time: {error}") from error
+    for rank in range(1, environment.world_size):
+        while True:
+            try:
+                client.wait([_farewell(rank)], _LISTEN_SECONDS)
+                break
+            except TimeoutError as error:
+                silence = client.silence(attempt=order.attempt, rank=rank)
+                if silence is None or silence > order.collective_timeout_seconds:
+                    raise CommunicationError(
+                        f"rank {rank} has not been heard for {order.collective_timeout_seconds:g} s"
+                    ) from error
 
 
-def describe_failure(error: BaseException, rank: int) -> dict[str, Any]:
+def _say_farewell(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
+    """Tell the rank that hosts the channel that this one needs it no more, whatever became of it.
+
+    A failed rank too, or its error would reach the driver only when rank 0 had given it up.
+    """
+    if environment.rank != 0 and not order.driver_hosts_channel:
+        client.set(_farewell(environment.rank), b"")
+
+
+def _farewell(rank: int) -> str:
+    return f"bye/{rank}"
+
+
+def describe_failure(
+    error: BaseException, rank: int, last_lines: Sequence[str] = ()
+) -> dict[str, Any]:
     """An exception as plain values.
 
     ``kind`` is ``gang`` for what a restart may heal, ``sparkdl`` for our own errors, which name
     their remedy, and ``user`` for everything else, with the traceback as this worker formats it.
+    A program that exits says why on stderr, such as how it is to be called: these are its
+    ``last_lines``.
     """
-    kind = "user"
+    kind, message = "user", _message(error)
+    if isinstance(error, SystemExit) and last_lines:
+        message += "; it had last printed to stderr:\n" + "\n".join(last_lines)
     if isinstance(error, SparkDLError):
         kind = "gang" if isinstance(error, GangError) else "sparkdl"
     return {
         "rank": rank,
         "kind": kind,
         "type": type(error).__name__,
-        "message": _message(error),
+        "message": message,
         "traceback": "".join(traceback.format_exception(error)),
     }
 
@@ -221,14 +255,30 @@ def meet(
     problem = difference(order.versions, versions(), where)
     if problem is not None:
         raise ClusterError(problem)
-    client.set(f"hello/{environment.rank}", host.encode())
-    keys = [f"hello/{rank}" for rank in range(environment.world_size)]
+    keys = _gather("hello", host.encode(), environment, order, client)
+    hosts = [(client.get(key) or b"").decode() for key in keys]
+    return numbered(hosts)
+
+
+def _gather(
+    what: str,
+    value: bytes,
+    environment: WorkerEnvironment,
+    order: GangOrder,
+    client: ChannelClient,
+) -> list[str]:
+    """Set this rank's key and wait for those of all ranks, which it returns.
+
+    Raises:
+        CommunicationError: not all ranks came in time.
+    """
+    client.set(f"{what}/{environment.rank}", value)
+    keys = [f"{what}/{rank}" for rank in range(environment.world_size)]
     try:
         client.wait(keys, order.start_timeout_seconds)
     except TimeoutError as error:
         raise CommunicationError(f"not all workers started in time: {error}") from error
-    hosts = [(client.get(key) or b"").decode() for key in keys]
-    return numbered(hosts)
+    return keys
 
 
 @contextlib.contextmanager
@@ -254,6 +304,8 @@ def _communicator(
         timeout_seconds=order.collective_timeout_seconds,
         address=environment.address,
     ) as options:
+        # A rank that is done before its peer has opened all connections would close them on it.
+        _gather("met", b"", environment, order, client)
         yield ProcessGroupCommunicator(
             nodes=nodes,
             device=str(device),

@@ -191,6 +191,11 @@ class Loader:
         """
         plan = self._plan
         rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
+        if min(rows) == 0:
+            raise DataError(
+                f"data set {self._local.name!r} has {plan.num_rows} rows, and none of them for "
+                f"rank {rows.index(0)}; use fewer workers, more rows, or shuffle=False"
+            )
         if min(rows) < plan.steps_per_epoch:
             raise DataError(
                 f"data set {self._local.name!r} has {min(rows)} rows for rank "

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from sparkdl.channel import ChannelClient
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 Line = tuple[int, str]
 """Level and text of a log line."""
 
+_LAST_LINES = 20
+"""Lines of a stream that are kept, to be shown where a program exits."""
 _INTERVAL_SECONDS = 0.25
 _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
@@ -165,23 +167,31 @@ class _Tee(io.TextIOBase):
 
     def __init__(self, original: TextIO, reporter: Reporter) -> None:
         super().__init__()
-        self._original = original
+        self.original = original
         self._reporter = reporter
         self._partial = ""
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
         self._writing = threading.Lock()
+
+    def last_lines(self) -> list[str]:
+        """What was written last, the unfinished line too."""
+        with self._writing:
+            return [*self._last, *([self._partial] if self._partial else [])]
 
     def write(self, text: str) -> int:
         with self._writing:
-            self._original.write(text)
+            self.original.write(text)
             *lines, partial = (self._partial + text).split("\n")
             # A progress bar draws over its line again and again: only the last drawing is kept.
             self._partial = _drawn(partial)[-_MAX_PARTIAL:]
-            for line in lines:
-                self._reporter.line(_drawn(line.rstrip("\r")))
+            drawn = [_drawn(line.rstrip("\r")) for line in lines]
+            self._last.extend(drawn)
+            for line in drawn:
+                self._reporter.line(line)
         return len(text)
 
     def flush(self) -> None:
-        self._original.flush()
+        self.original.flush()
 
     def drain(self) -> None:
         """Send an unfinished last line."""
@@ -191,7 +201,7 @@ class _Tee(io.TextIOBase):
             self._reporter.line(line)
 
     def fileno(self) -> int:
-        return self._original.fileno()
+        return self.original.fileno()
 
     def isatty(self) -> bool:
         return False
@@ -200,7 +210,7 @@ class _Tee(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)  # such as buffer
+        return getattr(self.original, name)  # such as buffer
 
 
 def _drawn(line: str) -> str:
@@ -210,10 +220,12 @@ def _drawn(line: str) -> str:
 
 
 @contextlib.contextmanager
-def captured_output(reporter: Reporter) -> Iterator[None]:
+def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
     """Send prints and log records of this process to the driver, for the time of the block.
 
     Rank 0 speaks at INFO, the others at WARNING; everything printed is sent by every rank.
+
+    Yields a function that gives the last lines of stderr.
     """
     root = logging.getLogger()
     handler, level = _Handler(reporter), root.level
@@ -224,10 +236,37 @@ def captured_output(reporter: Reporter) -> Iterator[None]:
         root.addHandler(handler)
         own.setLevel(logging.INFO if reporter._rank == 0 else logging.WARNING)
         try:
-            yield
+            with _basic_config_beside(handler):
+                yield err.last_lines
         finally:
             root.removeHandler(handler)
             root.setLevel(level)
             own.setLevel(own_level)
             out.drain()
             err.drain()
+
+
+@contextlib.contextmanager
+def _basic_config_beside(handler: logging.Handler) -> Iterator[None]:
+    """Let `logging.basicConfig` take effect, which does nothing where there is a handler.
+
+    What it logs to a stream that we pass on goes to the original of that stream: the driver has it
+    from our handler, with its level.
+    """
+    root, original = logging.getLogger(), logging.basicConfig
+
+    def configure(**options: Any) -> None:
+        root.removeHandler(handler)
+        try:
+            original(**options)
+        finally:
+            root.addHandler(handler)
+        for other in root.handlers:
+            if isinstance(other, logging.StreamHandler) and isinstance(other.stream, _Tee):
+                other.setStream(other.stream.original)
+
+    logging.basicConfig = configure
+    try:
+        yield
+    finally:
+        logging.basicConfig = original

@@ -61,7 +61,8 @@ class Context:
             lost.
         checkpoint: what was last passed to `report`, after a restart or with ``resume=True``; its
             tensors are on the CPU. None: begin at the beginning.
-        history: the metrics reported so far, with those from before ``checkpoint`` was written.
+        history: the metrics that this rank has reported so far, after those that rank 0 had
+            reported when ``checkpoint`` was written.
     """
 
     def __init__(
@@ -145,26 +146,25 @@ class Context:
     def report(self, metrics: Mapping[str, float] | None = None, *, checkpoint: Any = None) -> None:
         """Tell the driver how training goes, and keep a state from which it can go on.
 
-        What rank 0 reports counts; the other ranks may call it too, without effect, so that code
-        needs no ``if rank == 0``. Checkpoints are copied here, and written while training goes on;
-        they are visible when they are whole.
+        What rank 0 reports counts; the other ranks should call it too, so that all of them have as
+        long a `history`. Checkpoints are copied here, and written while training goes on; they are
+        visible when they are whole.
 
         Args:
             metrics: numbers by name; they are shown on the driver, and kept in `history`.
             checkpoint: dicts, lists, numbers, strings and tensors, such as state dicts.
 
         Raises:
-            ConfigError: a metric is not a number.
+            ConfigError: a metric is not a number, or is named ``report``, as their counter is.
             CheckpointError: the checkpoint holds something that cannot be stored.
             StorageError: the previous checkpoint could not be written.
         """
-        if self.rank != 0:
-            return
         if metrics is not None:
             record = {"report": float(len(self.history) + 1), **_numbers(metrics)}
             self.history.append(record)
-            self._tell(record)
-        if checkpoint is not None and self._save is not None:
+            if self.rank == 0:
+                self._tell(record)
+        if checkpoint is not None and self.rank == 0 and self._save is not None:
             self._num_checkpoints += 1
             number = self._num_checkpoints
             state = {"checkpoint": checkpoint, "history": self.history, "number": number}
@@ -172,6 +172,8 @@ class Context:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    if "report" in metrics:
+        raise ConfigError("'report' counts the reports: give that metric another name")
     found = {}
     for name, value in metrics.items():
         try:

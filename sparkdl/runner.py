@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.converters import to_inputs
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
 from sparkdl.functionworker import Script
+from sparkdl.inputs import check_names, named
 from sparkdl.spark.functions import FunctionRequest, run_function
 from sparkdl.spark.localfunction import run_here
 from sparkdl.spark.sourcetable import active_session, require_source
@@ -35,7 +37,8 @@ class TorchRunner:
         data: what `Context.loader` reads: a DataFrame, or a source such as `ParquetSource`, or
             several by name. Each worker gets an equal part of the rows, on its own disk.
         inputs: what a batch holds, by name, where that is not all columns: images, sequences, text
-            (see `Image`, `Sequence`, `Sparse`, `Tensor`).
+            (see `Image`, `Sequence`, `Sparse`, `Tensor`; a column's name is a `Tensor`). All data
+            sets need these columns.
         device: ``auto`` (the GPU that Spark assigned, where there is one), ``cpu`` or ``cuda``.
         max_restarts: how often the function is begun again after the loss of workers. An error of
             its own ends the run at once.
@@ -57,7 +60,7 @@ class TorchRunner:
         *,
         num_workers: int | None = None,
         data: DataFrame | Source | Mapping[str, DataFrame | Source] | None = None,
-        inputs: Mapping[str, Specification] | None = None,
+        inputs: Mapping[str, Specification | str] | None = None,
         device: str = "auto",
         max_restarts: int = 3,
         checkpoint_dir: str | None = None,
@@ -75,11 +78,11 @@ class TorchRunner:
         _require(results in ("first", "all"), "results must be 'first' or 'all'")
         _require(checkpoint_dir is not None or not resume, "resume=True needs a checkpoint_dir")
         self.history: list[dict[str, float]] = []
-        """What the last run has reported."""
+        """What the last run has reported; empty if it failed."""
         self._ask = partial(
             FunctionRequest,
             data=_by_name(data),
-            inputs=inputs,
+            inputs=_inputs(inputs),
             num_workers=num_workers,
             device=device,
             max_restarts=max_restarts,
@@ -114,6 +117,7 @@ class TorchRunner:
             WorkerError: the function failed; with its traceback on the rank that failed first.
             TrainingFailed: workers were lost more than ``max_restarts`` times.
         """
+        self.history = []
         request = self._ask(function=_callable(train, args, kwargs))
         if self._in_driver:
             result = run_here(_session(request.data, required=False), request)
@@ -133,6 +137,18 @@ def _by_name(data: Any) -> dict[str, DataFrame | Source]:
         if not isinstance(value, DataFrame):
             require_source(value)
     return sets
+
+
+def _inputs(value: Any) -> dict[str, Specification] | None:
+    if value is None:
+        return None
+    _require(isinstance(value, Mapping), f"inputs must be a mapping by name; received {value!r}")
+    try:
+        found: dict[str, Specification] = to_inputs(value)
+    except TypeError as error:
+        raise ConfigError(f"inputs: {error}") from error
+    check_names(named(found))
+    return found
 
 
 def _callable(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:

@@ -9,6 +9,7 @@ import pytest
 from sparkdl import errors
 from sparkdl.errors import (
     CheckpointError,
+    CollectiveError,
     CommunicationError,
     ConfigError,
     DataError,
@@ -62,5 +63,6 @@ def test_one_base_and_the_builtin_types_that_users_expect() -> None:
     assert {k for k in ALL if issubclass(k, GangError)} == {
         GangError,
         CommunicationError,
+        CollectiveError,
         ShardLost,
     }

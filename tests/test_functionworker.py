@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,6 +232,57 @@ def test_a_script_runs_as_main_with_its_arguments(
         assert failure(results)["type"] == "SystemExit"
     else:
         assert driver.value() == {"value": None, "history": [{"report": 1.0, "loss": 1.0}]}
+
+
+def test_a_program_that_exits_is_quoted(driver: Driver) -> None:
+    def parse() -> None:
+        argparse.ArgumentParser("train").parse_args(["--speed"])
+
+    found = failure(call(driver, parse))
+    assert found["type"] == "SystemExit"
+    assert "usage: train" in found["message"]
+    assert "unrecognized arguments: --speed" in found["message"]
+
+
+def test_a_function_may_end_by_exiting(driver: Driver) -> None:
+    assert call(driver, lambda: sys.exit(0)) == []
+    assert driver.value()["value"] is None
+
+
+@pytest.fixture
+def foreign() -> Iterator[type]:
+    """A class of a module that the reader will not have."""
+    module = types.ModuleType("sparkdl_elsewhere")
+    exec("class Thing:\n    def __call__(self): return 1", module.__dict__)
+    sys.modules[module.__name__] = module
+    yield module.Thing
+    sys.modules.pop(module.__name__, None)
+
+
+def test_a_module_that_is_missing_is_named(driver: Driver, foreign: type) -> None:
+    function, value = cloudpickle.dumps(foreign()), pickled(foreign())
+    del sys.modules["sparkdl_elsewhere"]
+    found = failure(call(driver, print, payload=function))
+    assert found["type"] == "ConfigError"
+    assert "'sparkdl_elsewhere', which this worker does not have: ship it" in found["message"]
+    with pytest.raises(ConfigError, match="'sparkdl_elsewhere', which the driver does not have"):
+        unpickled(value)
+
+
+def test_a_large_function_comes_over_the_channel(driver: Driver) -> None:
+    function = cloudpickle.dumps(lambda: "large")
+    open_storage(str(driver.folder)).write(functionworker.FUNCTION, function)
+    assert call(driver, print, payload=b"") == []
+    assert driver.value()["value"] == "large"
+
+
+def test_a_script_lies_where_spark_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nowhere")
+    with pytest.raises(SystemExit, match=str(tmp_path)):
+        Script("where.py", "import sys\nsys.exit(__file__)", ())()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_values_come_back_as_they_were() -> None:

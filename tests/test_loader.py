@@ -132,6 +132,13 @@ def test_too_few_rows_for_a_rank_are_an_error_with_shuffling(tmp_path: Path) -> 
     assert [len(labels(loader(small, r, batch_size=2, shuffle=False))) for r in (0, 1)] == [5, 1]
 
 
+def test_a_rank_without_rows_is_told_what_helps(tmp_path: Path) -> None:
+    shards = (spooled(tmp_path / "0", 0, [1]), spooled(tmp_path / "1", 1, []))
+    one_row = DataSet(columns=COLUMNS, shards=shards, source=SpoolSource())
+    with pytest.raises(DataError, match="none of them for rank 1; use fewer workers, more rows"):
+        loader(one_row, batch_size=64)
+
+
 def test_a_shard_that_is_not_here_is_lost(data: DataSet, tmp_path: Path) -> None:
     shards = tuple(
         Shard(**{**{n: getattr(s, n) for n in s.__dataclass_fields__}, "path": str(tmp_path)})

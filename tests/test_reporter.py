@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -326,3 +327,31 @@ def test_threads_may_print_at_the_same_time(client: FakeClient, reporter: Report
     # Their lines may mix, as on any console, but nothing is lost and nothing comes twice.
     said = Counter("".join(client.lines()))
     assert said == Counter("".join(f"{name} {n}" for name in "abc" for n in range(200)))
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_basic_config_works_and_nothing_comes_twice(
+    client: FakeClient, reporter: Reporter, tmp_path: Path, *, to_file: bool
+) -> None:
+    root, level, configure = logging.getLogger(), logging.root.level, logging.basicConfig
+    others, root.handlers = root.handlers, []  # pytest's own
+    try:
+        with reporter, captured_output(reporter):
+            options = {"filename": str(tmp_path / "log")} if to_file else {}
+            logging.basicConfig(level=logging.DEBUG, **options)
+            logging.getLogger("mine").debug("hello")
+            for handler in list(root.handlers):
+                handler.close()
+    finally:
+        root.handlers = others
+    assert [line for line in client.lines() if "hello" in line] == ["DEBUG mine: hello"]
+    assert (tmp_path / "log").exists() == to_file
+    assert (logging.root.level, logging.basicConfig) == (level, configure)
+
+
+def test_the_last_lines_of_stderr_are_kept(reporter: Reporter) -> None:
+    with captured_output(reporter) as last_lines:
+        for number in range(30):
+            print(number, file=sys.stderr)
+        print("usage", end="", file=sys.stderr)
+        assert last_lines() == [*map(str, range(10, 30)), "usage"]

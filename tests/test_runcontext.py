@@ -59,13 +59,18 @@ def test_what_rank_0_reports_is_shown_kept_and_saved() -> None:
     assert saved[-1][0] == 3
 
 
-def test_what_other_ranks_report_has_no_effect() -> None:
+def test_every_rank_keeps_its_history_but_rank_0_speaks() -> None:
     def never(*_: Any) -> None:
         raise AssertionError("rank 1 must not speak")
 
     other = place(1, tell=never, save=never)
     other.report({"loss": 1.0}, checkpoint={"epoch": 1})
-    assert other.history == []
+    assert other.history == [{"report": 1, "loss": 1.0}]
+
+
+def test_the_counter_of_reports_is_no_metric() -> None:
+    with pytest.raises(ConfigError, match="another name"):
+        place().report({"report": float("nan")})
 
 
 @pytest.mark.parametrize("value", ["high", None, torch.ones(2)])

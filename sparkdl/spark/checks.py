@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import fields, replace
 from functools import partial
@@ -21,7 +22,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.source import Source
 from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Sequence, Tensor
+from sparkdl.inputs import Named, Sequence, Tensor
 from sparkdl.plan import Column
 from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
@@ -72,13 +73,21 @@ def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) ->
         )
     if request.config.shuffle_window_bytes is not None:
         raise ConfigError(f"shuffleWindowBytes is for DataFrames; {name} has options of its own")
-    for entry in (*request.specified, *request.labels):
-        if getattr(entry.specification, "on_error", "raise") == "skip":
-            raise ConfigError(
-                f"on_error='skip' changes the number of rows, which {name} must know before "
-                "training; mend the images, or fit on a DataFrame"
-            )
+    check_skipping(source, (*request.specified, *request.labels))
     check_travels(request.config, source=source)
+
+
+def check_skipping(source: Source, entries: Iterable[Named]) -> None:
+    """Refuse to leave rows out of a source.
+
+    Raises:
+        ConfigError: an input asks for it.
+    """
+    if any(entry.specification.skips for entry in entries):
+        raise ConfigError(
+            f"on_error='skip' changes the number of rows, which {type(source).__name__} must know "
+            "before training; mend the images, or use a DataFrame"
+        )
 
 
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:

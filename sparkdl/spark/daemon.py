@@ -17,6 +17,8 @@ PRELOADED = (
     "pyarrow.flight",
     "torch",
     "torch._dynamo",  # imported by the first optimizer of a process
+    "sparkdl.functionworker",
+    "sparkdl.loader",
     "sparkdl.spark.gang",
     "sparkdl.spark.probe",
     "sparkdl.spark.shards",

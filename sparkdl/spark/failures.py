@@ -52,8 +52,8 @@ _WAITED = "Exception thrown in awaitResult"
 LOST = "a worker or executor was lost"
 LOST_REMEDY = (
     "a process that ends without a word was mostly killed for lack of memory: look into the "
-    "executor's log, then raise spark.executor.memoryOverhead or lower batchSize; where executors "
-    "come and go, raise maxRestarts"
+    "executor's log, then raise spark.executor.memoryOverhead or use smaller batches; where "
+    "executors come and go, raise maxRestarts"
 )
 """What to do about `LOST`, if it goes on."""
 

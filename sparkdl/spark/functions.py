@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,35 +20,28 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import functionworker
 from sparkdl.checkpoint.format import folders, latest
 from sparkdl.checkpoint.storage import Storage
-from sparkdl.data.source import Source, SpoolSource
 from sparkdl.environment import versions
-from sparkdl.errors import ConfigError, ShardLost
-from sparkdl.inputs import Specification, Tensor, named
-from sparkdl.loader import DataSet
+from sparkdl.errors import ClusterError, ConfigError, ShardLost
+from sparkdl.inputs import Specification
 from sparkdl.progress import ReportView, SilentView, View
-from sparkdl.spark.columns import Prepared
-from sparkdl.spark.datasets import DatasetTable
 from sparkdl.spark.gang import launch
 from sparkdl.spark.link import Link, open_link
-from sparkdl.spark.preflight import inspect_cluster, require_plain_files
-from sparkdl.spark.session import conf, is_case_sensitive
+from sparkdl.spark.preflight import require_plain_files
+from sparkdl.spark.rundata import Data, DataSets, prepare_sets
+from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
-from sparkdl.spark.shards import SpooledShard, columns_of
 from sparkdl.spark.slots import Slots, plan_gang, wait_again
-from sparkdl.spark.sourcetable import SourceTable, empty_frame
-from sparkdl.spark.specified import prepare_named
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
-from sparkdl.spark.windows import with_windows
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 
+_MAX_INLINE_BYTES = 16 * 2**20
+"""Largest function that travels in the task."""
 RUN_KEY = "function"
 """Folder of a function's checkpoints in the place that the user names."""
-
-Data = DataFrame | Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +87,11 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
     """
     run_id = uuid.uuid4().hex[:12]
     settings = read_settings(partial(conf, spark))
-    payload = cloudpickle.dumps(request.function)
+    payload = _pickled(request.function)
     frames = {name: df for name, df in request.data.items() if isinstance(df, DataFrame)}
     if frames:
         require_plain_files(partial(conf, spark), settings)
-    prepared = {name: prepare_data(spark, data, request) for name, data in request.data.items()}
+    prepared = prepare_sets(spark, request.data, request.inputs)
     slots = plan_gang(
         spark,
         settings,
@@ -142,109 +135,16 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
         return job.run()
 
 
-def prepare_data(spark: SparkSession, data: Data, request: FunctionRequest) -> tuple[Prepared, ...]:
-    """The columns of a data set, with the names that they have in a batch.
-
-    Raises:
-        DataError: no tensor can be made of one.
-    """
-    frame = data if isinstance(data, DataFrame) else empty_frame(spark, data)
-    wanted = request.inputs
-    if wanted is None:
-        wanted = {name: Tensor(name) for name in frame.columns}
-    sensitive = is_case_sensitive(spark)
-    return tuple(
-        prepare_named(
-            frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
-        )
-        for entry in named(wanted)
-    )
-
-
-def source_table(
-    spark: SparkSession, source: Source, prepared: Sequence[Prepared], num_shards: int
-) -> SourceTable:
-    """The shards of a data set that workers read by themselves."""
-    return SourceTable(spark, source, prepared, None, num_shards=num_shards, shares=None)
-
-
-class DataSets:
-    """The run's data sets, in shards that lie where their worker will be."""
-
-    def __init__(
-        self,
-        spark: SparkSession,
-        data: Mapping[str, Data],
-        prepared: Mapping[str, tuple[Prepared, ...]],
-        run_id: str,
-        slots: Slots,
-    ) -> None:
-        """Describe them; nothing is read yet."""
-        self._spark = spark
-        self._prepared = prepared
-        self._num_workers = slots.num_workers
-        frames = {name: df for name, df in data.items() if isinstance(df, DataFrame)}
-        self._table: DatasetTable | None = None
-        if frames:
-            self._table = DatasetTable(
-                frames,
-                prepared,
-                num_shards=slots.num_workers,
-                run_id=run_id,
-                profile=slots.profile,
-            )
-        self._sources = {
-            name: source_table(spark, source, prepared[name], slots.num_workers)
-            for name, source in data.items()
-            if not isinstance(source, DataFrame)
-        }
-
-    @property
-    def df(self) -> DataFrame:
-        """One row per worker, where its shards lie."""
-        if self._table is not None:
-            return self._table.df
-        return self._spark.range(0, self._num_workers, 1, self._num_workers)
-
-    def collect(self) -> dict[str, DataSet]:
-        """Spool what is not there, and list it.
-
-        Raises:
-            DataError: rows cannot be used, or have changed since the first call.
-        """
-        found = {}
-        if self._table is not None:
-            for name, shards in self._table.collect().items():
-                columns = columns_of(self._prepared[name], shards)
-                data = DataSet(
-                    columns=columns,
-                    shards=tuple(part.shard for part in shards),
-                    source=SpoolSource(),
-                )
-                found[name] = self._with_windows(data, shards)
-        for name, table in self._sources.items():
-            shards = table.collect()
-            found[name] = DataSet(
-                columns=table.columns(shards),
-                shards=tuple(part.shard for part in shards),
-                source=table.reader,
-            )
-        return found
-
-    def _with_windows(self, data: DataSet, shards: tuple[SpooledShard, ...]) -> DataSet:
-        plan = data.plan(self._num_workers, batch_size=1)
-        info, entry = inspect_cluster(self._spark), partial(conf, self._spark)
-        return replace(data, windows=with_windows(plan, shards, info, entry, None).windows)
-
-    def rebuild(self) -> None:
-        """Forget all spools, so that they are written anew."""
-        if self._table is not None:
-            self._table.rebuild()
-
-    def close(self) -> None:
-        """Remove all spools."""
-        if self._table is not None:
-            self._table.close()
+def _pickled(function: Callable[[], Any]) -> bytes:
+    try:
+        payload: bytes = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the user's classes raise when they are pickled
+        raise ConfigError(
+            "the function, or what it is called with or refers to, cannot be sent to the workers: "
+            f"{error}; make such things in the function, and pass DataFrames by "
+            "TorchRunner(data=...)"
+        ) from error
+    return payload
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
@@ -314,7 +214,7 @@ class FunctionJob:
             run_key=RUN_KEY,
             attempt=attempt,
             device=self.request.device,
-            payload=self.payload,
+            payload=self._in_task(),
             sets=self.sets.collect(),
             results=self.request.results,
             keep=self.request.keep_checkpoints,
@@ -334,7 +234,23 @@ class FunctionJob:
             order,
             channel=link.channel,
             profile=slots.profile,
+            keeps_process=False,
         )
+
+    def _in_task(self) -> bytes:
+        """The function, if it is small; else it travels over the channel."""
+        link = self.link
+        if len(self.payload) <= _MAX_INLINE_BYTES:
+            return self.payload
+        if link.channel is None:
+            raise ClusterError(
+                f"the function and its arguments have {len(self.payload) >> 20} MiB; from a driver "
+                f"that executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; "
+                "pass rows by TorchRunner(data=...), and let the function read the rest"
+            )
+        if not link.files.exists(functionworker.FUNCTION):
+            link.files.write(functionworker.FUNCTION, self.payload)
+        return b""
 
     def _newest(self) -> CheckpointInfo | None:
         if self.link.checkpoints is None:

@@ -39,11 +39,16 @@ class GangTask:
     order: Any
     channel: Address | None
     """The driver's channel; None: rank 0 hosts one and announces it."""
+    keeps_process: bool = True
+    """Whether Spark may use this Python worker again. Not where the work is code of the user's,
+    which may have changed what all of the process shares: folder, environment, torch's modes."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Run the work and yield its results in chunks."""
-        for _ in batches:  # read to the end, or Spark will not reuse this Python worker
-            pass
+        next(batches, None)  # the spool's only row: when it has come, the shard is there
+        if self.keeps_process:
+            for _ in batches:  # to the end, or Spark does not use this Python worker again
+                pass
         context = BarrierTaskContext.get()
         server = None
         try:
@@ -64,8 +69,17 @@ def launch(
     *,
     channel: Address | None,
     profile: ResourceProfile | None,
+    keeps_process: bool = True,
 ) -> list[tuple[int, str, bytes]]:
     """Run ``work(environment, order)`` on one worker per partition of ``table``, all at once.
+
+    Args:
+        table: a row per partition.
+        work: runs on the workers.
+        order: what ``work`` gets; picklable.
+        channel: the driver's; None: rank 0 hosts one.
+        profile: resources of a task.
+        keeps_process: see `GangTask`.
 
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
@@ -73,7 +87,7 @@ def launch(
     Raises:
         Exception: Spark's own, when a worker or executor was lost.
     """
-    task = GangTask(work=work, order=order, channel=channel)
+    task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
     rows = table.mapInArrow(task, RESULT_SCHEMA, barrier=True, profile=profile).collect()
     return _joined([(row["rank"], row["kind"], bytes(row["payload"])) for row in rows])
 

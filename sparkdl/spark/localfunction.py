@@ -23,7 +23,7 @@ from sparkdl.data.spool import SpoolWriter
 from sparkdl.data.stats import no_rows
 from sparkdl.device import choose_device
 from sparkdl.errors import DataError
-from sparkdl.functionworker import checkpoints, default_group, environment_variables
+from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
 from sparkdl.loader import DataSet, LocalSet
 from sparkdl.plan import Shard
 from sparkdl.progress import ReportView, SilentView, View
@@ -34,10 +34,9 @@ from sparkdl.spark.functions import (
     FunctionRequest,
     FunctionResult,
     check_folder,
-    prepare_data,
-    source_table,
 )
 from sparkdl.spark.hadoop import open_on_driver
+from sparkdl.spark.rundata import Data, prepare_sets, source_table, warn_of_skipped
 from sparkdl.spark.shards import SpooledShard, columns_of, spool_columns
 
 _SECONDS = 600.0
@@ -64,8 +63,8 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         if request.data:
             assert spark is not None
             sets = {
-                name: _local_set(spark, name, request, Path(folder) / f"set{number}")
-                for number, name in enumerate(request.data)
+                name: _local_set(spark, name, request.data[name], prepared, folder)
+                for name, prepared in prepare_sets(spark, request.data, request.inputs).items()
             }
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
@@ -84,7 +83,7 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
             tell=view.epoch,
         )
         with environment_variables(place), entered(place):
-            value = request.function()
+            value = called(request.function)
         return FunctionResult(values=[value], history=place.history, restarts=0)
 
 
@@ -98,12 +97,10 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
 
 
 def _local_set(
-    spark: SparkSession, name: str, request: FunctionRequest, directory: Path
+    spark: SparkSession, name: str, data: Data, prepared: Sequence[Prepared], folder: str
 ) -> LocalSet:
-    data = request.data[name]
-    prepared = prepare_data(spark, data, request)
     if isinstance(data, DataFrame):
-        found = _spooled(data, prepared, directory)
+        found = _spooled(name, data, prepared, Path(tempfile.mkdtemp(dir=folder)) / "spool")
     else:
         table = source_table(spark, data, prepared, 1)
         shards = table.collect()
@@ -115,7 +112,7 @@ def _local_set(
     return LocalSet(name=name, data=found, rank=0, world_size=1)
 
 
-def _spooled(df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> DataSet:
+def _spooled(name: str, df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> DataSet:
     """All rows as one shard, in the order of a run with one worker."""
     columns = [p.expression.alias(f"c{index}") for index, p in enumerate(prepared)]
     selected = df.select(*columns)
@@ -138,8 +135,10 @@ def _spooled(df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> Da
     part = SpooledShard(shard=shard, summary=summary, memory_bytes=0)
     found = columns_of(prepared, [part])
     if not summary.num_rows:
-        raise DataError(no_rows([summary]))
-    return DataSet(columns=found, shards=(shard,), source=SpoolSource())
+        raise DataError(f"data set {name!r}: {no_rows([summary])}")
+    data = DataSet(columns=found, shards=(shard,), source=SpoolSource())
+    warn_of_skipped(name, data, [part])
+    return data
 
 
 class _Keys(Hub):

@@ -19,18 +19,12 @@ from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
 
-from sparkdl import errors
 from sparkdl.channel import Event, Hub
-from sparkdl.errors import (
-    ClusterError,
-    CommunicationError,
-    SparkDLError,
-    TrainingFailed,
-    WorkerError,
-)
+from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed
 from sparkdl.progress import View
 from sparkdl.spark.failures import LOST, LOST_REMEDY, raise_unless_loss, told_by
 from sparkdl.spark.session import cancel_jobs, tag_jobs
+from sparkdl.spark.verdict import verdict
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +72,11 @@ class Attempt:
             for rank, heard in self.heard.items()
             if rank not in self.done and now - heard > timeout_seconds
         )
+
+    def ended_well(self) -> set[int]:
+        """Ranks that have come to their end without a failure."""
+        ended = self.done if self.rows is None else set(range(self.world_size))
+        return ended - {failure["rank"] for failure in self.failures}
 
     def has_reported(self, kind: type[SparkDLError]) -> bool:
         """Whether a rank has failed with an error of this very type."""
@@ -145,7 +144,7 @@ def supervise(
         except Exception as error:
             raise_unless_loss(error)
             attempt = Attempt(number=number, world_size=world_size, submitted=0, spark_error=error)
-        reason = _verdict(attempt)
+        reason = verdict(attempt)
         if reason is None:
             assert attempt.rows is not None
             return GangResult(rows=attempt.rows, restarts=number)
@@ -349,39 +348,3 @@ def _take(event: Event, attempt: Attempt, view: View) -> None:
 def _drain(hub: Hub, attempt: Attempt, view: View) -> None:
     """Take the last events, which may arrive a moment after the rows."""
     _hear(hub, attempt, view)
-
-
-def _verdict(attempt: Attempt) -> str | None:
-    """None if the gang succeeded, else why it must start again.
-
-    Raises:
-        WorkerError, SparkDLError: when starting again would not help.
-    """
-    if attempt.spark_error is not None and not attempt.cancelled:
-        # Workers never raise into Spark, so one was lost. What its peers reported, whatever
-        # its type, is a consequence; a mistake of the user's would come again.
-        raise_unless_loss(attempt.spark_error)
-        return f"{LOST} ({told_by(attempt.spark_error)})"
-    for failure in attempt.failures:
-        if failure["kind"] == "user":
-            raise WorkerError(
-                failure["rank"], failure["type"], failure["message"], failure["traceback"]
-            )
-        if failure["kind"] == "sparkdl":
-            raise _own_error(failure)
-    if attempt.failures:
-        # Peers of a lost rank are often heard before the one that tells why.
-        causes = [f for f in attempt.failures if f["type"] != CommunicationError.__name__]
-        first = (causes or attempt.failures)[0]
-        return f"rank {first['rank']} failed with {first['type']}: {first['message']}"
-    return None
-
-
-def _own_error(failure: Mapping[str, Any]) -> SparkDLError:
-    kind = getattr(errors, failure["type"], None)
-    if not (isinstance(kind, type) and issubclass(kind, SparkDLError)) or kind is WorkerError:
-        return WorkerError(
-            failure["rank"], failure["type"], failure["message"], failure["traceback"]
-        )
-    error: SparkDLError = kind(failure["message"])
-    return error

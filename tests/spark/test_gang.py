@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,28 @@ def test_python_workers_are_kept_for_the_next_job(table: DataFrame, server: Chan
     assert len(set(pids)) == 2
     for pid in pids:
         os.kill(pid, 0)  # they are still there, waiting for work
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_python_workers_end_if_they_shall_not_be_used_again(
+    table: DataFrame, server: ChannelServer
+) -> None:
+    rows = launch(
+        table, results_of_any_size, (), channel=server.address, profile=None, keeps_process=False
+    )
+    pids = [int(payload) for _, _, payload in rows]
+    assert len(set(pids)) == 2
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
 
 
 def fail(environment: WorkerEnvironment, order: Any) -> Results:

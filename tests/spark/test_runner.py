@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import sparkdl
-from sparkdl import Sequence, Tensor, TorchRunner
+from sparkdl import Image, Sequence, Tensor, TorchRunner
 from sparkdl.errors import ConfigError, DataError, WorkerError
 from sparkdl.spark.session import is_connect
 
@@ -189,6 +190,55 @@ def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     assert "in fail" in caught.value.worker_traceback
 
 
+def test_what_a_function_leaves_in_its_process_reaches_nobody(df: DataFrame) -> None:
+    from torch import nn
+
+    def change() -> tuple[bool, str | None]:
+        import os
+
+        import torch
+
+        found = (torch.is_grad_enabled(), os.environ.get("SPARKDL_LEFT"))
+        torch.set_grad_enabled(False)
+        os.environ["SPARKDL_LEFT"] = "yes"
+        os.chdir("/")
+        return found
+
+    runner = TorchRunner(num_workers=1, verbose=0)
+    assert [runner.run(change), runner.run(change)] == [(True, None), (True, None)]
+    estimator = sparkdl.TorchRegressor(
+        module=nn.Linear(3, 1), epochs=1, numWorkers=1, verbose=0, featuresCol="x", labelCol="y"
+    )
+    assert estimator.fit(df).summary.steps > 0
+
+
+def test_unequal_collectives_are_a_mistake_of_the_function(spark: SparkSession) -> None:
+    def unequal() -> None:
+        import torch
+        import torch.distributed as dist
+
+        for _ in range(2 - sparkdl.context().rank):
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(WorkerError, match="rank 1 had come to its end") as caught:
+        TorchRunner(num_workers=2, verbose=0).run(unequal)
+    assert "in unequal" in caught.value.worker_traceback
+
+
+def test_the_reports_of_an_earlier_run_are_not_those_of_a_failed_one() -> None:
+    def maybe(fails: bool) -> None:
+        sparkdl.context().report({"loss": 1.0})
+        if fails:
+            raise LookupError
+
+    runner = TorchRunner(num_workers=0, verbose=0)
+    runner.run(maybe, False)
+    assert len(runner.history) == 1
+    with pytest.raises(LookupError):
+        runner.run(maybe, True)
+    assert runner.history == []
+
+
 def test_in_the_driver_an_error_comes_as_it_is(df: DataFrame) -> None:
     def fail() -> None:
         raise LookupError("no such layer")
@@ -221,6 +271,60 @@ def test_no_rows_and_nulls_are_refused(df: DataFrame, num_workers: int) -> None:
         TorchRunner(num_workers=num_workers, data=holes, verbose=0).run(rows, "train")
 
 
+def png(text: str) -> bytes:
+    from PIL import Image as Picture
+
+    if text == "3":
+        return b"no picture"
+    buffer = io.BytesIO()
+    Picture.new("L", (4, 4), int(text)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_rows_that_are_left_out_are_told(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture, tmp_path: Path, num_workers: int
+) -> None:
+    pictures = spark.createDataFrame([(n, png(str(n))) for n in range(8)], ["id", "image"])
+    inputs = {"id": "id", "image": Image("image", channels=1, on_error="skip")}
+    options: dict[str, Any] = {"num_workers": num_workers, "inputs": inputs, "verbose": 0}
+    runner = TorchRunner(data={"pictures": pictures}, results="all", **options)
+    found = runner.run(rows_in_order, "pictures")
+    assert sorted(n for part in found for n in part) == [0, 1, 2, 4, 5, 6, 7]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "data set 'pictures' goes without 1 row(s): column \"image\"" in warning
+    pictures.write.parquet(str(tmp_path / "p"))
+    source = sparkdl.ParquetSource(str(tmp_path / "p"))
+    with pytest.raises(ConfigError, match="data set 'train': on_error='skip'"):
+        TorchRunner(data=source, **options).run(rows_in_order, "train")
+
+
+def rows_in_order(name: str) -> list[int]:
+    loader = sparkdl.context().loader(name, batch_size=3, shuffle=False)
+    return [n for batch in loader for n in batch["id"].tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_a_data_set_that_lacks_a_column_is_named(df: DataFrame, num_workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": num_workers, "verbose": 0}
+    sets = {"train": df, "test": df.select("x")}
+    with pytest.raises(DataError, match=r'data set .test.: .*"y"'):
+        TorchRunner(data=sets, inputs={"x": "x", "y": "y"}, **options).run(rows, "train")
+    with pytest.raises(DataError, match="data set 'train': there is no column"):
+        TorchRunner(data=df.select(), **options).run(rows, "train")
+
+
+def test_arguments_of_any_size_arrive(spark: SparkSession) -> None:
+    assert TorchRunner(num_workers=1, verbose=0).run(len, bytes(17 * 2**20)) == 17 * 2**20
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession) -> None:
+    runner = TorchRunner(num_workers=1, verbose=0)
+    for thing in (threading.Lock(), spark.range(3)):
+        with pytest.raises(ConfigError, match="cannot be sent to the workers"):
+            runner.run(print, thing)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -231,6 +335,9 @@ def test_no_rows_and_nulls_are_refused(df: DataFrame, num_workers: int) -> None:
         ({"results": "last"}, "results"),
         ({"resume": True}, "checkpoint_dir"),
         ({"data": [1, 2]}, "DataFrame or a source"),
+        ({"inputs": ["x"]}, "mapping by name"),
+        ({"inputs": {"x": 3}}, "a column's name or"),
+        ({"inputs": {"m": Tensor("x"), "s": Sequence("y", mask="m")}}, "twice"),
     ],
 )
 def test_wrong_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:

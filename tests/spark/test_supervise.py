@@ -254,6 +254,38 @@ def test_the_cause_may_arrive_after_its_consequence(stage: Stage) -> None:
         stage.run(job)
 
 
+ALONE_0 = failure(0, "gang", "CollectiveError", "Connection closed by peer")
+
+
+@pytest.mark.parametrize("way", ["events", "rows"])
+def test_a_rank_that_waits_for_one_that_has_ended_is_a_mistake(stage: Stage, way: str) -> None:
+    def job() -> Rows:
+        if way == "rows":
+            return error_rows(ALONE_0)
+        stage.say(1, "done")
+        stage.fail(ALONE_0)
+        return stage.until_cancelled()
+
+    with pytest.raises(WorkerError, match="rank 1 had come to its end") as caught:
+        stage.run(job, max_restarts=3)
+    assert caught.value.worker_traceback == ALONE_0["traceback"]
+    assert stage.submitted == [0]
+
+
+@pytest.mark.parametrize("others", [[], [failure(1, "gang", "ShardLost", "gone")]])
+def test_a_rank_that_waits_for_one_that_was_lost_starts_again(
+    stage: Stage, others: list[Mapping[str, Any]]
+) -> None:
+    def job() -> Rows:
+        stage.say(2, "done")
+        for one in (ALONE_0, *others):
+            stage.fail(one)
+        return stage.until_cancelled()
+
+    found = stage.run(job, lambda: result(0, 1, 2), world_size=3, max_restarts=1)
+    assert found.restarts == 1
+
+
 def test_a_broken_gang_starts_again(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     found = stage.run(
         lambda: error_rows(PEER_0, PEER_1), lambda: result(0, 1), max_restarts=2
@@ -319,7 +351,7 @@ def test_restarts_are_counted_and_end(stage: Stage) -> None:
     assert stage.submitted == [0, 1, 2]
     told = str(caught.value)
     assert told.startswith("training failed 3 times (maxRestarts=2); last: a worker")
-    assert "spark.executor.memoryOverhead or lower batchSize" in told
+    assert "spark.executor.memoryOverhead or use smaller batches" in told
 
 
 def test_no_restart_at_all(stage: Stage) -> None:

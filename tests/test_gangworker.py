@@ -1,0 +1,112 @@
+"""How ranks of a gang meet and leave: a channel in this process, each rank a client of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdl import comm, gangworker
+from sparkdl.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.environment import WorkerEnvironment, versions
+from sparkdl.errors import CommunicationError
+from sparkdl.gangworker import GangOrder, Member, Results, live
+
+
+@pytest.fixture
+def server() -> Iterator[ChannelServer]:
+    server = ChannelServer(Hub(), bind="127.0.0.1", announce="127.0.0.1")
+    yield server
+    server.shutdown()
+
+
+def rank_of(server: ChannelServer, rank: int) -> WorkerEnvironment:
+    return WorkerEnvironment(
+        rank=rank, world_size=2, address="127.0.0.1", gpu_addresses=(), channel=server.address
+    )
+
+
+def order(**changes: Any) -> GangOrder:
+    values: dict[str, Any] = {
+        "run_id": "run", "run_key": "key", "attempt": 0, "device": "cpu", "payload": b"",
+        "storage_url": None, "relays": False, "driver_hosts_channel": False, "resume_path": None,
+        "threads": 1, "versions": versions(), "start_timeout_seconds": 10.0,
+        "collective_timeout_seconds": 0.5,
+    }  # fmt: skip
+    return GangOrder(**{**values, **changes})
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gangworker, "_LISTEN_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("listening")
+def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> None:
+    def work_on() -> None:
+        for _ in range(15):
+            server._hub.hear(0, 1)
+            time.sleep(0.1)
+        server._hub.set("bye/1", b"")
+
+    server._hub.hear(0, 1)
+    peer = threading.Thread(target=work_on)
+    peer.start()
+    gangworker._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+    assert server._hub.get("bye/1") is not None  # three times the time-out of a collective
+    peer.join()
+
+
+@pytest.mark.usefixtures("listening")
+def test_rank_0_gives_up_a_peer_that_is_silent(server: ChannelServer) -> None:
+    server._hub.hear(0, 1)
+    with pytest.raises(CommunicationError, match="rank 1 has not been heard"):
+        gangworker._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+
+
+def test_nobody_waits_where_the_driver_hosts_the_channel(server: ChannelServer) -> None:
+    patient = order(driver_hosts_channel=True, collective_timeout_seconds=600.0)
+    gangworker._leave(rank_of(server, 0), patient, ChannelClient(server.address))
+
+
+def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
+    def work(member: Member) -> Results:
+        raise AssertionError("never met")
+
+    foreign = order(versions={**versions(), "torch": "0.1"})
+    ((kind, payload),) = live(rank_of(server, 1), foreign, work)
+    assert (kind, json.loads(payload)["type"]) == ("error", "ClusterError")
+    assert server._hub.get("run/0/bye/1") is not None
+
+
+def test_nobody_begins_before_all_have_connected(
+    server: ChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    @contextlib.contextmanager
+    def connect(*, rank: int, **_: Any) -> Iterator[None]:
+        time.sleep(1.0 * rank)  # rank 1 is still busy with its connections
+        assert begun == []
+        yield
+
+    def enter(rank: int) -> None:
+        client = ChannelClient(server.address)
+        device = torch.device("cpu")
+        with gangworker._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
+            begun.append(rank)
+
+    monkeypatch.setattr(comm, "process_group", connect)
+    monkeypatch.setattr(comm, "ProcessGroupCommunicator", lambda **_: None)
+    peers = [threading.Thread(target=enter, args=(rank,)) for rank in (0, 1)]
+    for peer in peers:
+        peer.start()
+    for peer in peers:
+        peer.join(20)
+    assert sorted(begun) == [0, 1]
