@@ -337,7 +337,7 @@ class RoundsDriver(ABC):
             self._stopper.load_state_dict(self._progress.early_stopping)
         if shared.get("shards") != self._fingerprints:
             self._progress.begin_epoch_anew()
-            self._totals.epoch_sums = [0.0, 0.0]
+            self._totals.epoch_sums = self._no_sums()
 
     def _callback_state(self) -> CallbackState:
         progress = self._progress

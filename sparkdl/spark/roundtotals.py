@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -47,14 +47,14 @@ class Totals:
     rows: list[int]
     seconds: list[float]
     bytes_sent: list[int]
+    epoch_sums: list[float]
+    """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
     steps: float = 0.0
     """Seconds of the slowest task of each round, summed."""
     overhead: float = 0.0
     """The rest of the rounds' seconds."""
     evaluate: float = 0.0
     checkpoint: float = 0.0
-    epoch_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
 
     def add(self, done: RoundDone) -> None:
         """Take note of a round."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
+from sparkdl.inputs import Tensor, named
 from sparkdl.spark.fit import fit
 from sparkdl.spark.mode import choose_mode
 from sparkdl.spark.request import FitRequest, FitResult
@@ -132,13 +133,20 @@ def test_a_run_goes_on_where_the_last_one_stopped(df: DataFrame, tmp_path: Path)
         }
 
 
+SEVERAL_LABELS: dict[str, Any] = {
+    "task": "custom", "label_col": None, "loss": {"a": "cross_entropy", "b": "cross_entropy"},
+    "labels": named({"a": Tensor("label"), "b": Tensor("label")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("labels", [{}, SEVERAL_LABELS])
 def test_with_other_shards_the_epoch_begins_anew(
-    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: dict[str, Any]
 ) -> None:
-    checkpoint = CheckpointConfig(directory=str(tmp_path), interval=4)
-    stopped = fit(df, request(checkpoint=checkpoint, max_steps=11, epochs=2, num_workers=1))
+    options = {"checkpoint": CheckpointConfig(directory=str(tmp_path), interval=4), **labels}
+    stopped = fit(df, request(**options, max_steps=11, epochs=2, num_workers=1))
     assert stopped.summary.history[-1]["epoch"] == 1
-    resumed = fit(df, request(checkpoint=checkpoint, epochs=2, num_workers=5))
+    resumed = fit(df, request(**options, epochs=2, num_workers=5))
     (warning,) = [text for text in caplog.messages if "the shards have changed" in text]
     assert "epoch 1 begins anew after 11 of its steps" in warning
     epochs = resumed.summary.history
