@@ -377,8 +377,7 @@ def _ignored(loss: LossFunction) -> int:
 
 
 def _listed(value: Any) -> int:
-    items = value if isinstance(value, list) else []
-    return sum(item.numel() * item.element_size() for item in items)
+    return sum(t.nbytes for t in value) if isinstance(value, list) else 0
 
 
 def check_listed(sizes: Mapping[str, int]) -> None:

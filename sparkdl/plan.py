@@ -83,7 +83,6 @@ class Shard:
     fingerprint: str
     """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
     num_bytes: int
-    executor_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

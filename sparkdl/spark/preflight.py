@@ -272,10 +272,7 @@ def wait_for_slots(
 
 
 def make_profile(
-    spark: SparkSession,
-    info: ClusterInfo,
-    cpus_per_worker: int | None,
-    gpus_per_worker: float | None,
+    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
 ) -> ResourceProfile | None:
     """Resources of one worker, for stage-level scheduling; None when none were asked for.
 

@@ -53,7 +53,7 @@ def plan_gang(
     """
     info = _inspect(spark, num_workers, settings)
     require_gang_support(info, partial(conf, spark), settings)
-    profile = make_profile(spark, info, cpus_per_worker, gpus_per_worker)
+    profile = make_profile(info, cpus_per_worker, gpus_per_worker)
     number = choose_num_workers(
         info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
     )
@@ -85,7 +85,7 @@ def plan_rounds(
         num_workers=num_workers,
         # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
         threads=cpus_per_worker or info.task_cpus,
-        profile=make_profile(spark, info, cpus_per_worker, gpus_per_worker),
+        profile=make_profile(info, cpus_per_worker, gpus_per_worker),
         total=total_slots(info, cpus_per_worker, gpus_per_worker),
     )
 

@@ -103,7 +103,7 @@ def test_a_worker_can_have_all_gpus_of_an_executor(
     gpu_cluster: SparkSession, server: ChannelServer
 ) -> None:
     info = inspect_cluster(gpu_cluster)
-    profile = make_profile(gpu_cluster, info, 2, 2.0)
+    profile = make_profile(info, 2, 2.0)
     assert profile is not None
     assert slots_per_executor(info, 2, 2.0) == 1
     assert choose_num_workers(info, None, cpus_per_worker=2, gpus_per_worker=2.0) == 2

@@ -286,15 +286,14 @@ def test_wrong_sizes(text: str) -> None:
 
 
 def test_profiles_need_stage_level_scheduling() -> None:
-    spark: Any = None
-    assert make_profile(spark, info(1, 2, master="local[2]"), None, None) is None
+    assert make_profile(info(1, 2, master="local[2]"), None, None) is None
     for master in ("local", "local[2]", "local[*]"):
         with pytest.raises(ClusterError, match="need stage-level scheduling, which local"):
-            make_profile(spark, info(1, 2, master=master), 1, None)
+            make_profile(info(1, 2, master=master), 1, None)
     with pytest.raises(ClusterError, match="cpusPerWorker=4 exceeds the 2 cores"):
-        make_profile(spark, info(1, 2), 4, None)
+        make_profile(info(1, 2), 4, None)
     with pytest.raises(ClusterError, match="gpusPerWorker=2 exceeds the 1 gpus"):
-        make_profile(spark, info(1, 2, gpus_per_executor=1), None, 2.0)
+        make_profile(info(1, 2, gpus_per_executor=1), None, 2.0)
 
 
 @pytest.mark.spark
