@@ -21,3 +21,4 @@ for _ in range(10):
     optimizer.zero_grad()
     model(torch.randn(32, 10)).square().mean().backward()
     optimizer.step()
+dist.destroy_process_group()

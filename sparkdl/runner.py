@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.converters import to_inputs
 from sparkdl.data.source import Source
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.functionworker import Script
 from sparkdl.inputs import check_names, named
 from sparkdl.spark.functions import FunctionRequest, run_function
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from sparkdl.inputs import Specification
 
 _DEVICES = ("auto", "cpu", "cuda")
+_ARGUMENTS = {
+    "numWorkers": "num_workers",
+    "maxRestarts": "max_restarts",
+    "checkpointDir": "checkpoint_dir",
+    "cpusPerWorker": "cpus_per_worker",
+    "gpusPerWorker": "gpus_per_worker",
+}
+"""Param of the estimators -> the argument here that means the same."""
 
 
 class TorchRunner:
@@ -119,14 +128,28 @@ class TorchRunner:
         """
         self.history = []
         request = self._ask(function=_callable(train, args, kwargs))
-        if self._in_driver:
-            result = run_here(_session(request.data, required=False), request)
-        else:
-            session = _session(request.data, required=True)
-            assert session is not None
-            result = run_function(session, request)
+        with _arguments_named():
+            if self._in_driver:
+                result = run_here(_session(request.data, required=False), request)
+            else:
+                session = _session(request.data, required=True)
+                assert session is not None
+                result = run_function(session, request)
         self.history = result.history
         return result.values if request.results == "all" else result.values[0]
+
+
+@contextmanager
+def _arguments_named() -> Iterator[None]:
+    """Errors that speak of the estimators' Params name the arguments of `TorchRunner` instead."""
+    try:
+        yield
+    except (ClusterError, ConfigError, StorageError, TrainingFailed) as error:
+        told = str(error)
+        for param, argument in _ARGUMENTS.items():
+            told = told.replace(param, argument)
+        error.args = (told,)
+        raise
 
 
 def _by_name(data: Any) -> dict[str, DataFrame | Source]:

@@ -47,10 +47,12 @@ class SpoolTable:
         One thread at a time: two jobs would both write what they find missing.
         """
         with self._spooling, described(self._spark, f"sparkdl {self._run_id}: spool"):
-            stragglers, self._stragglers = self._stragglers, True
-            # A new query each time: one that has failed gives its failure again, from memory.
-            rows = self.df.select("shard_id", "payload").collect()
-            self._stragglers = stragglers
+            try:
+                # A new query each time: one that has failed gives its failure again, from memory.
+                rows = self.df.select("shard_id", "payload").collect()
+            except BaseException:
+                self._stragglers = True
+                raise
         payloads = {row["shard_id"]: json.loads(row["payload"]) for row in rows}
         self._seen.update(values["path"] for values in payloads.values() if "path" in values)
         return dict(sorted(payloads.items()))

@@ -13,7 +13,7 @@ import pytest
 
 import sparkdl
 from sparkdl import Image, Sequence, Tensor, TorchRunner
-from sparkdl.errors import ConfigError, DataError, WorkerError
+from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.spark.session import is_connect
 
 if TYPE_CHECKING:
@@ -343,6 +343,14 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
 def test_wrong_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TorchRunner(**options)
+
+
+@pytest.mark.classic
+def test_errors_speak_of_the_arguments_of_the_runner(spark: SparkSession) -> None:
+    with pytest.raises(ClusterError, match=r"num_workers=99 needs 99 free slots") as caught:
+        TorchRunner(num_workers=99, verbose=0).run(train, 1)
+    assert "set num_workers to at most 2" in str(caught.value)
+    assert "numWorkers" not in str(caught.value)
 
 
 def test_what_cannot_run_is_refused_at_once() -> None:
