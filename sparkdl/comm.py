@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ import torch.distributed as dist
 
 from sparkdl.environment import numbered
 from sparkdl.errors import CommunicationError
+
+_SETTLE_SECONDS = 0.02
+"""By then the threads of a group have forgotten the last collective."""
 
 
 class Communicator(Protocol):
@@ -366,11 +370,18 @@ def process_group(
             timeout=timedelta(seconds=timeout_seconds),
             pg_options=options,
         )
+    group = dist.group.WORLD
     try:
         yield options
     finally:
         if dist.is_initialized():  # the user's own code may have destroyed it
             dist.destroy_process_group()
+        # Whoever drops the last reference of a gloo group (a DDP model has one) holds the GIL while
+        # it joins the group's threads, and such a thread may need the GIL to forget a collective
+        # that has just ended: torch 2.13 then hangs. Nobody else drops the last one, therefore,
+        # and the threads get the time.
+        time.sleep(_SETTLE_SECONDS)
+        del group
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm import LocalCommunicator, process_group
 from tests.gang import Gang
 
 
@@ -82,3 +85,45 @@ def call_part(comm: Any) -> tuple[int, int, list[int], float, float | None]:
     if part.world_size == 2:
         swapped = part.exchange(torch.tensor([float(comm.rank)]), 1 - part.rank).item()
     return part.rank, part.world_size, list(part.nodes), one.item(), swapped
+
+
+@pytest.mark.gang
+def test_a_model_may_outlive_a_group_that_was_destroyed(tmp_path: Path) -> None:
+    # With torch alone, nearly every such run hangs within a few groups.
+    program = (
+        "import sys; from tests.test_comm import destroy; destroy(int(sys.argv[1]), sys.argv[2])"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)])
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def destroy(rank: str, folder: str) -> None:
+    """Make a group, train and destroy it, often; one rank of two."""
+    for number in range(40):
+        store = torch.distributed.FileStore(f"{folder}/{number}", 2)
+        with process_group(
+            backend="gloo", store=store, rank=int(rank), world_size=2, timeout_seconds=30,
+            address="127.0.0.1",
+        ):  # fmt: skip
+            train_and_destroy()
+
+
+def train_and_destroy() -> None:
+    """What a script does whose model lives until its end."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(32, 10)).square().mean().backward()
+        optimizer.step()
+    torch.distributed.destroy_process_group()
