@@ -110,6 +110,7 @@ endif
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
 		rounds strategies networks runner; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@$(BIN)/python benchmarks/networks.py --workers 1
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)

@@ -27,7 +27,6 @@ from sparkdl import DatasetSource, TorchClassifier, TorchModel
 from sparkdl.train.callbacks import Callback, CallbackState
 
 BATCHES = (32, 64, 128, 256)
-WORKERS = (1, 2)
 OTHERS = {"FCN-R": 64, "AlexNet-R": 128, "ResNet-56": 128}
 """Network -> rows per worker and step."""
 
@@ -35,21 +34,23 @@ OTHERS = {"FCN-R": 64, "AlexNet-R": 128, "ResNet-56": 128}
 def main() -> None:
     """Measure, several times in turn."""
     options = common.arguments(
-        1, rows=(256, "images per worker and epoch of ResNet-50; the others take ten batches")
+        1,
+        rows=(256, "images per worker and epoch of ResNet-50; the others take ten batches"),
+        workers=(2, "processes, one thread each"),
     )
     found = Measurements()
-    spark = spark_session(daemon="sparkdl.spark.daemon")
+    # As many slots as workers: a worker takes the threads of all slots that it has for itself.
+    spark = spark_session(options.workers, daemon="sparkdl.spark.daemon")
     for _ in range(options.runs):
-        for workers in WORKERS:
-            for batch in BATCHES:
-                steps = options.rows // batch
-                task = Task(network="ResNet-50", batch=batch, workers=workers, steps=steps)
-                compare(spark, task, options, found)
-            for network, batch in OTHERS.items():
-                task = Task(network=network, batch=batch, workers=workers, steps=10)
-                compare(spark, task, options, found)
+        for batch in BATCHES:
+            steps = options.rows // batch
+            task = Task(network="ResNet-50", batch=batch, workers=options.workers, steps=steps)
+            compare(spark, task, options, found)
+        for network, batch in OTHERS.items():
+            task = Task(network=network, batch=batch, workers=options.workers, steps=10)
+            compare(spark, task, options, found)
     tables(found)
-    found.report("networks", options)
+    found.report(f"networks_{options.workers}", options)
     spark.stop()
 
 
