@@ -234,9 +234,9 @@ def test_objects_that_cannot_be_made_are_named() -> None:
 def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8")
     section = text[text.find("[estimator]") : text.find("[output]")]
-    if "[estimator]" not in section:
+    if not re.search(r"^# \w+ = ", section, flags=re.MULTILINE):
+        assert file.name != "digits.toml"
         return
     full = text.replace(section, re.sub(r"^# (?=\w+ = )", "", section, flags=re.MULTILINE))
-    assert full != text
     (tmp_path / "full.toml").write_text(full, encoding="utf-8")
     make_estimator(load_job(TrainJob, tmp_path / "full.toml"))

@@ -31,6 +31,7 @@ MODELS = [TorchModel, TorchClassifierModel, TorchRegressorModel]
 SAMPLES: dict[str, tuple[Any, Any]] = {
     "module": (nn.Identity, nn.Identity),
     "loss": ("l1", "l1"),
+    "trainingStep": (len, len),
     "optimizer": ("adamw", "adamw"),
     "optimizerParams": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
     "learningRate": (0.5, 0.5),

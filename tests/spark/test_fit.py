@@ -285,7 +285,8 @@ def test_a_cluster_that_cannot_run_a_gang(
     monkeypatch.setattr(
         preflight, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
     )
-    monkeypatch.setattr("sparkdl.spark.fit.conf", preflight.conf)
+    for module in ("fit", "slots"):
+        monkeypatch.setattr(f"sparkdl.spark.{module}.conf", preflight.conf)
     before = num_jobs(spark)
     with pytest.raises(ClusterError, match=message):
         fit(df, request())
