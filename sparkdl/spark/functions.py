@@ -7,7 +7,9 @@ happens, nothing is left behind.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import pickle
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from sparkdl.checkpoint.format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
+
+_CONNECT_SESSION = "pyspark.sql.connect.session"
+"""Where Spark Connect's session is; importing it needs packages that need not be there."""
 
 _MAX_INLINE_BYTES = 16 * 2**20
 """Largest function that travels in the task."""
@@ -137,14 +142,26 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
 
 def _pickled(function: Callable[[], Any]) -> bytes:
     try:
-        payload: bytes = cloudpickle.dumps(function)
+        with io.BytesIO() as file:
+            _Pickler(file).dump(function)
+            return file.getvalue()
     except Exception as error:  # whatever the user's classes raise when they are pickled
         raise ConfigError(
             "the function, or what it is called with or refers to, cannot be sent to the workers: "
             f"{error}; make such things in the function, and pass DataFrames by "
             "TorchRunner(data=...)"
         ) from error
-    return payload
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Also refuses what Spark Connect lets travel, though a worker can do nothing with it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each."""
+        is_session = isinstance(value, SparkSession) or type(value).__module__ == _CONNECT_SESSION
+        if is_session or isinstance(value, DataFrame):
+            raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
+        return super().reducer_override(value)
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:

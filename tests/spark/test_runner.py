@@ -42,13 +42,17 @@ def persisted(spark: SparkSession) -> set[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(spark: SparkSession) -> Iterator[None]:
+def nothing_is_left(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """After every run: no persisted table, no thread, no temporary folder."""
-    before = set(Path(tempfile.gettempdir()).glob("sparkdl-*")), persisted(spark)
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = persisted(spark)
     yield
-    assert persisted(spark) <= before[1]
+    assert persisted(spark) <= before
     assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")] == []
-    assert set(Path(tempfile.gettempdir()).glob("sparkdl-*")) <= before[0]
+    assert list(folder.glob("sparkdl-*")) == []
 
 
 def train(epochs: int, rate: float = 0.05) -> dict[str, Any]:
@@ -326,7 +330,7 @@ def test_arguments_of_any_size_arrive(spark: SparkSession) -> None:
 
 def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession) -> None:
     runner = TorchRunner(num_workers=1, verbose=0)
-    for thing in (threading.Lock(), spark.range(3)):
+    for thing in (threading.Lock(), spark.range(3), [spark]):
         with pytest.raises(ConfigError, match="cannot be sent to the workers"):
             runner.run(print, thing)
 
