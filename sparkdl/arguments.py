@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from sparkdl.config import EarlyStopping
 from sparkdl.inputs import Specification
+from sparkdl.listeners import Listener
 from sparkdl.sync.base import SyncStrategy
 
 
@@ -58,6 +59,8 @@ class EstimatorArguments(TypedDict, total=False):
     earlyStopping: EarlyStopping | None
     callbacks: list[Any]
     metrics: Any
+    listeners: list[Listener]
+    reportDir: str | None
     verbose: int
     cpusPerWorker: int | None
     gpusPerWorker: float | None

@@ -83,6 +83,8 @@ class Hub:
     def __init__(self, *, keeps_events: bool = True) -> None:
         """Make an empty hub; without ``keeps_events`` what workers report is thrown away."""
         self.keeps_events = keeps_events
+        self.shows_lines = False
+        """Whether what workers print is shown by the driver, on the console that they write to."""
         self._keys: dict[str, bytes] = {}
         self._heard: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
@@ -188,14 +190,15 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
 
     def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
         self._hub.hear(header["attempt"], header["rank"])
+        answer = json.dumps(self._hub.shows_lines).encode()
         if not self._hub.keeps_events:
-            return b""
+            return answer
         now = time.monotonic()
         for body in json.loads(payload):
             self._hub.events.put(
                 Event(attempt=header["attempt"], rank=header["rank"], received=now, body=body)
             )
-        return b""
+        return answer
 
     def _on_silence(self, header: dict[str, Any], payload: bytes) -> bytes:
         return json.dumps(self._hub.silence(header["attempt"], header["rank"])).encode()
@@ -262,10 +265,15 @@ class ChannelClient:
         """Remove a key. Returns whether it was there."""
         return bool(json.loads(self._ask("delete", {"key": self._scope + key})))
 
-    def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> None:
-        """Tell the driver what happened; values that are not JSON go as their text."""
+    def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell the driver what happened; values that are not JSON go as their text.
+
+        Returns:
+            `Hub.shows_lines`.
+        """
         payload = json.dumps(events, default=str).encode()
-        self._ask("report", {"attempt": attempt, "rank": rank}, payload)
+        answer: bool = json.loads(self._ask("report", {"attempt": attempt, "rank": rank}, payload))
+        return answer
 
     def silence(self, *, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""

@@ -1,26 +1,19 @@
 """How does a worker talk to its peers?
 
-The communicator is the only door to ``torch.distributed``. Its errors have a type of their own,
-so that the supervisor can tell a dead peer from a mistake in the user's code.
+The communicator is the only door to ``torch.distributed``'s collectives.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from sparkdl.environment import numbered
-from sparkdl.errors import CommunicationError
-
-_SETTLE_SECONDS = 0.02
-"""By then the threads of a group have forgotten the last collective."""
+from sparkdl.processgroup import peer_errors
 
 
 class Communicator(Protocol):
@@ -41,6 +34,13 @@ class Communicator(Protocol):
     """Longest wait for the peers in one collective."""
     address: str
     """Address of this rank's host that the peers can reach."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank was seen to wait for peers that had not come yet.
+
+        0 where it is not known what of a collective is waiting.
+        """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros, ``(numel,)``, for what will be summed often.
@@ -114,6 +114,7 @@ class LocalCommunicator:
     world_size = 1
     nodes: tuple[int, ...] = (0,)
     bytes_sent = 0
+    waited_seconds = 0.0
     timeout_seconds = math.inf
     address = "127.0.0.1"
 
@@ -202,6 +203,7 @@ class ProcessGroupCommunicator:
         self.nodes = tuple(nodes) if nodes is not None else (0,) * self.world_size
         assert len(self.nodes) == self.world_size
         self.bytes_sent = 0
+        self.waited_seconds = 0.0
         self.timeout_seconds = timeout_seconds
         self.address = address
         self._device = device
@@ -219,7 +221,7 @@ class ProcessGroupCommunicator:
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """See `Communicator.all_reduce_async`."""
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
-        with _peer_errors("all_reduce"):
+        with peer_errors("all_reduce"):
             return _PendingWork(
                 "all_reduce", dist.all_reduce(tensor, group=self._group, async_op=True)
             )
@@ -233,14 +235,14 @@ class ProcessGroupCommunicator:
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """See `Communicator.all_gather_async`."""
         self.bytes_sent += (self.world_size - 1) * tensor.nbytes
-        with _peer_errors("all_gather"):
+        with peer_errors("all_gather"):
             work = dist.all_gather(list(out.unbind(0)), tensor, group=self._group, async_op=True)
             return _PendingWork("all_gather", work)
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """See `Communicator.all_to_all_async`."""
         self.bytes_sent += (self.world_size - 1) * tensor[0].nbytes
-        with _peer_errors("all_to_all"):
+        with peer_errors("all_to_all"):
             work = dist.all_to_all_single(out, tensor, group=self._group, async_op=True)
             return _PendingWork("all_to_all", work)
 
@@ -248,7 +250,7 @@ class ProcessGroupCommunicator:
         """See `Communicator.exchange`."""
         theirs = torch.empty_like(tensor)
         self.bytes_sent += tensor.nbytes
-        with _peer_errors("exchange"):
+        with peer_errors("exchange"):
             sending = dist.isend(tensor, group=self._group, group_dst=peer)
             receiving = dist.irecv(theirs, group=self._group, group_src=peer)
             assert sending is not None and receiving is not None
@@ -259,19 +261,19 @@ class ProcessGroupCommunicator:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """See `Communicator.send`."""
         self.bytes_sent += tensor.nbytes
-        with _peer_errors("send"):
+        with peer_errors("send"):
             dist.send(tensor, group=self._group, group_dst=to)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """See `Communicator.receive`."""
-        with _peer_errors("receive"):
+        with peer_errors("receive"):
             dist.recv(tensor, group=self._group, group_src=source)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """See `Communicator.broadcast`."""
         if self.rank == source:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
-        with _peer_errors("broadcast"):
+        with peer_errors("broadcast"):
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
@@ -307,7 +309,7 @@ class ProcessGroupCommunicator:
         assert self._group is None, "parts cannot be split again"
         assert sorted(rank for group in groups for rank in group) == list(range(self.world_size))
         mine = next(group for group in groups if self.rank in group)
-        with _peer_errors("split"):
+        with peer_errors("split"):
             parts = [dist.new_group(sorted(group), pg_options=self._options) for group in groups]
         return ProcessGroupCommunicator(
             nodes=numbered([self.nodes[rank] for rank in sorted(mine)]),
@@ -324,72 +326,8 @@ class _PendingWork:
         self._work = work
 
     def wait(self) -> None:
-        with _peer_errors(self._what):
+        with peer_errors(self._what):
             self._work.wait()
-
-
-@contextlib.contextmanager
-def process_group(
-    *,
-    backend: str,
-    store: Any,
-    rank: int,
-    world_size: int,
-    timeout_seconds: float,
-    address: str | None = None,
-) -> Iterator[Any]:
-    """Initialize torch's default process group, and destroy it at the end, also after a failure.
-
-    Yields the backend's options, which groups of fewer ranks need too, or None.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        store: a ``torch.distributed.Store`` shared by all ranks.
-        rank: this worker's rank.
-        world_size: number of ranks.
-        timeout_seconds: longest wait in one collective.
-        address: address of this host that the peers can reach; None lets gloo look it up.
-
-    Raises:
-        CommunicationError: the peers did not meet in time.
-    """
-    options: Any = None
-    if backend == "gloo" and address is not None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_seconds)
-    # torch names keys of the store by a number of the group, and counts groups that could not be
-    # made: after a failure this process would wait for other keys than those that its peers set.
-    dist.distributed_c10d._world.group_count = 0
-    with _peer_errors("rendezvous"):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            pg_options=options,
-        )
-    group = dist.group.WORLD
-    try:
-        yield options
-    finally:
-        if dist.is_initialized():  # the user's own code may have destroyed it
-            dist.destroy_process_group()
-        # Whoever drops the last reference of a gloo group (a DDP model has one) holds the GIL while
-        # it joins the group's threads, and such a thread may need the GIL to forget a collective
-        # that has just ended: torch 2.13 then hangs. Nobody else drops the last one, therefore,
-        # and the threads get the time.
-        time.sleep(_SETTLE_SECONDS)
-        del group
-
-
-@contextlib.contextmanager
-def _peer_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:  # gloo and NCCL raise plain RuntimeErrors
-        raise CommunicationError(f"{what} failed: {error}") from error
 
 
 def _bytes(buffer: torch.Tensor, size: int) -> bytes:

@@ -36,6 +36,7 @@ class EarlyStopping:
     min_delta: float = 0.0
     """Smallest change that counts as an improvement."""
     mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger values are better."""
     restore_best: bool = True
     """Whether the fitted model gets the weights of the best epoch rather than the last."""
 

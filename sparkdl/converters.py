@@ -18,6 +18,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Specification, Tensor
+from sparkdl.listeners import Listener
 from sparkdl.outputs import Output
 from sparkdl.sync.base import SyncStrategy
 
@@ -132,6 +133,15 @@ def to_callbacks(value: Any) -> list[Any]:
     """Accept a list or tuple of callbacks."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"expected a list of callbacks, received {value!r}")
+    return list(value)
+
+
+def to_listeners(value: Any) -> list[Listener]:
+    """Accept a list or tuple of `Listener`."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Listener) for v in value):
+        raise TypeError(
+            f"expected a list of listeners, such as [sparkdl.TensorBoard()]; received {value!r}"
+        )
     return list(value)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
 
     from sparkdl.data.source import Source
+    from sparkdl.explain.explanation import Explanation
     from sparkdl.multiplefits import Fits
     from sparkdl.spark.fit import FitRequest, FitResult
     from sparkdl.spark.sharing import Spools
@@ -89,12 +90,61 @@ class _TorchEstimator(
 
         return self._model(fit(dataset, replace(self._request(), on_epoch=on_epoch), spools))
 
+    def explain(
+        self,
+        dataset: DataFrame | Source,
+        *,
+        calibrate: bool = True,
+        num_rows: int | None = None,
+        num_workers: Sequence[int] = (),
+        count_seconds: float = 60.0,
+        measure_seconds: float = 0.6,
+    ) -> Explanation:
+        """What ``fit`` would do, how long that would take, and what would be better.
+
+        Nothing is trained and the data is not spooled: a sample is looked at, the rows are
+        counted, and some real steps and exchanges are measured on the executors. See
+        docs/explain.md for the cost model.
+
+        Args:
+            dataset: as for ``fit``.
+            calibrate: whether to measure; without it there is a plan, but no times.
+            num_rows: number of rows, those for validation included, where counting takes too long.
+            num_workers: numbers of workers to predict besides those that there are slots for.
+            count_seconds: longest that looking at some rows may take, and that counting may.
+            measure_seconds: about how long each of some ten measurements may take.
+
+        Returns:
+            A value that prints as text, shows as HTML in notebooks, and has ``to_dict()``.
+
+        Raises:
+            ConfigError: what ``fit`` would raise, or an option is wrong.
+            DataError: what ``fit`` would raise, as far as a sample shows it; or counting took too
+                long.
+            ClusterError: what ``fit`` would raise.
+            StorageError: what ``fit`` would raise.
+            WorkerError: the module, loss or optimizer failed on a worker.
+        """
+        from sparkdl.spark.estimated import ExplainOptions
+        from sparkdl.spark.explaining import explain
+
+        options = ExplainOptions(
+            calibrate=calibrate,
+            num_rows=num_rows,
+            num_workers=tuple(num_workers),
+            count_seconds=count_seconds,
+            measure_seconds=measure_seconds,
+        )
+        return explain(dataset, self._request(), options)
+
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
         from sparkdl.spark.fit import FitRequest
+        from sparkdl.spark.recorded import shown_params
 
         config, others = training_values(self, self._task)
-        return FitRequest(config=config, **others)
+        name, params = type(self).__name__, shown_params(self)
+        return FitRequest(config=config, name=name, params=params, **others)
 
     def _model(self, result: FitResult) -> TorchModel:
         model = self._model_class(

@@ -21,6 +21,7 @@ from sparkdl.checkpoint.folders import Subfolder
 from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
+from sparkdl.hardware import hardware
 from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
 
@@ -126,6 +127,7 @@ def _work(
         device = choose_device(order.device, environment.gpu_addresses, place, os.environ)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        reporter.send({"kind": "hardware", "hardware": hardware(device, order.threads)})
         stack.enter_context(torch_threads(order.threads))
         comm = stack.enter_context(_communicator(environment, order, client, device, nodes))
         files = None
@@ -289,7 +291,8 @@ def _communicator(
     device: torch.device,
     nodes: tuple[int, ...],
 ) -> Iterator[Communicator]:
-    from sparkdl.comm import LocalCommunicator, ProcessGroupCommunicator, process_group
+    from sparkdl.comm import LocalCommunicator, ProcessGroupCommunicator
+    from sparkdl.processgroup import process_group
     from sparkdl.store import ChannelStore
 
     if environment.world_size == 1:

@@ -1,16 +1,15 @@
 """What do the job scripts do with a job file?
 
-`run_prepare`, `run_train`, `run_evaluate` and `run_predict` take a job and a session, and give
-back what there is to report; the scripts in ``jobs/`` only read arguments and print.
+`run_prepare`, `run_train`, `run_explain`, `run_evaluate` and `run_predict` take a job and a
+session, and give back what there is to report; the scripts in ``jobs/`` only read arguments and
+print.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
+import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import AnalysisException
@@ -18,18 +17,18 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.checkpoint.storage import without_password
+from sparkdl.checkpoint.storage import Storage, check_writable, without_password
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.jobfile import (
     DataSection,
     EvaluateJob,
     PredictJob,
-    SparkSection,
     TrainJob,
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
 from sparkdl.scores import Evaluation
 from sparkdl.spark.columns import find, hashable, quoted
+from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.outputs import vectors_to_arrays
 from sparkdl.spark.saving import check_place, is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
@@ -37,9 +36,15 @@ from sparkdl.spark.session import is_case_sensitive
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from sparkdl.explain.explanation import Explanation
     from sparkdl.prepare.ledger import Report
     from sparkdl.prepare.options import PrepareJob
     from sparkdl.summary import TrainingSummary
+
+logger = logging.getLogger(__name__)
+
+REPORT_DIR = "runs"
+"""Where jobs leave their reports, unless they say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +55,6 @@ class TrainReport:
     summary: TrainingSummary
     scores: Evaluation | None
     """On the rows of ``[test]``, of the model as it was saved."""
-
-
-def make_session(section: SparkSection, app_name: str) -> SparkSession:
-    """The session of a job.
-
-    Under ``spark-submit`` Python was chosen there; a job started by plain ``python`` has workers
-    use the same one.
-    """
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.appName(section.app_name or app_name)
-    if section.master is not None:
-        remote = section.master.startswith("sc://")
-        builder = builder.remote(section.master) if remote else builder.master(section.master)
-    # Spark's own bar would be drawn over ours.
-    conf = {"spark.ui.showConsoleProgress": False, **section.conf}
-    for key, value in conf.items():
-        builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
-    return builder.getOrCreate()
 
 
 def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
@@ -86,6 +72,8 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
             f"output.path, or replace it with --set output.overwrite=true"
         )
     check_place(job.output.path, spark)
+    if job.estimator.report_dir is None and can_report(spark):
+        estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
     test = read_data(spark, job.test) if job.test is not None else None
     model = estimator.fit(read_training_data(spark, job))
     writer = model.write()
@@ -96,17 +84,46 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
     return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
 
 
+def can_report(spark: SparkSession) -> bool:
+    """Whether the report can be left in `REPORT_DIR`, which nobody asked for; else a warning."""
+    try:
+        check_writable(open_on_driver(spark, REPORT_DIR))
+    except StorageError as error:
+        logger.warning(
+            "the run will leave no report, since %s; say where with estimator.report_dir", error
+        )
+        return False
+    return True
+
+
+def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
+    """What the job would do, how long it would take, and what would be better; see docs/explain.md.
+
+    Raises:
+        SparkDLError: what training would raise before it begins.
+    """
+    estimator: Any = make_estimator(job)
+    rows = read_training_data(spark, job)
+    explanation: Explanation = estimator.explain(rows, **job.explain.given)
+    return explanation
+
+
 def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
-    """Compare a saved model's predictions with the labels; write the numbers if asked to."""
+    """Compare a saved model's predictions with the labels; write the numbers if asked to.
+
+    Raises:
+        ConfigError: ``output.path`` names no file.
+        StorageError: there is no model, or nothing can be written at ``output.path``; found first.
+    """
+    output = None if job.output is None else _file_at(spark, job.output.path)
     model = load_model(spark, job.model.path)
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
     given = {param: name for param, name in columns.items() if name is not None}
     scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
-    if job.output is not None:
-        target = Path(job.output.path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(scores.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if output is not None:
+        storage, name = output
+        storage.write(name, (json.dumps(scores.to_dict(), indent=2) + "\n").encode())
     return scores
 
 
@@ -206,6 +223,19 @@ def load_model(spark: SparkSession, path: str) -> Any:
         name = without_password(path)
         raise StorageError(f"there is no saved model at {name}; check model.path, or train first")
     return load_instance(path, spark)
+
+
+def _file_at(spark: SparkSession, path: str) -> tuple[Storage, str]:
+    """The folder of a path or URL, which can be written to, and the file's name in it."""
+    folder, slash, name = path.rpartition("/")
+    if not name:
+        raise ConfigError(
+            f"output.path must name a file; received {without_password(path)!r}; write it like "
+            "runs/scores.json"
+        )
+    storage = open_on_driver(spark, f"{folder}/" if slash else ".")
+    check_writable(storage)
+    return storage, name
 
 
 def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:

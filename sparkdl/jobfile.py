@@ -20,16 +20,6 @@ from sparkdl.tomlvalues import apply_settings, build, read_toml
 
 T = TypeVar("T")
 
-# Read by the JVM when it starts, hence before a job file is.
-_NEEDED_AT_START = (
-    "spark.driver.cores",
-    "spark.driver.extraClassPath",
-    "spark.driver.extraJavaOptions",
-    "spark.driver.extraLibraryPath",
-    "spark.driver.memory",
-    "spark.submit.deployMode",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
@@ -148,6 +138,10 @@ class EstimatorSection:
     early_stopping: EarlyStopping | None = None
     callbacks: tuple[ObjectRef, ...] | None = None
     metrics: Mapping[str, ObjectRef] | None = None
+    listeners: tuple[ObjectRef, ...] | None = None
+    """Such as ``{factory = "sparkdl:TensorBoard", args = {log_dir = "runs/tensorboard"}}``."""
+    report_dir: str | None = None
+    """Where the run leaves its report; without it ``runs``. Empty: nowhere."""
     verbose: int | None = None
     cpus_per_worker: int | None = None
     gpus_per_worker: float | None = None
@@ -157,6 +151,31 @@ class EstimatorSection:
         """The Params that the file sets, under their names here."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {k: v for k, v in values.items() if v is not None and k != "kind"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainSection:
+    """``[explain]``: how much is measured where a training job is explained; see docs/explain.md.
+
+    What is left out keeps the default of the estimator's ``explain``. Training has no use for it.
+    """
+
+    calibrate: bool | None = None
+    """Whether steps are measured; else the plan has no times."""
+    num_rows: int | None = None
+    """Number of rows, where counting them takes too long."""
+    num_workers: tuple[int, ...] | None = None
+    """Numbers of workers to predict besides those that there are slots for."""
+    count_seconds: float | None = None
+    """Longest that looking at some rows may take, and that counting them may."""
+    measure_seconds: float | None = None
+    """About how long each of some ten measurements may take."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the file sets: arguments of ``explain``."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +206,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOutput:
-    """``[output]`` of evaluation: a local file for the numbers as JSON."""
+    """``[output]`` of evaluation: a file, by its path or URL, for the numbers as JSON."""
 
     path: str
 
@@ -214,14 +233,7 @@ class SparkSection:
     master: str | None = None
     """``local[2]``, ``spark://...``, ``yarn``, or ``sc://...`` for a Spark Connect server."""
     conf: Mapping[str, str | bool | int | float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for key in self.conf:
-            if key in _NEEDED_AT_START:
-                raise ConfigError(
-                    f"{key} is needed before the job file is read; give it to spark-submit: "
-                    f"--conf {key}={self.conf[key]}"
-                )
+    """Entries of Spark's configuration; see `spark.starting` for those that may come too late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +248,7 @@ class TrainJob:
     test: DataSection | None = None
     """Rows that training never sees; the saved model is evaluated on them at the end."""
     estimator: EstimatorSection = field(default_factory=EstimatorSection)
+    explain: ExplainSection = field(default_factory=ExplainSection)
     spark: SparkSection = field(default_factory=SparkSection)
 
     def __post_init__(self) -> None:
@@ -267,17 +280,22 @@ class PredictJob:
     spark: SparkSection = field(default_factory=SparkSection)
 
 
-def load_job(kind: type[T], path: str | Path, settings: Iterable[str] = ()) -> T:
+def load_job(kind: type[T], path: str | Path | None, settings: Iterable[str] = ()) -> T:
     """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
+
+    Args:
+        kind: the job's class.
+        path: the file; None: the settings are the whole job.
+        settings: those of the command line.
 
     Raises:
         ConfigError: the file or a setting is wrong; the message begins with the file's path.
     """
-    tables = read_toml(path)
+    tables = read_toml(path) if path is not None else {}
     try:
         return build(kind, apply_settings(tables, settings))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path or 'the command line'}: {error}") from error
 
 
 def check_reference(reference: str, name: str) -> None:

@@ -118,7 +118,8 @@ def _train(
     except TrainingDiverged as error:
         if not options["may_diverge"]:
             raise
-        none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0, "label_sums": []}
+        none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0, "spent": {}}
+        none |= {"label_sums": []}
         return [("result", json.dumps({**none, "diverged": str(error)}).encode())]
     warm.rows[shard.shard_id] = reporter.rows
     report |= {
@@ -126,6 +127,7 @@ def _train(
         "weight": outcome.weight,
         "rows": outcome.rows,
         "seconds": outcome.seconds,
+        "spent": outcome.spent,
         "label_sums": outcome.label_sums,
         "learning_rate": outcome.state["optimizer"]["param_groups"][0].get("lr"),
     }

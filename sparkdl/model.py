@@ -35,6 +35,7 @@ from sparkdl.plan import Column
 from sparkdl.scores import Evaluation
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require
+from sparkdl.spark.labels import read_beside
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.sending import Sender
 from sparkdl.spark.session import is_case_sensitive
@@ -317,7 +318,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             "is_case_sensitive": case,
         }
         names, loss = (self.value("labelCol"), self.value("weightCol")), loss_of_labels(self)
-        beside, others = scoring.read_beside(
+        beside, others = read_beside(
             dataset.schema, self._task, names, labels_of(self), loss, **types
         )
         forward = self._forward(())

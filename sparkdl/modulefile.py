@@ -36,7 +36,7 @@ from sparkdl.unlisted import find_unlisted, give_unlisted
 VERSION = 2
 """Of the layout. 1 had no sum of the index itself; every version that there was is read."""
 INDEX = "module.json"
-_WEIGHTS = "weights.safetensors"
+WEIGHTS = "weights.safetensors"
 _UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
@@ -60,7 +60,7 @@ class PreparedModule:
         Raises:
             StorageError: the storage cannot be written.
         """
-        files = {_WEIGHTS: encode(self.weights), **self.others}
+        files = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
         write_sealed(storage, path, INDEX, self.index, files)
@@ -95,9 +95,9 @@ class SavedModule:
 
     def weights(self) -> dict[str, Any]:
         """The state dict; its tensors are views of the file and must not be written to."""
-        weights = views(self.files[_WEIGHTS], f"{self.path}/{_WEIGHTS}")
+        weights = views(self.files[WEIGHTS], f"{self.path}/{WEIGHTS}")
         if not isinstance(weights, dict):
-            raise StorageError(f"{self.path}/{_WEIGHTS} holds no state dict; save it again")
+            raise StorageError(f"{self.path}/{WEIGHTS} holds no state dict; save it again")
         return weights
 
     def extra(self) -> dict[str, Any]:
@@ -144,9 +144,29 @@ def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
     """Prepare a state dict, of which `SavedModule.weights` can be asked, but no module."""
     value, tensors = pack({name: _on_cpu(value) for name, value in state.items()})
     return PreparedModule(
-        index={"version": VERSION, "extra": describe({}), "recipe": {"weights": _WEIGHTS}},
+        index={"version": VERSION, "extra": describe({}), "recipe": {"weights": WEIGHTS}},
         weights=Snapshot(value, tensors),
         others={},
+    )
+
+
+def prepare_program(
+    module: nn.Module, *, example_inputs: Given, extra: Mapping[str, Any]
+) -> PreparedModule:
+    """Prepare a module as an exported program, which needs none of the module's own code.
+
+    Args:
+        module: as for `prepare_module`.
+        example_inputs: as for `program.write_program`.
+        extra: what `SavedModule.extra` gives back, described already.
+
+    Raises:
+        ConfigError: torch cannot export the module.
+    """
+    archive = write_program(module, example_inputs)
+    index = {"version": VERSION, "extra": extra, "recipe": {"program": _PROGRAM}}
+    return replace(
+        prepare_weights(dict(module.state_dict())), index=index, others={_PROGRAM: archive}
     )
 
 
@@ -184,7 +204,7 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
     ways = set(_WAYS) & set(recipe if isinstance(recipe, dict) else ())
-    needed = {_WEIGHTS, _PROGRAM} if "program" in ways else {_WEIGHTS}
+    needed = {WEIGHTS, _PROGRAM} if "program" in ways else {WEIGHTS}
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
         raise StorageError(f"{place} is damaged: it does not say how to make the module")
     return index

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from sparkdl.errors import TrainingFailed
+from sparkdl.spark import interrupts
 from sparkdl.spark.sharing import Spools
 
 M = TypeVar("M")
@@ -19,7 +21,9 @@ M = TypeVar("M")
 class Fits(Generic[M], Iterator[tuple[int, M]]):
     """Gives ``(index, model)`` for each Param map. Thread-safe.
 
-    The spools stay until the last model is there, or nobody can ask for one any more.
+    The spools stay until the last model is there, or nobody can ask for one any more. Once the
+    user has interrupted the search, which goes on in the threads that pyspark has made for it,
+    there are no more models.
     """
 
     def __init__(self, fits: Sequence[Callable[[Spools], M]]) -> None:
@@ -27,6 +31,8 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
         self._next = 0
         self._ended = 0
         self._lock = threading.Lock()
+        interrupts.listen()
+        self._presses = interrupts.presses()
         spools = Spools()
         self._spools = spools
         self._close = weakref.finalize(self, spools.close)
@@ -39,6 +45,7 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
 
         Raises:
             StopIteration: all have been given out.
+            TrainingFailed: the user has interrupted the search.
         """
         with self._lock:
             index = self._next
@@ -46,6 +53,8 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
                 raise StopIteration
             self._next += 1
         try:
+            if interrupts.presses() > self._presses:
+                raise TrainingFailed("the search that this fit belongs to was interrupted")
             return index, self._fits[index](self._spools)
         finally:
             self._end_one()

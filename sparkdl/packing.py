@@ -6,6 +6,7 @@ a class from a notebook works. The three ways to send the bytes are the three ca
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
@@ -162,3 +163,12 @@ def read_packed(path: Path) -> PackedModule:
     with path.open("rb") as file:
         packed: PackedModule = pickle.load(file)
     return packed
+
+
+def pack_blank(module: nn.Module) -> PackedModule:
+    """The module with zeros for its weights and buffers, where these are brought along anyway."""
+    blank = copy.deepcopy(module)
+    for tensor in blank.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.detach().zero_()
+    return pack(blank)

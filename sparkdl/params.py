@@ -215,6 +215,17 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
         "these by label.",
         converters.to_metrics,
     )
+    listeners = declare(
+        "listeners",
+        "observers on the driver (list), such as sparkdl.TensorBoard(...) and sparkdl.MLflow(...).",
+        converters.to_listeners,
+    )
+    reportDir = declare(
+        "reportDir",
+        "directory or URL that the driver can reach, in which each fit leaves a folder with its "
+        "report, report.html and run.json; 'sparkdl ui' shows them. None: nowhere.",
+        TypeConverters.toString,
+    )
     verbose = declare(
         "verbose",
         "what the driver shows: 0 nothing, 1 progress and the workers' warnings, 2 also their logs "
@@ -249,6 +260,8 @@ class TrainParams(DataParams, HasWeightCol, HasSeed, HasPredictionCol):
             initialWeights=None,
             numWorkers=None,
             maxRestarts=3,
+            listeners=[],
+            reportDir=None,
             verbose=1,
             cpusPerWorker=None,
             gpusPerWorker=None,
@@ -280,6 +293,8 @@ FIELDS: Mapping[str, Field] = {
     "numWorkers": Field("request", "num_workers"),
     "executionMode": Field("request", "execution_mode"),
     "maxRestarts": Field("request", "max_restarts"),
+    "listeners": Field("request", "listeners", lambda params: tuple(params.value("listeners"))),
+    "reportDir": Field("request", "report_dir"),
     "verbose": Field("request", "verbose"),
     "cpusPerWorker": Field("request", "cpus_per_worker"),
     "gpusPerWorker": Field("request", "gpus_per_worker"),
@@ -325,7 +340,7 @@ FACE_ONLY: Mapping[str, str] = {
 
 OBJECT_PARAMS = frozenset(
     ("module", "initialWeights", "loss", "optimizer", "optimizerParams", "parameterGroups",
-     "scheduler", "syncStrategy", "earlyStopping", "callbacks", "metrics", "outputs",
+     "scheduler", "syncStrategy", "earlyStopping", "callbacks", "listeners", "metrics", "outputs",
      "predictionOutput", "preprocessing", "postprocessing", "inputs", "labels", "augmentation",
      "trainingStep")
 )  # fmt: skip

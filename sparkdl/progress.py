@@ -1,8 +1,8 @@
 """What does the driver show while workers train?
 
-A progress bar (tqdm: console and notebook) with epoch, step, loss, rows per second and worker,
-and time left; above it, the workers' log lines with their rank. Whatever is asked for, their
-warnings are not lost.
+A progress bar with epoch, step, loss, rows per second and worker, and time left; above it, the
+workers' log lines with their rank. Whatever is asked for, their warnings are not lost. Notebooks
+have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
@@ -79,6 +79,43 @@ class WatchedView:
         self._on_epoch(record)
 
 
+class SharedView:
+    """A view, and others that are told the same."""
+
+    def __init__(self, *views: View) -> None:
+        self._views = views
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.attempt(number, start_step)
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.heartbeat(rank, body)
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.epoch(record)
+
+    def log(self, rank: int, line: str, level: int) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.log(rank, line, level)
+
+    def done(self, steps: int) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.done(steps)
+
+    def close(self) -> None:
+        """Tell all."""
+        for view in self._views:
+            view.close()
+
+
 class ReportView:
     """What a function reports, line by line, with the workers' warnings or all their lines."""
 
@@ -115,11 +152,35 @@ def _write(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+class Speeds:
+    """Rows per second of every rank since it was first heard."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[float, int]] = {}
+        self._speeds: dict[int, float] = {}
+
+    def clear(self) -> None:
+        """Forget all: the ranks begin to count anew."""
+        self._first.clear()
+        self._speeds.clear()
+
+    def add(self, rank: int, rows: int) -> None:
+        """A rank has trained on so many rows by now."""
+        now = time.monotonic()
+        since, before = self._first.setdefault(rank, (now, rows))
+        if now > since:
+            self._speeds[rank] = (rows - before) / (now - since)
+
+    def mean(self) -> float:
+        """Over the ranks; 0 as long as nothing is known."""
+        return sum(self._speeds.values()) / max(1, len(self._speeds))
+
+
 class ProgressView:
     """The bar, with the workers' warnings (``verbose=1``) or all their lines (``verbose=2``)."""
 
     def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
-        from tqdm.auto import tqdm
+        from tqdm import tqdm
 
         self._plan = plan
         self._least = logging.NOTSET if shows_logs else logging.WARNING
@@ -133,13 +194,11 @@ class ProgressView:
             "[{elapsed}<{remaining}{postfix}]",
             desc="starting",
         )
-        self._rates: dict[int, tuple[float, int]] = {}
-        self._speed: dict[int, float] = {}
+        self._speeds = Speeds()
 
     def attempt(self, number: int, start_step: int) -> None:
         """Put the bar where the gang starts."""
-        self._rates.clear()
-        self._speed.clear()
+        self._speeds.clear()
         self._bar.reset(total=self._plan.total_steps)
         self._bar.initial = start_step
         self._bar.n = start_step
@@ -149,12 +208,12 @@ class ProgressView:
         """Move the bar with rank 0; remember every rank's speed."""
         if "step" not in body:
             return
-        self._measure(rank, int(body["rows"]))
+        self._speeds.add(rank, int(body["rows"]))
         if rank != 0:
             return
         phase = "" if body["phase"] == "train" else f" ({body['phase']})"
         self._bar.set_description_str(f"epoch {body['epoch']}/{self._plan.epochs}{phase}")
-        speed = sum(self._speed.values()) / max(1, len(self._speed))
+        speed = self._speeds.mean()
         self._bar.set_postfix_str(
             f"loss {body['loss']:.4f}" + f", {speed:,.0f} rows/s per worker" * (speed > 0),
             refresh=False,
@@ -185,9 +244,3 @@ class ProgressView:
     def close(self) -> None:
         """Leave the bar on the screen."""
         self._bar.close()
-
-    def _measure(self, rank: int, rows: int) -> None:
-        now = time.monotonic()
-        since, before = self._rates.setdefault(rank, (now, rows))
-        if now > since:
-            self._speed[rank] = (rows - before) / (now - since)

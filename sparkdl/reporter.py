@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from sparkdl.channel import ChannelClient
@@ -46,11 +46,14 @@ class Reporter:
 
     def __init__(self, client: ChannelClient | None, *, attempt: int, rank: int) -> None:
         self._client = client
+        self.is_shown = False
+        """Whether the driver shows what is printed here, on the very console that we write to."""
         self.rows = 0
         """Rows this rank has trained on in this attempt."""
         self._attempt = attempt
         self._rank = rank
         self._progress: dict[str, Any] = {"kind": "heartbeat", "phase": "start"}
+        self._seconds: Mapping[str, float] = {}
         self._events: deque[dict[str, Any]] = deque()
         self._lines: deque[Line] = deque(maxlen=_MAX_LINES)
         self._num_lines = 0
@@ -85,9 +88,18 @@ class Reporter:
         """What the worker does now."""
         self._progress = {**self._progress, "phase": name}
 
+    def clock(self, seconds: Mapping[str, float]) -> None:
+        """What time is spent on: grows while the worker trains, and is sent with every report."""
+        self._seconds = seconds
+
     def epoch(self, record: Mapping[str, float]) -> None:
         """At the end of an epoch: its history record."""
         self.send({"kind": "epoch", "record": dict(record)})
+
+    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+        """What a classifier takes for what: rows by label and prediction; equal on all ranks."""
+        if self._rank == 0:
+            self.send({"kind": "confusion", "epoch": epoch, "counts": counts})
 
     def send(self, event: Mapping[str, Any]) -> None:
         """Queue an event; plain values only."""
@@ -112,9 +124,11 @@ class Reporter:
     def _flush(self) -> None:
         assert self._client is not None
         events, lines, num_lines = self._take()
-        report = [self._progress, *events, *_log_event(lines, num_lines - len(lines))]
+        report = [self._now(), *events, *_log_event(lines, num_lines - len(lines))]
         try:
-            self._client.report(attempt=self._attempt, rank=self._rank, events=report)
+            self.is_shown = self._client.report(
+                attempt=self._attempt, rank=self._rank, events=report
+            )
             self._failures = 0
         except CommunicationError as error:
             self._put_back(events, lines, num_lines)
@@ -124,6 +138,12 @@ class Reporter:
                     f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
                     f"progress and logs wait for it ({error})\n"
                 )
+
+    def _now(self) -> dict[str, Any]:
+        if not self._seconds:
+            return self._progress
+        spent = {name: round(seconds, 6) for name, seconds in self._seconds.items()}
+        return {**self._progress, "seconds": spent}
 
     def _take(self) -> tuple[list[dict[str, Any]], list[Line], int]:
         """What waits: events, lines, and the number of lines with those already dropped."""
@@ -163,7 +183,7 @@ class _Handler(logging.Handler):
 
 
 class _Tee(io.TextIOBase):
-    """Writes on to the original stream, and whole lines to the driver."""
+    """Writes on to the original stream, if that is another place, and whole lines to the driver."""
 
     def __init__(self, original: TextIO, reporter: Reporter) -> None:
         super().__init__()
@@ -180,7 +200,8 @@ class _Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._writing:
-            self.original.write(text)
+            if not self._reporter.is_shown:
+                self.original.write(text)
             *lines, partial = (self._partial + text).split("\n")
             # A progress bar draws over its line again and again: only the last drawing is kept.
             self._partial = _drawn(partial)[-_MAX_PARTIAL:]

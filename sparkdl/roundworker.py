@@ -25,6 +25,7 @@ from sparkdl.data.spool import Split
 from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.gangworker import describe_failure
+from sparkdl.hardware import hardware
 from sparkdl.plan import RoundPart, Shard, TrainPlan
 from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
@@ -131,6 +132,9 @@ def _work(
     from sparkdl.checkpoint.format import decode
 
     reporter.rows = warm.rows.get(place.shard.shard_id, 0)
+    if place.shard.shard_id not in warm.seen:
+        warm.seen.add(place.shard.shard_id)
+        reporter.send({"kind": "hardware", "hardware": warm.hardware})
     if order.is_population:
         from sparkdl import memberworker
 
@@ -139,14 +143,13 @@ def _work(
     tree = decode(state, "the round's state")
     with torch_threads(order.threads):
         if order.part is None:
-            return _evaluate(warm, place, order, tree, reporter)
-        return _train(warm, place, order, order.part, tree, reporter)
+            return _evaluate(warm, place, tree, reporter)
+        return _train(warm, place, order.part, tree, reporter)
 
 
 def _train(
     warm: Warm,
     place: RoundPlace,
-    order: RoundOrder,
     part: RoundPart,
     tree: dict[str, Any],
     reporter: Reporter,
@@ -163,6 +166,7 @@ def _train(
         "weight": outcome.weight,
         "rows": outcome.rows,
         "seconds": outcome.seconds,
+        "spent": outcome.spent,
         "label_sums": outcome.label_sums,
     }
     results = [("result", json.dumps(report).encode())]
@@ -176,7 +180,6 @@ def _train(
 def _evaluate(
     warm: Warm,
     place: RoundPlace,
-    order: RoundOrder,
     tree: dict[str, Any],
     reporter: Reporter,
 ) -> list[tuple[str, bytes]]:
@@ -204,6 +207,7 @@ class Warm:
         config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
         module = unpack(PackedModule(digest="", skeleton=skeleton, tensors=tensors))
+        self.hardware = hardware(device, order.threads)
         self.run_id = order.run_id
         self.gpu_addresses = place.gpu_addresses
         self.plan = order.plan
@@ -213,6 +217,8 @@ class Warm:
         """What was sent last: its memory is used again."""
         self.rows: dict[int, int] = {}
         """Samples that this process has trained on, by shard; for the progress bar only."""
+        self.seen: set[int] = set()
+        """Shards that this process has worked on."""
         self._open: dict[tuple[int, str, str], ShardRows] = {}
 
     def open(self, shard: Shard, split: Split) -> ShardRows:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +16,11 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.functionworker import Script
 from sparkdl.inputs import check_names, named
+from sparkdl.listeners import Listener
 from sparkdl.spark.functions import FunctionRequest, run_function
+from sparkdl.spark.interrupts import interruptible
 from sparkdl.spark.localfunction import run_here
+from sparkdl.spark.recorded import shown
 from sparkdl.spark.sourcetable import active_session, require_source
 
 if TYPE_CHECKING:
@@ -58,6 +62,8 @@ class TorchRunner:
         results: whose value `run` returns: ``first`` that of rank 0, ``all`` a list of all ranks'.
         cpus_per_worker: cores of a worker; None: Spark's ``spark.task.cpus``.
         gpus_per_worker: GPUs of a worker; None: Spark's ``spark.task.resource.gpu.amount``.
+        report_dir: directory or URL in which each run leaves its report; None: nowhere.
+        listeners: observers on the driver, such as `TensorBoard`.
         verbose: 0: only warnings; 1: also what is reported; 2: also what workers log and print.
 
     Raises:
@@ -78,6 +84,8 @@ class TorchRunner:
         results: Literal["first", "all"] = "first",
         cpus_per_worker: int | None = None,
         gpus_per_worker: float | None = None,
+        report_dir: str | None = None,
+        listeners: Sequence[Listener] = (),
         verbose: int = 1,
     ) -> None:
         _require(num_workers is None or num_workers >= 0, "num_workers must be at least 0")
@@ -101,6 +109,8 @@ class TorchRunner:
             results=results,
             cpus_per_worker=cpus_per_worker,
             gpus_per_worker=gpus_per_worker,
+            report_dir=report_dir,
+            listeners=tuple(listeners),
             verbose=verbose,
         )
         self._in_driver = num_workers == 0
@@ -125,18 +135,42 @@ class TorchRunner:
             StorageError: checkpoints cannot be kept.
             WorkerError: the function failed; with its traceback on the rank that failed first.
             TrainingFailed: workers were lost more than ``max_restarts`` times.
+            KeyboardInterrupt: the user has interrupted; nothing is left behind.
         """
         self.history = []
         request = self._ask(function=_callable(train, args, kwargs))
+        request = replace(request, params=_shown(request, train))
         with _arguments_named():
             if self._in_driver:
                 result = run_here(_session(request.data, required=False), request)
             else:
                 session = _session(request.data, required=True)
                 assert session is not None
-                result = run_function(session, request)
+                with interruptible(session, request.checkpoint_dir):
+                    result = run_function(session, request)
         self.history = result.history
         return result.values if request.results == "all" else result.values[0]
+
+
+def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...]:
+    """What is asked for, as a run's record shows it."""
+    names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
+             "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
+    values = {"run": train, **{name: getattr(request, name) for name in names}}
+    values |= {f"data: {name}": _described(value) for name, value in request.data.items()}
+    return tuple(
+        {"name": name, "value": shown(value), "is_set": True}
+        for name, value in values.items()
+        if value is not None
+    )
+
+
+def _described(data: DataFrame | Source) -> str:
+    """Without running a job, as a notebook's ``repr`` of a DataFrame may, nor showing secrets."""
+    if isinstance(data, DataFrame):
+        return f"DataFrame[{', '.join(f'{name}: {kind}' for name, kind in data.dtypes)}]"
+    place = getattr(data, "path", getattr(data, "url", None))
+    return f"{type(data).__name__}({'' if place is None else repr(place)})"
 
 
 @contextmanager

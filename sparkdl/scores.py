@@ -39,7 +39,7 @@ class ClassificationScores:
     """Mean of ``-log(probability of the label)``; None without a probability column."""
     per_class: Mapping[int, ClassScores]
     confusion: Mapping[int, Mapping[int, float]]
-    """label -> prediction -> rows (or sum of weights)."""
+    """label -> prediction -> rows (or sum of weights), 0 for what was never predicted for it."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, whose keys are strings."""
@@ -216,6 +216,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _Row(dict[int, float]):
+    """A class's row of a confusion matrix: of many thousand predictions most do not occur."""
+
+    def __missing__(self, prediction: int) -> float:
+        """Nothing was taken for it."""
+        return 0.0
+
+
 def classification_scores(
     counts: Mapping[tuple[int, int], float], log_loss_sum: float | None
 ) -> ClassificationScores:
@@ -231,7 +239,8 @@ def classification_scores(
     total = _positive_total(sum(counts.values()))
     classes = sorted({label for pair in counts for label in pair})
     confusion = {
-        label: {p: counts[label, p] for p in classes if (label, p) in counts} for label in classes
+        label: _Row({p: counts[label, p] for p in classes if (label, p) in counts})
+        for label in classes
     }
     return ClassificationScores(
         accuracy=sum(counts.get((label, label), 0.0) for label in classes) / total,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from sparkdl.beside import Beside, NamedLabel
 from sparkdl.config import Task
 from sparkdl.data.assemble import Arguments
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Named
 from sparkdl.measure import (
     Evaluator,
     Measures,
@@ -41,10 +40,10 @@ from sparkdl.outputs import Forward, Output, check_rows, pick
 from sparkdl.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.scores import BUILT_IN, Evaluation
 from sparkdl.spark.arrowudf import with_column
-from sparkdl.spark.columns import Prepared, prepare, quoted
+from sparkdl.spark.columns import quoted
+from sparkdl.spark.interrupts import interruptible
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
-from sparkdl.spark.specified import prepare_named
-from sparkdl.train.losses import class_labels
+from sparkdl.spark.session import described
 from sparkdl.train.training_step import taken
 
 _GROUPS = 16
@@ -212,7 +211,10 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     added = _added(parts, measures, _GROUPS)
     if measures.metrics:  # whose states may be large: the driver gets one part
         added = _added(added, measures, 1)
-    return evaluation(_sum([row.asDict() for row in added.collect()], measures), measures)
+    spark = dataset.sparkSession
+    with interruptible(spark), described(spark, "sparkdl: evaluate"):
+        rows = [row.asDict() for row in added.collect()]
+    return evaluation(_sum(rows, measures), measures)
 
 
 def _added(parts: DataFrame, measures: Measures, num_groups: int) -> DataFrame:
@@ -291,106 +293,3 @@ def num_classes(
     with torch.inference_mode():
         output = forward.outputs(module, inputs)[None]
     return class_logits(pick(output, predicted.output.path, predicted.output)).shape[1]
-
-
-def beside(
-    schema: T.StructType,
-    label_col: str | None,
-    weight_col: str | None,
-    task: Task,
-    *,
-    float_dtype: str,
-    is_case_sensitive: bool,
-) -> tuple[Prepared | None, Prepared | None]:
-    """Label and weight, cast as `fit` casts them.
-
-    Raises:
-        DataError: one is missing, or of a type of which no tensor can be made.
-    """
-    by_name = partial(prepare, schema, float_dtype=float_dtype, is_case_sensitive=is_case_sensitive)
-    label = weight = None
-    if label_col is not None:
-        label = by_name(label_col, "label", as_classes=task == "classification")
-        if task == "regression" and label.dtype == "int64":
-            sql = "float" if float_dtype == "float32" else "double"
-            label = replace(label, expression=label.expression.cast(sql), dtype=float_dtype)
-    elif task != "custom":
-        raise ConfigError("labelCol is not set; name the column to compare predictions with")
-    if weight_col is not None:
-        weight = prepare(
-            schema,
-            weight_col,
-            "weight",
-            float_dtype="float64",
-            is_case_sensitive=is_case_sensitive,
-        )
-    return label, weight
-
-
-def read_beside(
-    schema: T.StructType,
-    task: Task,
-    columns: tuple[str | None, str | None],
-    entries: Sequence[Named],
-    loss: Any,
-    **types: Any,
-) -> tuple[dict[str, Any], list[SparkColumn]]:
-    """What comes beside the inputs: the fields of an `EvaluateTask`, and the columns.
-
-    Args:
-        schema: schema of the DataFrame.
-        task: what the model has learnt.
-        columns: names of the columns with the only label and the weight.
-        entries: several labels.
-        loss: what compares with them.
-        types: see `beside`.
-    """
-    label, weight = beside(schema, *columns, task, **types)
-    several, labels = several_labels(schema, entries, task, loss, **types)
-    fields = {
-        "label": None if label is None else Beside(label.name, label.dtype, label.as_classes),
-        "labels": labels,
-        "weight": None if weight is None else Beside(weight.name, weight.dtype),
-    }
-    return fields, [e.expression for e in (label, *several, weight) if e is not None]
-
-
-def several_labels(
-    schema: T.StructType,
-    entries: Sequence[Named],
-    task: Task,
-    loss: Any,
-    *,
-    float_dtype: str,
-    is_case_sensitive: bool,
-) -> tuple[list[Prepared], tuple[NamedLabel, ...]]:
-    """Several labels, cast as `fit` casts them, and how tasks read them.
-
-    Raises:
-        DataError: one is missing, or of a type of which no tensor can be made.
-        ConfigError: the model has a single label by its kind.
-    """
-    if entries and task != "custom":
-        raise ConfigError(f"a model for {task} has one label; set labelCol, not labels")
-    classes = class_labels(loss)
-    prepared = [
-        prepare_named(
-            schema,
-            entry,
-            "label",
-            float_dtype=float_dtype,
-            as_classes=entry.argument in classes,
-            is_case_sensitive=is_case_sensitive,
-        )
-        for entry in entries
-    ]
-    labels = tuple(
-        NamedLabel(
-            name=str(p.argument),
-            specification=entry.specification,
-            dtype=p.dtype,
-            as_classes=p.as_classes,
-        )
-        for p, entry in zip(prepared, entries, strict=True)
-    )
-    return prepared, labels

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
     import pandas as pd
 
+    from sparkdl.report.record import RunRecord
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
@@ -48,10 +50,15 @@ class TrainingSummary:
     population: list[dict[str, float]] = field(default_factory=list)
     """What was seen of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
     hyperparameters and contests where there were any."""
+    report_path: str | None = None
+    """Where the fit has left its page; None: nowhere."""
+    record: RunRecord | None = field(default=None, repr=False, compare=False)
+    """All that is known of the fit; not saved with the model."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
-        values: dict[str, Any] = finite(dataclasses.asdict(self))
+        own = [entry.name for entry in dataclasses.fields(self) if entry.name != "record"]
+        values: dict[str, Any] = finite({name: getattr(self, name) for name in own})
         return values
 
     @classmethod
@@ -112,6 +119,29 @@ class TrainingSummary:
         if path is not None:
             figure.savefig(path)
         return figure
+
+    def write_report(self, path: str | Path) -> Path:
+        """Write the fit's page to a file of this host.
+
+        The page of a model that was saved and loaded has its curves and numbers, but not the
+        course of its training, which is in ``reportDir``.
+
+        Returns:
+            The path.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        from sparkdl.report.page import page
+        from sparkdl.report.record import of_summary
+
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(page(self.record or of_summary(self)), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {target}: {error}; choose another path") from error
+        return target
 
     def curves(self) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
         """Panel -> line -> (epochs, values): ``loss`` and ``val_loss`` share a panel, and so on."""

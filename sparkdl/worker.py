@@ -75,7 +75,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     reporter.phase("setup")
     plan, mine = order.plan, order.plan.shards_of(comm.rank)
     with contextlib.ExitStack() as stack:
-        module = _module(order, structure, files, comm)
+        module = initial_module(order.weights, structure, files, comm)
         storage = checkpoint_storage(order, files)
         checkpoints = None
         if storage is not None:
@@ -103,13 +103,12 @@ def _train(order: WorkOrder, member: Member) -> Results:
     return results
 
 
-def _module(
-    order: WorkOrder, structure: bytes, files: ChannelStorage | None, comm: Communicator
+def initial_module(
+    weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
-    """The module with its initial weights, which rank 0 reads and all ranks get."""
+    """The module with its initial weights, which rank 0 reads unless all have them."""
     from sparkdl.packing import PackedModule, unpack
 
-    weights = order.weights
     if weights is None:
         assert files is not None
         weights = comm.broadcast_bytes(files.read(INITIAL) if comm.rank == 0 else None)
@@ -181,7 +180,9 @@ def _report(
     outcome: TrainOutcome, rows: int, checkpoints: CheckpointManager | None
 ) -> dict[str, Any]:
     """What the driver's summary needs of one rank; ``rows`` are those it has trained on."""
-    busy = sum(outcome.seconds[name] for name in ("data", "compute", "communication"))
+    from sparkdl.train.clock import TRAINING
+
+    busy = sum(outcome.seconds[name] for name in TRAINING)
     stall = checkpoints.stall_seconds if checkpoints is not None else 0.0
     return {
         "history": outcome.history,

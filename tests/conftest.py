@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -31,9 +32,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("P
 # Before Spark starts, whose workers read this as well.
 os.environ.update(s3.ENVIRONMENT)
 
+# Sessions are short: the JVM's second compiler would take as much CPU time as it spares later.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 # A process has one Spark context: these directories bring their own and are named on the command
-# line, as `make unit` does.
-_OWN_CONTEXT = ["cluster", "cluster_gpu", "hdfs"]
+# line, as `make unit` does. So is the one that builds the package, as `make package` does.
+_OWN_CONTEXT = ["cluster", "cluster_gpu", "hdfs", "notebooks", "packaging", "standalone"]
 collect_ignore = [
     name for name in _OWN_CONTEXT if not any(f"tests/{name}" in word for word in sys.argv)
 ]
@@ -48,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker(other)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """The package's logger is afterwards as it was: the command line adds a handler."""
+    logger = logging.getLogger("sparkdl")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
 
 
 @pytest.fixture(scope="session")

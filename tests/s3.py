@@ -42,7 +42,7 @@ def started_server(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        _make_bucket(process, log)
+        _make_first_bucket(process, log)
         yield process
     finally:
         process.send_signal(signal.SIGCONT)
@@ -54,14 +54,23 @@ def started_server(log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait(15)
 
 
-def _make_bucket(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Ask until the server answers."""
-    url = f"{ENVIRONMENT['AWS_ENDPOINT_URL']}/{BUCKET}"
+def make_bucket(name: str) -> None:
+    """An empty bucket of the server that runs, where there is none of that name.
+
+    Raises:
+        OSError: the server does not answer.
+    """
+    request = urllib.request.Request(f"{ENVIRONMENT['AWS_ENDPOINT_URL']}/{name}", method="PUT")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(request, timeout=5).close()
+
+
+def _make_first_bucket(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Ask until the server answers."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
-            opener.open(urllib.request.Request(url, method="PUT"), timeout=5).close()
+            make_bucket(BUCKET)
         except OSError as error:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no S3 server: {log.read_text(encoding='utf-8')}") from error

@@ -74,6 +74,12 @@ def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
     assert second.body["lines"] == ["ä"]
 
 
+def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelClient) -> None:
+    assert client.report(attempt=1, rank=2, events=[]) is False
+    hub.shows_lines = True
+    assert client.report(attempt=1, rank=2, events=[]) is True
+
+
 def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
     assert client.silence(attempt=1, rank=2) is None
     client.report(attempt=1, rank=2, events=[])
@@ -180,7 +186,8 @@ def test_a_channel_without_files_says_so(hub: Hub) -> None:
 def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int, float]]) -> None:
     import torch
 
-    from sparkdl.comm import ProcessGroupCommunicator, process_group
+    from sparkdl.comm import ProcessGroupCommunicator
+    from sparkdl.processgroup import process_group
     from sparkdl.store import ChannelStore
 
     client = ChannelClient(address, scope="run/0/")
@@ -202,7 +209,7 @@ def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
     """As `_meet`; before, rank 0 has waited in vain for another peer."""
     import torch.distributed as dist
 
-    from sparkdl.comm import process_group
+    from sparkdl.processgroup import process_group
 
     if rank == 0:
         alone = process_group(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl import comm, gangworker
+from sparkdl import comm, gangworker, processgroup
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import CommunicationError
@@ -102,7 +102,7 @@ def test_nobody_begins_before_all_have_connected(
         with gangworker._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
             begun.append(rank)
 
-    monkeypatch.setattr(comm, "process_group", connect)
+    monkeypatch.setattr(processgroup, "process_group", connect)
     monkeypatch.setattr(comm, "ProcessGroupCommunicator", lambda **_: None)
     peers = [threading.Thread(target=enter, args=(rank,)) for rank in (0, 1)]
     for peer in peers:

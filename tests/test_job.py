@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from sparkdl import job
 from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
+from sparkdl.estimator import TorchEstimator
 from sparkdl.job import (
     VALIDATION_COLUMN,
     _choose_columns,
@@ -19,6 +21,7 @@ from sparkdl.job import (
     read_data,
     read_training_data,
     run_evaluate,
+    run_explain,
     run_predict,
     run_train,
 )
@@ -27,6 +30,7 @@ from sparkdl.jobfile import (
     EvaluateJob,
     EvaluateOutput,
     EvaluationSection,
+    ExplainSection,
     ObjectRef,
     PredictJob,
     PredictOutput,
@@ -34,6 +38,7 @@ from sparkdl.jobfile import (
     TrainJob,
     TrainOutput,
     ValidationSection,
+    load_job,
 )
 from sparkdl.model import TorchClassifierModel
 from sparkdl.plan import Column
@@ -131,6 +136,46 @@ def test_columns_of_any_name_and_type_may_be_beside(spark: SparkSession, tmp_pat
         )
 
 
+@pytest.mark.gang
+def test_a_training_job_is_explained(spark: SparkSession, files: str, tmp_path: Path) -> None:
+    output = TrainOutput(path=str(tmp_path / "model"))
+    asked = replace(training(files, None), output=output)
+    model = ObjectRef(factory="torch.nn:Linear", args={"in_features": 2, "out_features": 2})
+    estimator = replace(asked.estimator, features_col="x", num_workers=1)
+    found = run_explain(replace(asked, model=model, estimator=estimator), spark)
+    assert found.plan.rows == 4
+    assert "recommended" in found.lines()
+    assert not Path(asked.output.path).exists()
+
+
+def test_a_job_says_how_much_is_measured(spark: SparkSession, tmp_path: Path) -> None:
+    rows = spark.range(5000).select(
+        F.array(F.col("id").cast("float"), F.lit(1.0)).alias("x"), (F.col("id") % 2).alias("label")
+    )
+    rows.write.parquet(str(tmp_path / "rows"))
+    settings = [
+        f"data.path={tmp_path / 'rows'}", "model.factory=torch.nn:Linear",
+        "model.args={in_features=2, out_features=2}", f"output.path={tmp_path / 'model'}",
+        "estimator.features_col=x", "estimator.num_workers=1", "explain.num_rows=70_000",
+        "explain.count_seconds=50", "explain.calibrate=false", "explain.num_workers=[64]",
+    ]  # fmt: skip
+    job = load_job(TrainJob, None, settings)
+    assert job.explain.given == {
+        "num_rows": 70_000, "count_seconds": 50, "calibrate": False, "num_workers": (64,)
+    }  # fmt: skip
+    found = run_explain(job, spark)
+    assert found.plan.rows == 70_000
+    assert found.scaling == ()
+    wrong = replace(job, explain=ExplainSection(num_rows=0))
+    with pytest.raises(ConfigError, match="num_rows must be at least 1"):
+        run_explain(wrong, spark)
+
+
+def test_the_section_has_all_options_of_explain() -> None:
+    given = set(inspect.signature(TorchEstimator.explain).parameters)
+    assert {item.name for item in fields(ExplainSection)} == given - {"self", "dataset"}
+
+
 def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> None:
     spark.range(4).write.parquet(str(tmp_path / "train"))
     spark.range(10, 12).write.parquet(str(tmp_path / "validation"))
@@ -201,6 +246,55 @@ def test_a_saved_model_is_evaluated(
     scores = run_evaluate(job, spark)
     assert scores["accuracy"] == pytest.approx(4 / 4.5)
     assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
+
+
+def test_scores_go_where_a_url_says(
+    spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "new" / "scores.json"
+    job = EvaluateJob(
+        data=DataSection(path=files), model=saved, output=EvaluateOutput(path=f"file://{place}")
+    )
+    scores = run_evaluate(job, spark)
+    assert json.loads(place.read_text(encoding="utf-8")) == scores.to_dict()
+    run_evaluate(replace(job, output=EvaluateOutput(path="here.json")), spark)
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.name not in ("model", "rows")
+    ) == ["here.json", "new"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("runs/", ConfigError), ("nowhere://a/scores.json", StorageError)]
+)
+def test_scores_that_cannot_be_written_are_not_computed(
+    spark: SparkSession, files: str, saved: SavedModel, path: str, kind: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(job, "load_model", lambda *_: pytest.fail("evaluates"))
+    asked = EvaluateJob(data=DataSection(path=files), model=saved, output=EvaluateOutput(path=path))
+    with pytest.raises(kind):
+        run_evaluate(asked, spark)
+
+
+@pytest.mark.gang
+def test_a_default_place_for_reports_that_cannot_be_written(
+    spark: SparkSession, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "runs")
+    monkeypatch.setattr(job, "REPORT_DIR", below)
+    asked = replace(training(files, None), output=TrainOutput(path=str(tmp_path / "model")))
+    model = ObjectRef(factory="torch.nn:Linear", args={"in_features": 2, "out_features": 2})
+    estimator = replace(asked.estimator, features_col="x", num_workers=1, epochs=1, verbose=0)
+    report = run_train(replace(asked, model=model, estimator=estimator), spark)
+    assert report.summary.report_path is None
+    assert "leave no report" in caplog.text
+    named = replace(asked, model=model, estimator=replace(estimator, report_dir=below))
+    with pytest.raises(StorageError, match="cannot write"):
+        run_train(replace(named, output=TrainOutput(path=str(tmp_path / "other"))), spark)
 
 
 def test_predictions_are_written_as_arrays(

@@ -11,7 +11,6 @@ from sparkdl.jobfile import (
     EvaluateJob,
     ObjectRef,
     PredictJob,
-    SparkSection,
     TrainJob,
     ValidationSection,
     check_reference,
@@ -86,7 +85,6 @@ def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
         ("validation.seed=1", "[validation] needs either 'fraction' or 'path'"),
         ("model.factory=Net", "[model] factory must have the form 'package.module:name'"),
         ("estimator.early_stopping.patience=0", "[estimator.early_stopping] patience must be at"),
-        ("spark.conf.spark.driver.memory=4g", "--conf spark.driver.memory=4g"),
     ],
 )
 def test_errors_begin_with_the_file_and_say_what_to_do(
@@ -123,7 +121,8 @@ def test_an_object_is_named_by_module_and_name() -> None:
     check_reference("package.module:Class.method", "factory")
 
 
-def test_entries_that_the_jvm_needs_at_its_start_are_refused() -> None:
-    SparkSection(conf={"spark.sql.shuffle.partitions": 4})
-    with pytest.raises(ConfigError, match="give it to spark-submit"):
-        SparkSection(conf={"spark.driver.extraClassPath": "x"})
+def test_the_settings_alone_can_be_a_job() -> None:
+    job = load_job(EvaluateJob, None, ["model.path=models/m", "data.path=data/test"])
+    assert (job.model.path, job.data.path) == ("models/m", "data/test")
+    with pytest.raises(ConfigError, match=r"the command line: missing section \[data\]"):
+        load_job(EvaluateJob, None, ["model.path=models/m"])

@@ -30,13 +30,17 @@ SPARK_SIDE = {
     "tuning",
 }
 # Run without Spark too; ask it only from inside a function, where they were called by it.
-ASKS_SPARK_LAZILY = {"packing", "places", "predict"}
+ASKS_SPARK_LAZILY = {"doctor", "packing", "places", "predict"}
 # Values and texts: usable where torch is not installed, quick to import.
 WITHOUT_TORCH = {
-    "cli", "config", "errors", "inputs", "installation", "jobfile", "log", "plan", "scores",
-    "studyfile", "summary", "tomlvalues", "windows",
+    "cli", "commands", "config", "doctor", "errors", "inputs", "installation", "jobfile",
+    "listeners", "livecurves", "log", "mlflow", "notebook", "plan", "progress", "report", "scores",
+    "studyfile", "summary", "tensorboard", "tomlvalues", "ui", "views", "windows",
 }  # fmt: skip
 FACES = {
+    "__main__",
+    "commands",
+    "doctor",
     "estimator",
     "model",
     "params",

@@ -2,19 +2,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
-
-import pytest
 
 from sparkdl.log import ConsoleHandler, log_to_console
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    logger = logging.getLogger("sparkdl")
-    before = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def test_lines_name_level_and_logger() -> None:

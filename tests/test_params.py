@@ -24,6 +24,7 @@ from sparkdl.params import (
     training_values,
 )
 from sparkdl.sync.allreduce import AllReduce
+from sparkdl.tensorboard import TensorBoard
 
 ESTIMATORS = [TorchEstimator, TorchClassifier, TorchRegressor]
 MODELS = [TorchModel, TorchClassifierModel, TorchRegressorModel]
@@ -72,6 +73,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "earlyStopping": (EarlyStopping(), EarlyStopping()),
     "callbacks": ([len], (len,)),
     "metrics": ({"size": len}, {"size": len}),
+    "listeners": ([TensorBoard()], (TensorBoard(),)),
+    "reportDir": ("/r", "/r"),
     "verbose": (2, 2),
     "cpusPerWorker": (3, 3),
     "gpusPerWorker": (0.5, 0.5),

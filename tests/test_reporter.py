@@ -27,12 +27,14 @@ class FakeClient:
         self.events: list[Any] = []
         self.reports = 0
         self.is_there = True
+        self.shows_lines = False
 
-    def report(self, *, attempt: int, rank: int, events: Any) -> None:
+    def report(self, *, attempt: int, rank: int, events: Any) -> bool:
         self.reports += 1
         if not self.is_there:
             raise CommunicationError("nobody there")
         self.events.extend(events)
+        return self.shows_lines
 
     def bodies(self, kind: str) -> list[Any]:
         return [event for event in self.events if event["kind"] == kind]
@@ -261,6 +263,16 @@ def test_of_a_progress_bar_only_the_last_drawing_is_sent(
         sys.stdout.write("\r")
         sys.stdout.write("last")
     assert client.lines() == ["done", "last"]
+
+
+def test_what_the_driver_shows_on_this_very_console_is_not_written_twice(
+    client: FakeClient, reporter: Reporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.shows_lines = True
+    with reporter, captured_output(reporter):
+        print("once")
+    assert capsys.readouterr().out == ""
+    assert client.lines() == ["once"]
 
 
 def test_the_stream_can_still_be_used_as_a_file(reporter: Reporter) -> None:

@@ -30,6 +30,7 @@ def test_classification_scores_are_those_of_scikit_learn() -> None:
         found = scores.per_class[label]
         assert [found.precision, found.recall, found.f1, found.rows] == pytest.approx(values)
     assert scores.confusion[2] == {0: 1.0, 2: 3.0}
+    assert scores.confusion[2][1] == 0.0
 
 
 def test_a_class_that_is_only_predicted_has_a_line_too() -> None:

@@ -277,7 +277,7 @@ def test_a_place_that_cannot_be_written_is_found_before_any_trial(
 SEARCH = """
 import sys
 from pathlib import Path
-from sparkdl.job import make_session
+from sparkdl.spark.starting import make_session
 from sparkdl.jobfile import SparkSection
 from sparkdl.tuning import run_tune
 from tests.test_tuning import job
@@ -286,7 +286,7 @@ run_tune(job(sys.argv[1], Path(sys.argv[2]), trials=40), make_session(section, "
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_killed_search_goes_on(spark: SparkSession, rows: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SEARCH, rows, str(tmp_path)],
@@ -296,7 +296,7 @@ def test_a_killed_search_goes_on(spark: SparkSession, rows: str, tmp_path: Path)
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 240
         while len(trials(tmp_path)) < 2 and time.monotonic() < deadline:
             assert process.poll() is None, "the search ended"
             time.sleep(0.05)

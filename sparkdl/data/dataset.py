@@ -36,6 +36,7 @@ class DatasetShard:
     shard_id: int
     """Number of the shard, from 0. Each belongs to one worker."""
     num_shards: int
+    """Shards in all, as many as workers."""
     epoch: int
     """Number of the epoch, from 0."""
     seed: int

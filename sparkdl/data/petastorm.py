@@ -295,6 +295,7 @@ def _petastorm() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"PetastormSource needs petastorm ({error}), in an environment of its own: pip install "
-            "-r requirements-petastorm.txt, then pip install --no-deps petastorm==0.13.1"
+            "-r requirements-petastorm.txt (of sparkdl's repository), then pip install --no-deps "
+            "petastorm==0.13.1"
         ) from error
     return petastorm

@@ -6,7 +6,9 @@ What needs no data is asked before any job; what only the rows can tell, after t
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import fields, replace
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
@@ -27,7 +29,7 @@ from sparkdl.plan import Column
 from sparkdl.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
-from sparkdl.spark.session import is_case_sensitive
+from sparkdl.spark.session import described, is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard
 from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.specified import prepare_named
@@ -36,6 +38,9 @@ from sparkdl.sync.population import PopulationStrategy
 
 if TYPE_CHECKING:
     from torch import nn
+
+_CONNECT_SESSION = "pyspark.sql.connect.session"
+"""Where Spark Connect's session is; importing it needs packages that need not be there."""
 
 
 def check_travels(config: TrainConfig, **columns: Any) -> None:
@@ -47,12 +52,34 @@ def check_travels(config: TrainConfig, **columns: Any) -> None:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     for name, value in {**values, **columns}.items():
         try:
-            cloudpickle.dumps(value)
+            travelling(value)
         except Exception as error:  # whatever the user's classes raise when they are pickled
             raise ConfigError(
                 f"{name} cannot be sent to the workers: {error}; make such things in the "
                 "worker, for example in on_train_begin"
             ) from error
+
+
+def travelling(value: Any) -> bytes:
+    """What other processes get of a value.
+
+    Raises:
+        Exception: whatever the user's classes raise when they are pickled.
+    """
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Also refuses what Spark Connect lets travel, though a worker can do nothing with it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to pickle a value; called for each."""
+        is_session = isinstance(value, SparkSession) or type(value).__module__ == _CONNECT_SESSION
+        if is_session or isinstance(value, DataFrame):
+            raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
+        return super().reducer_override(value)
 
 
 def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) -> None:
@@ -267,9 +294,10 @@ def check_labels(
         return
     column = F.col(quoted(label_col))
     outside = df.where(column >= num_classes)
-    row = outside.first()
+    with described(df.sparkSession, "sparkdl: look for labels outside the classes"):
+        row, number = outside.first(), outside.count()
     raise DataError(
-        f'column "{label_col}" has {outside.count()} label(s) outside the {num_classes} classes '
+        f'column "{label_col}" has {number} label(s) outside the {num_classes} classes '
         f"of the module's output, 0 to {num_classes - 1} (example row: {_shown(row)}); "
         "mend the labels or widen the module's output"
     )

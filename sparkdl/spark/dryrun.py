@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, TrainPlan
 from sparkdl.process import borrowed_generator
+from sparkdl.report.graph import traced
 from sparkdl.spark.request import FitRequest
 
 if TYPE_CHECKING:
@@ -28,6 +30,20 @@ class Shown:
     """Of a classifier."""
     prediction_key: str | None
     """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
+
+
+def watched_run(
+    module: nn.Module,
+    columns: Items[Column],
+    request: FitRequest,
+    sink: Callable[[Mapping[str, Any]], None],
+) -> Shown:
+    """`dry_run`; ``sink`` gets the graph of what the module did, see `report.graph`."""
+    try:
+        with traced(module, sink):
+            return dry_run(module, columns, request)
+    except ConfigError:  # a compiled module, for one, may fail only because it is looked at
+        return dry_run(module, columns, request)
 
 
 def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> Shown:

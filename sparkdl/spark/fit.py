@@ -7,9 +7,7 @@ behind.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,49 +16,41 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import sync
 from sparkdl.data.source import Source
 from sparkdl.data.stats import skipped_rows
-from sparkdl.frozen import freeze, thaw
+from sparkdl.frozen import thaw
 from sparkdl.packing import pack
 from sparkdl.plan import Column, TrainPlan, make_plan
-from sparkdl.progress import ProgressView, SilentView, View, WatchedView
-from sparkdl.spark.checks import (
-    check_labels,
-    check_source,
-    check_sync_batch_norm,
-    check_training,
-    check_travels,
-    make_module,
-    prepare_columns,
-    shaped,
-)
+from sparkdl.progress import SharedView, View, WatchedView
+from sparkdl.report.recorder import Recorder
+from sparkdl.spark.checks import check_labels, shaped
 from sparkdl.spark.competitions import train_population
-from sparkdl.spark.dryrun import check_empty_batches, dry_run
+from sparkdl.spark.dryrun import check_empty_batches, watched_run
 from sparkdl.spark.gangfit import train_in_gang
+from sparkdl.spark.intake import check_plan_memory, take_in
+from sparkdl.spark.interrupts import Cleanup, interruptible
 from sparkdl.spark.link import open_link
-from sparkdl.spark.mode import choose_mode
-from sparkdl.spark.preflight import check_memory, inspect_cluster, require_plain_files
+from sparkdl.spark.preflight import inspect_cluster
+from sparkdl.spark.recorded import Clock, facts, recorded
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.spark.rounds import train_in_rounds
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.runkey import run_key
-from sparkdl.spark.session import conf
-from sparkdl.spark.settings import read_settings
+from sparkdl.spark.session import conf, shares_console
 from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
 from sparkdl.spark.sharing import SpoolColumnKey, SpoolKey, Spools
-from sparkdl.spark.slots import Slots, plan_gang, plan_rounds, wait_again
-from sparkdl.spark.sourcetable import SourceTable, active_session, empty_frame, require_source
+from sparkdl.spark.slots import Slots, wait_again
+from sparkdl.spark.sourcetable import SourceTable, active_session
 from sparkdl.spark.supervise import persistently
 from sparkdl.spark.windows import as_begun, with_windows
 from sparkdl.sync.averaging import AveragingStrategy
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.sync.population import PopulationStrategy
 from sparkdl.train.callbacks import make_stopper
+from sparkdl.views import fit_view, shows_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
-    from torch import nn
 
     from sparkdl.spark.columns import Prepared
 
@@ -88,43 +78,34 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         StorageError: checkpoints cannot be kept.
         WorkerError: the user's code failed on a worker.
         TrainingFailed: workers were lost more than ``max_restarts`` times.
+        KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    clock = Clock()
     # DataFrames first: they have an attribute for each column, whatever its name.
-    source = None if isinstance(data, DataFrame) else require_source(data)
     spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
     run_id = uuid.uuid4().hex[:12]
-    settings = read_settings(partial(conf, spark))
-    if source is None:
-        require_plain_files(partial(conf, spark), settings)
-    check_travels(request.config, inputs=request.specified, labels=request.labels)
-    strategy = sync.resolve(request.config.sync_strategy)
-    in_rounds = choose_mode(request.execution_mode, strategy) == "rounds"
-    module, float_dtype = make_module(request)
-    frozen = freeze(module, request.config.frozen_layers)
-    check_training(module, request)
-    if source is None:  # others say only with their rows whether some are for validation
-        make_stopper(request.config, has_validation=request.validation_col is not None)
-    else:
-        check_source(source, request, strategy)
-    df = data if isinstance(data, DataFrame) else empty_frame(spark, data)
-    prepared, validation = prepare_columns(df, request, float_dtype)
-    plan_slots = plan_rounds if in_rounds else plan_gang
-    slots = plan_slots(
-        spark,
-        settings,
-        num_workers=request.num_workers,
-        cpus_per_worker=request.cpus_per_worker,
-        gpus_per_worker=request.gpus_per_worker,
-    )
-    if request.num_workers is None:
-        logger.info(
-            "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
-            slots.num_workers,
-        )
-    strategy.check(request.config, slots.num_workers)
-    check_sync_batch_norm(module, request.config, slots.num_workers)
-    with contextlib.ExitStack() as stack:
+    directory = request.config.checkpoint.directory
+    with interruptible(spark, directory), recorded(spark, request, run_id) as recorder:
+        result = _fit(data, run_id, request, spools, recorder)
+        recorder.trained(result.module)
+        recorder.end(None, result.summary.history)
+    summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
+    return replace(result, summary=summary)
+
+
+def _fit(
+    data: DataFrame | Source,
+    run_id: str,
+    request: FitRequest,
+    spools: Spools | None,
+    recorder: Recorder,
+) -> FitResult:
+    """See `fit`."""
+    clock = Clock(recorder)
+    intake = take_in(data, request)
+    spark, settings, source, slots = intake.spark, intake.settings, intake.source, intake.slots
+    strategy, in_rounds, module = intake.strategy, intake.in_rounds, intake.module
+    df, prepared, validation = intake.df, intake.prepared, intake.validation
+    with Cleanup() as stack:
         if spools is not None:
             clock.lap("preflight")
             stack.enter_context(spools.turns.slots(slots.num_workers, slots.total))
@@ -140,6 +121,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
             in_rounds=in_rounds,
         )
         clock.lap("preflight")
+        recorder.phase("spool")
         make_table = partial(
             _make_table, df, prepared, validation, run_id, slots, strategy, in_rounds=in_rounds
         )
@@ -160,7 +142,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         clock.lap("spool")
         columns = shaped(table, spooled, request)
         num_skipped = _warn_of_skipped(columns, spooled) if source is None else 0
-        shown = dry_run(module, columns, request)
+        shown = watched_run(module, columns, request, recorder.graph)
         num_classes = shown.num_classes
         if num_classes is not None and request.label_col is not None:
             index = request.num_inputs
@@ -175,8 +157,9 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
             window_bytes = request.config.shuffle_window_bytes
             plan = with_windows(plan, spooled, info, entry, window_bytes)
         check_empty_batches(module, plan, request.config)
-        _check_memory(spark, module, plan, slots)
-        view = _view(plan, request)
+        check_plan_memory(spark, module, plan, slots)
+        view = SharedView(_view(plan, request), recorder)
+        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
         run = Run(
             spark=spark,
@@ -194,11 +177,15 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
             settings=settings,
             view=view,
             max_restarts=request.max_restarts,
+            recorder=recorder,
         )
+        recorder.facts(**facts(run, strategy, in_rounds=in_rounds))
+        recorder.phase("train")
         trained = _train(as_begun(run), strategy, in_rounds=in_rounds)
         clock.lap("train")
+        recorder.phase("clean up")
         view.done(trained.steps)
-    thaw(module, frozen)  # a choice of this training, not of the module
+    thaw(module, intake.frozen)  # a choice of this training, not of the module
     clock.lap("clean up")
     return FitResult(
         module=module.eval(),
@@ -285,9 +272,7 @@ def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard])
 
 
 def _view(plan: TrainPlan, request: FitRequest) -> View:
-    view: View = SilentView()
-    if request.verbose:
-        view = ProgressView(plan, shows_logs=request.verbose > 1)
+    view = fit_view(plan, request.verbose)
     return view if request.on_epoch is None else WatchedView(view, request.on_epoch)
 
 
@@ -347,36 +332,3 @@ def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
             rows[worst],
             plan.num_rows,
         )
-
-
-def _check_memory(spark: SparkSession, module: nn.Module, plan: TrainPlan, slots: Slots) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    replica = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    check_memory(
-        inspect_cluster(spark),
-        partial(conf, spark),
-        replica_bytes=replica,
-        # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
-        state_bytes=trained + 2 * trained + replica + 2 * trained,
-        spool_bytes=max(shard.num_bytes for shard in plan.shards),
-        num_workers=slots.num_workers,
-    )
-
-
-class Clock:
-    """Seconds of each phase of a fit on the driver, in order."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """End a phase, or a part of it."""
-        now = time.perf_counter()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        """Seconds since the start."""
-        return self._last - self._start

@@ -6,17 +6,13 @@ happens, nothing is left behind.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import pickle
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import functionworker
@@ -25,23 +21,26 @@ from sparkdl.checkpoint.storage import Storage
 from sparkdl.environment import versions
 from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.progress import ReportView, SilentView, View
+from sparkdl.listeners import Listener
+from sparkdl.progress import SharedView, View
+from sparkdl.report.recorder import Recorder
+from sparkdl.spark.checks import travelling
 from sparkdl.spark.gang import launch
+from sparkdl.spark.interrupts import Cleanup
 from sparkdl.spark.link import Link, open_link
 from sparkdl.spark.preflight import require_plain_files
+from sparkdl.spark.recorded import Clock, record_run
 from sparkdl.spark.rundata import Data, DataSets, prepare_sets
-from sparkdl.spark.session import conf
+from sparkdl.spark.session import conf, shares_console
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.slots import Slots, plan_gang, wait_again
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
+from sparkdl.views import function_view, shows_lines
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
-
-_CONNECT_SESSION = "pyspark.sql.connect.session"
-"""Where Spark Connect's session is; importing it needs packages that need not be there."""
 
 _MAX_INLINE_BYTES = 16 * 2**20
 """Largest function that travels in the task."""
@@ -67,6 +66,10 @@ class FunctionRequest:
     cpus_per_worker: int | None
     gpus_per_worker: float | None
     verbose: int
+    report_dir: str | None = None
+    listeners: tuple[Listener, ...] = ()
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class FunctionResult:
 
 
 def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResult:
-    """Run a function on all workers.
+    """Run a function on all workers; within `interruptible`.
 
     Raises:
         ConfigError: an option is wrong.
@@ -91,6 +94,24 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     run_id = uuid.uuid4().hex[:12]
+    with record_run(
+        spark,
+        run_id=run_id,
+        name="TorchRunner",
+        params=request.params,
+        report_dir=request.report_dir,
+        listeners=request.listeners,
+    ) as recorder:
+        result = _run(spark, run_id, request, recorder)
+        recorder.end(None, result.history)
+    return result
+
+
+def _run(
+    spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
+) -> FunctionResult:
+    """See `run_function`."""
+    clock = Clock(recorder)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
     frames = {name: df for name, df in request.data.items() if isinstance(df, DataFrame)}
@@ -104,7 +125,7 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
     )
-    with contextlib.ExitStack() as stack:
+    with Cleanup() as stack:
         link = open_link(
             spark,
             checkpoint_dir=request.checkpoint_dir,
@@ -115,6 +136,8 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
             stack=stack,
         )
         check_folder(link.checkpoints, request)
+        clock.lap("preflight")
+        recorder.phase("spool")
         sets = DataSets(spark, request.data, prepared, run_id, slots)
         stack.callback(sets.close)
         persistently(
@@ -122,9 +145,8 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings, in_rounds=False),
         )
-        view: View = SilentView()
-        if request.verbose:
-            view = ReportView(shows_logs=request.verbose > 1)
+        view: View = SharedView(function_view(request.verbose), recorder)
+        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
         job = FunctionJob(
             spark=spark,
@@ -136,32 +158,27 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
             link=link,
             settings=settings,
             view=view,
+            recorder=recorder,
         )
-        return job.run()
+        clock.lap("spool")
+        recorder.facts(world_size=slots.num_workers, mode="gang", slots=slots.total)
+        recorder.phase("train")
+        result = job.run()
+        clock.lap("train")
+        recorder.phase("clean up")
+    clock.lap("clean up")
+    return result
 
 
 def _pickled(function: Callable[[], Any]) -> bytes:
     try:
-        with io.BytesIO() as file:
-            _Pickler(file).dump(function)
-            return file.getvalue()
+        return travelling(function)
     except Exception as error:  # whatever the user's classes raise when they are pickled
         raise ConfigError(
             "the function, or what it is called with or refers to, cannot be sent to the workers: "
             f"{error}; make such things in the function, and pass DataFrames by "
             "TorchRunner(data=...)"
         ) from error
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Also refuses what Spark Connect lets travel, though a worker can do nothing with it."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """How to pickle a value; called for each."""
-        is_session = isinstance(value, SparkSession) or type(value).__module__ == _CONNECT_SESSION
-        if is_session or isinstance(value, DataFrame):
-            raise pickle.PicklingError(f"a {type(value).__name__} lives on the driver")
-        return super().reducer_override(value)
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
@@ -193,6 +210,7 @@ class FunctionJob:
     link: Link
     settings: Settings
     view: View
+    recorder: Recorder
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
@@ -212,6 +230,8 @@ class FunctionJob:
             run_id=self.run_id,
             is_watched=self.link.channel is not None,
             heal=self._heal,
+            recorder=self.recorder,
+            what="run a function",
         )
         return self._result(result)
 
@@ -222,6 +242,7 @@ class FunctionJob:
     def _submit(self, attempt: int) -> Callable[[], Rows]:
         link, slots, settings = self.link, self.slots, self.settings
         if attempt > 0:
+            self.recorder.begun_again(attempt, None)
             link.hub.clear(f"{self.run_id}/{attempt - 1}/")
             wait_again(self.spark, slots, settings, in_rounds=False)
         found = self._newest()

@@ -51,6 +51,7 @@ def train_in_gang(run: Run) -> Trained:
         run_id=run.run_id,
         is_watched=run.link.channel is not None,
         heal=partial(_heal, run),
+        recorder=run.recorder,
     )
     _load_final(run, result)
     return _trained(result)
@@ -67,6 +68,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
     slots, link, settings = run.slots, run.link, run.settings
     shards = run.plan.shards
     if attempt > 0:
+        run.recorder.begun_again(attempt, None)
         link.hub.clear(f"{run.run_id}/{attempt - 1}/")
         wait_for_slots(run.spark, slots.num_workers, slots.profile, settings)
         shards = tuple(part.shard for part in run.table.collect())

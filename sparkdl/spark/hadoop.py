@@ -104,14 +104,18 @@ class HadoopStorage:
     def write(self, path: str, data: Data) -> None:
         """See `Storage.write`."""
         target = self._at(path)
-        with tempfile.NamedTemporaryFile(prefix="sparkdl-") as file:
-            for piece in pieces(data):
-                file.write(piece)
-            file.flush()
-            try:
-                self._fs.copyFromLocalFile(False, True, self._local(file.name), target)
-            except Exception as error:
-                raise self._failure("write", path, error) from error
+        try:
+            with tempfile.NamedTemporaryFile(prefix="sparkdl-") as file:
+                for piece in pieces(data):
+                    file.write(piece)
+                file.flush()
+                try:
+                    self._fs.copyFromLocalFile(False, True, self._local(file.name), target)
+                except Exception as error:
+                    raise self._failure("write", path, error) from error
+        except OSError as error:  # of the driver's own disk
+            place = f"{tempfile.gettempdir()}, on the way to {self._name.rstrip('/')}/{path}"
+            raise failure("write", place, error) from error
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""

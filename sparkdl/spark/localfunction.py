@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from sparkdl.data.stats import no_rows
 from sparkdl.device import choose_device
 from sparkdl.errors import DataError
 from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
+from sparkdl.hardware import hardware
 from sparkdl.loader import DataSet, LocalSet
 from sparkdl.plan import Shard
-from sparkdl.progress import ReportView, SilentView, View
+from sparkdl.progress import SharedView
+from sparkdl.report.recorder import Recorder
 from sparkdl.runcontext import Context, entered
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.functions import (
@@ -36,8 +39,10 @@ from sparkdl.spark.functions import (
     check_folder,
 )
 from sparkdl.spark.hadoop import open_on_driver
+from sparkdl.spark.recorded import record_run
 from sparkdl.spark.rundata import Data, prepare_sets, source_table, warn_of_skipped
 from sparkdl.spark.shards import SpooledShard, columns_of, spool_columns
+from sparkdl.views import function_view
 
 _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""
@@ -54,7 +59,24 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         DataError: a data set cannot be used.
         StorageError: checkpoints cannot be kept.
     """
-    view: View = ReportView(shows_logs=True) if request.verbose else SilentView()
+    with record_run(
+        spark,
+        run_id=uuid.uuid4().hex[:12],
+        name="TorchRunner",
+        params=request.params,
+        report_dir=request.report_dir,
+        listeners=request.listeners,
+    ) as recorder:
+        result = _run(spark, request, recorder)
+        recorder.end(None, result.history)
+    return result
+
+
+def _run(
+    spark: SparkSession | None, request: FunctionRequest, recorder: Recorder
+) -> FunctionResult:
+    """See `run_here`."""
+    view = SharedView(function_view(request.verbose), recorder)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
@@ -82,6 +104,9 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
             save=lambda number, state: manager.save(number, state, {}),
             tell=view.epoch,
         )
+        recorder.facts(world_size=1, mode="the driver's own process")
+        recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})
+        recorder.phase("train")
         with environment_variables(place), entered(place):
             value = called(request.function)
         return FunctionResult(values=[value], history=place.history, restarts=0)

@@ -226,6 +226,7 @@ class CompetitionDriver(PopulationDriver):
     def _evaluate(self) -> Record:
         """See `RoundsDriver._evaluate`."""
         records = self._scores()
+        self._confusion = None  # that of the member which was measured last
         losses = [record["val_loss"] for record in records]
         order = best_first(losses)
         self._best_member = order[0]

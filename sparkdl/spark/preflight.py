@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
@@ -33,7 +34,8 @@ class ClusterInfo:
     num_executors: int | None
     """Executors there are or that were asked for; None: not known (Spark Connect)."""
     cores_per_executor: int | None
-    task_cpus: int = 1
+    task_cpus: float = 1
+    """Cores of a task; Spark 4.3 allows parts of one."""
     gpus_per_executor: int = 0
     gpus_per_task: float = 0.0
     dynamic_allocation: bool = False
@@ -44,6 +46,11 @@ class ClusterInfo:
     def is_local(self) -> bool:
         """Whether driver and executor are one process, or run on one machine for tests."""
         return self.master.startswith("local")
+
+    @property
+    def task_threads(self) -> int:
+        """Threads of a task that takes no more than its cores, as Spark tells it too."""
+        return math.ceil(self.task_cpus)
 
     @property
     def num_slots(self) -> int | None:
@@ -60,7 +67,7 @@ def inspect_cluster(spark: SparkSession) -> ClusterInfo:
     info = from_conf(get)
     if is_connect(spark) or re.match(r"local(\[|$)", info.master):
         if "*" in info.master and not is_connect(spark):  # the JVM may count fewer cores than we
-            return replace(info, cores_per_executor=num_slots(spark) * info.task_cpus)
+            return replace(info, cores_per_executor=cores_of(num_slots(spark), info.task_cpus))
         return info
     executors = registered_executors(spark)
     expected = info.num_executors
@@ -78,7 +85,7 @@ def from_conf(get: Get) -> ClusterInfo:
         master=master,
         num_executors=executors,
         cores_per_executor=cores,
-        task_cpus=int(get("spark.task.cpus") or 1),
+        task_cpus=float(get("spark.task.cpus") or 1),
         gpus_per_executor=int(float(get("spark.executor.resource.gpu.amount") or 0)),
         gpus_per_task=float(get("spark.task.resource.gpu.amount") or 0),
         dynamic_allocation=(get("spark.dynamicAllocation.enabled") or "false").lower() == "true",
@@ -117,8 +124,16 @@ def _cores_of_an_executor(spark: SparkSession, executors: int) -> int | None:
     """Standalone without spark.executor.cores: an executor takes all cores of its worker."""
     if executors < 1:
         return None
-    cpus = int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
-    return max(1, num_slots(spark) // executors) * cpus
+    cpus = float(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
+    slots = num_slots(spark)
+    if slots % executors:  # they differ: their mean, rounded down
+        return max(1, int(round(slots * cpus, 6) // executors))
+    return cores_of(slots // executors, cpus)
+
+
+def cores_of(slots: int, cpus: float) -> int:
+    """Cores of an executor that has so many slots: what parts of a core leave over counts."""
+    return math.ceil(round(max(1, slots) * cpus, 6))
 
 
 def slots_per_executor(
@@ -126,7 +141,7 @@ def slots_per_executor(
 ) -> int:
     """Workers that fit into one executor at a time."""
     assert info.cores_per_executor is not None
-    slots = info.cores_per_executor // (cpus_per_worker or info.task_cpus)
+    slots = int(round(info.cores_per_executor / (cpus_per_worker or info.task_cpus), 6))
     gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
     if gpus:
         # Several tasks may share a GPU, or one may have several; none has parts of two.
@@ -181,7 +196,7 @@ def choose_num_workers(
 def _too_few(
     workers: int, slots: int, info: ClusterInfo, cpus: int | None, gpus: float | None
 ) -> str:
-    needs = f"{cpus or info.task_cpus} cpu"
+    needs = f"{cpus or info.task_cpus:g} cpu"
     task_gpus = gpus if gpus is not None else info.gpus_per_task
     if task_gpus:
         needs += f" and {task_gpus:g} gpu"
@@ -271,48 +286,6 @@ def wait_for_slots(
         time.sleep(0.1)
 
 
-def make_profile(
-    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
-) -> ResourceProfile | None:
-    """Resources of one worker, for stage-level scheduling; None when none were asked for.
-
-    Raises:
-        ClusterError: this master has no stage-level scheduling, or executors have too little.
-    """
-    if cpus_per_worker is None and gpus_per_worker is None:
-        return None
-    if re.match(r"local(\[|$)", info.master):
-        raise ClusterError(
-            f"cpusPerWorker and gpusPerWorker need stage-level scheduling, which {info.master} "
-            "does not have; leave them unset, or use standalone, YARN, Kubernetes or local-cluster"
-        )
-    cpus = cpus_per_worker or info.task_cpus
-    if info.cores_per_executor is not None and cpus > info.cores_per_executor:
-        raise ClusterError(
-            f"cpusPerWorker={cpus} exceeds the {info.cores_per_executor} cores of an executor; "
-            "lower it or raise spark.executor.cores"
-        )
-    if gpus_per_worker is not None and gpus_per_worker > info.gpus_per_executor:
-        raise ClusterError(
-            f"gpusPerWorker={gpus_per_worker:g} exceeds the {info.gpus_per_executor} gpus of an "
-            "executor; lower it or set spark.executor.resource.gpu.amount"
-        )
-    requests = TaskResourceRequests().cpus(cpus)
-    gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
-    if gpus:
-        requests = requests.resource("gpu", gpus)
-    return ResourceProfileBuilder().require(requests).build
-
-
-def threads_per_worker(info: ClusterInfo, num_workers: int, cpus_per_worker: int | None) -> int:
-    """Threads of torch per worker: the cores of an executor, shared by the workers in it."""
-    if info.num_executors is None or info.cores_per_executor is None:
-        return cpus_per_worker or info.task_cpus
-    workers_per_executor = -(-num_workers // max(1, info.num_executors))
-    share = info.cores_per_executor // workers_per_executor
-    return max(1, share, cpus_per_worker or 1)
-
-
 def check_memory(
     info: ClusterInfo,
     get: Get,
@@ -342,20 +315,20 @@ def check_memory(
     if not info.master.startswith(("yarn", "k8s")):
         return
     per_executor = -(-num_workers // max(1, info.num_executors or num_workers))
-    needed = per_executor * (_INTERPRETER_BYTES + replica_bytes + state_bytes)
+    needed = per_executor * (INTERPRETER_BYTES + replica_bytes + state_bytes)
     granted = overhead_bytes(get)
     if needed > granted:
         raise ClusterError(
             f"{per_executor} worker(s) per executor need about {_mib(needed)} MiB outside the JVM "
             f"({_mib(replica_bytes)} MiB replica, {_mib(state_bytes)} MiB gradients, optimizer "
-            f"state and checkpoint copies, {_mib(_INTERPRETER_BYTES)} MiB Python and torch; the "
+            f"state and checkpoint copies, {_mib(INTERPRETER_BYTES)} MiB Python and torch; the "
             f"spool of {_mib(spool_bytes)} MiB is page cache on top), but executors grant "
             f"{_mib(granted)} MiB; set spark.executor.memoryOverhead to at least "
             f"{_mib(needed)}m"
         )
 
 
-_INTERPRETER_BYTES = 350 * 2**20
+INTERPRETER_BYTES = 350 * 2**20
 """Resident memory of a Python worker with torch loaded, measured with torch 2.13 on Linux."""
 
 

@@ -15,11 +15,18 @@ from sparkdl.channel import Address, ChannelClient
 from sparkdl.checkpoint.storage import open_storage, without_password
 from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
+from sparkdl.spark.failures import raise_unless_loss, told_by
 from sparkdl.spark.session import described
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
+PYTHON_REMEDY = (
+    "executors need the Python that PYSPARK_PYTHON or spark.pyspark.python names, at that path: "
+    "install it there, or ship one with --archives env.tar.gz#env and "
+    "PYSPARK_PYTHON=./env/bin/python; where they were lost, their logs say why"
+)
+"""What to do about executors that cannot start a Python worker."""
 _SCHEMA = pa.schema([("answer", pa.string())])
 _CONNECT_SECONDS = 5.0
 
@@ -93,7 +100,8 @@ def probe(
     """Compare versions and reach the storage on the executors.
 
     Raises:
-        ClusterError: an executor has no sparkdl, or runs other versions than the driver.
+        ClusterError: an executor has no Python or no sparkdl, or runs other versions than the
+            driver.
         StorageError: an executor opens the storage, but finds another one than the driver's.
     """
     task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
@@ -109,6 +117,11 @@ def probe(
             raise ClusterError(
                 f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
                 "there as on the driver, or send it along with --archives or --py-files"
+            ) from error
+        except Exception as error:
+            raise_unless_loss(error)
+            raise ClusterError(
+                f"no task could run on the executors ({told_by(error)}); {PYTHON_REMEDY}"
             ) from error
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.config import TrainConfig
 from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named
+from sparkdl.listeners import Listener
 from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
 
@@ -43,6 +44,13 @@ class FitRequest:
     """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
+    report_dir: str | None = None
+    """Directory or URL in which the run leaves its record; None: nowhere."""
+    listeners: tuple[Listener, ...] = ()
+    name: str = "fit"
+    """What is run, for its record."""
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
 
     @property
     def num_inputs(self) -> int:

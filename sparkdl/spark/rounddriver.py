@@ -7,7 +7,6 @@ results is left to `rounds` (one state for all) and `populations` (each replica 
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -18,13 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from sparkdl import roundworker
 from sparkdl.checkpoint.format import encode
 from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.environment import versions
-from sparkdl.packing import PackedModule, pack
+from sparkdl.packing import pack_blank
 from sparkdl.plan import RoundPart
 from sparkdl.process import tuned_allocator
 from sparkdl.roundworker import RoundOrder
@@ -64,6 +62,7 @@ class RoundsDriver(ABC):
         self._stopper = make_stopper(config, has_validation=run.plan.num_validation_rows > 0)
         self._best: dict[str, Any] | None = None
         self._sent: Snapshot | None = None
+        self._confusion: list[list[int]] | None = None
         self._restarts = 0
         self._num_jobs = 0
         self._fingerprints = [shard.fingerprint for shard in run.plan.shards]
@@ -73,8 +72,9 @@ class RoundsDriver(ABC):
             seconds=[0.0] * num_shards,
             bytes_sent=[0] * num_shards,
             epoch_sums=self._no_sums(),
+            tell=run.recorder.spent,
         )
-        blank = _blank(run.module)
+        blank = pack_blank(run.module)
         self._payload = roundworker.pack_payload(config, blank.skeleton, blank.tensors)
         self.checkpoints = RoundCheckpoints(run)
 
@@ -82,6 +82,7 @@ class RoundsDriver(ABC):
         """The whole story."""
         self._resume()
         self._run.view.attempt(0, self._progress.step)
+        self._totals.began = time.perf_counter()
         for callback in self._run.config.callbacks:
             callback.on_train_begin(self._callback_state())
         while not self._is_complete():
@@ -151,6 +152,7 @@ class RoundsDriver(ABC):
         overhead = time.perf_counter() - began - done.seconds
         self._totals.steps += done.seconds
         self._totals.overhead += overhead
+        self._totals.spend_round(done, overhead)
         self._period.observe(
             RoundReport(
                 steps=part.num_steps,
@@ -190,6 +192,8 @@ class RoundsDriver(ABC):
             run_id=run.run_id,
             is_watched=run.link.channel is not None,
             first_attempt=self._num_jobs,
+            recorder=run.recorder,
+            what="evaluate" if part is None else f"train from step {part.step}",
         )
         self._restarts += result.restarts
         self._num_jobs += result.restarts + 1
@@ -199,6 +203,8 @@ class RoundsDriver(ABC):
     def _submit(self, part: RoundPart | None, stage: Stage, attempt: int) -> Callable[[], Rows]:
         run = self._run
         if attempt > self._num_jobs:
+            number = self._restarts + attempt - self._num_jobs
+            run.recorder.begun_again(number, self._progress.step)
             run.table.rebuild()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")
         order = RoundOrder(
@@ -237,16 +243,22 @@ class RoundsDriver(ABC):
         run, progress = self._run, self._progress
         record = self._make_record()
         progress.add_record(record)
+        is_kept = True
         if self._stopper is not None:
             assert run.config.early_stopping is not None
-            if self._stopper.is_best(record) and run.config.early_stopping.restore_best:
-                self._best = self._model()
+            is_best = self._stopper.is_best(record)
+            if run.config.early_stopping.restore_best:
+                is_kept = is_best
+                if is_best:
+                    self._best = self._model()
             progress.stopped_early = self._stopper.should_stop
         if progress.step_in_epoch == run.plan.steps_per_epoch:
             progress.epoch += 1
             progress.step_in_epoch = 0
             self._totals.epoch_sums = self._no_sums()
         run.view.epoch(record)
+        if is_kept and self._confusion is not None:
+            run.recorder.confusion(int(record["epoch"]), self._confusion)
         if run.config.callbacks:
             run.module.load_state_dict(self._model())
             for callback in run.config.callbacks:
@@ -270,7 +282,7 @@ class RoundsDriver(ABC):
         if self._run.plan.num_validation_rows:
             began = time.perf_counter()
             record.update(self._evaluate())
-            self._totals.evaluate += time.perf_counter() - began
+            self._totals.spend("evaluate", time.perf_counter() - began)
         return record
 
     def _evaluate_model(self, model: dict[str, Any]) -> Record:
@@ -291,7 +303,9 @@ class RoundsDriver(ABC):
             values = (report["loss_sum"], report["weight"], *report["label_sums"])
             sums += torch.tensor(values, dtype=torch.float64)
         over_all = Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
-        return evaluation_record(sums, over_all.compute_over(metrics), part_names(loss))
+        record = evaluation_record(sums, over_all.compute_over(metrics), part_names(loss))
+        self._confusion = over_all.confusion
+        return record
 
     def _is_complete(self) -> bool:
         plan = self._run.plan
@@ -307,7 +321,7 @@ class RoundsDriver(ABC):
         if self.checkpoints.is_wanted and not self._is_complete():
             began = time.perf_counter()
             self.checkpoints.save(self._progress.step, self._shared_state())
-            self._totals.checkpoint += time.perf_counter() - began
+            self._totals.spend("checkpoint", time.perf_counter() - began)
 
     def _shared_state(self) -> dict[str, Any]:
         if self._stopper is not None:
@@ -351,14 +365,9 @@ class RoundsDriver(ABC):
         )
 
     def _show(self, loss: float) -> None:
-        body = {
-            "phase": "train",
-            "epoch": self._progress.epoch + 1,
-            "step": self._progress.step,
-            "loss": loss,
-            "rows": self._totals.rows[0],
-        }
-        self._run.view.heartbeat(0, body)
+        progress = self._progress
+        body = {"phase": "train", "epoch": progress.epoch + 1, "step": progress.step}
+        self._run.view.heartbeat(0, {**body, "loss": loss, "rows": self._totals.rows[0]})
 
     def _outcome(self) -> Trained:
         totals = self._totals
@@ -388,12 +397,3 @@ def run_rounds(rounds: RoundsDriver) -> Trained:
         raise
     rounds.checkpoints.close(abort=False)
     return trained
-
-
-def _blank(module: nn.Module) -> PackedModule:
-    """The module with zeros where every round brings its own weights."""
-    blank = copy.deepcopy(module)
-    for tensor in blank.state_dict().values():
-        if isinstance(tensor, torch.Tensor):
-            tensor.detach().zero_()
-    return pack(blank)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,17 @@ class Totals:
     bytes_sent: list[int]
     epoch_sums: list[float]
     """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
+    tell: Callable[[int, Mapping[str, float]], None]
+    """Is told what each shard's time was spent on, whenever that has grown."""
     steps: float = 0.0
     """Seconds of the slowest task of each round, summed."""
     overhead: float = 0.0
     """The rest of the rounds' seconds."""
     evaluate: float = 0.0
     checkpoint: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
+    """When training began, by `time.perf_counter`."""
+    _spent: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def add(self, done: RoundDone) -> None:
         """Take note of a round."""
@@ -65,6 +72,39 @@ class Totals:
             self.bytes_sent[shard_id] += num_bytes
         for position, value in enumerate(done.sums):
             self.epoch_sums[position] += value
+
+    def spend_round(self, done: RoundDone, overhead: float) -> None:
+        """Take note of what a round's time was spent on, by shard.
+
+        A shard waits from its own end to that of the slowest. What the round has taken besides,
+        for Spark's scheduling, for states on their way and their mean, is communication.
+        """
+        for shard_id in range(len(self.rows)):
+            report = done.reports.get(shard_id, {"spent": {}})
+            own = dict(report["spent"])
+            own["waiting"] = max(0.0, done.seconds - sum(own.values()))
+            own["communication"] = max(0.0, overhead)
+            self._add(shard_id, own)
+        self._tell_all()
+
+    def spend(self, what: Literal["evaluate", "checkpoint"], seconds: float) -> None:
+        """Take note of what the driver did while all shards waited for it."""
+        setattr(self, what, getattr(self, what) + seconds)
+        for shard_id in range(len(self.rows)):
+            self._add(shard_id, {what: seconds})
+        self._tell_all()
+
+    def _add(self, shard_id: int, seconds: dict[str, float]) -> None:
+        total = self._spent.setdefault(shard_id, {})
+        for what, value in seconds.items():
+            total[what] = total.get(what, 0.0) + value
+
+    def _tell_all(self) -> None:
+        """What is not accounted for, such as callbacks on the driver, is spent on other things."""
+        elapsed = time.perf_counter() - self.began
+        for shard_id, own in self._spent.items():
+            rest = max(0.0, elapsed - sum(own.values()))
+            self.tell(shard_id, {**own, "other": own.get("other", 0.0) + rest})
 
     def phases(self) -> dict[str, float]:
         """Phase -> seconds."""

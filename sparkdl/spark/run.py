@@ -11,6 +11,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.packing import PackedModule
 from sparkdl.plan import TrainPlan
 from sparkdl.progress import View
+from sparkdl.report.recorder import Recorder
 from sparkdl.spark.link import Link
 from sparkdl.spark.settings import Settings
 from sparkdl.spark.shards import ShardTable
@@ -39,6 +40,7 @@ class Run:
     settings: Settings
     view: View
     max_restarts: int
+    recorder: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,12 @@ def conf(spark: SparkSession, key: str) -> str | None:
     return spark.conf.get(key, None)
 
 
+def shares_console(spark: SparkSession) -> bool:
+    """Whether workers print where the driver does: in local mode."""
+    master = conf(spark, "spark.master") or ""
+    return not is_connect(spark) and master.startswith("local") and "cluster" not in master
+
+
 def is_case_sensitive(spark: SparkSession) -> bool:
     """Whether Spark tells columns apart whose names differ in case only."""
     return conf(spark, "spark.sql.caseSensitive") == "true"
@@ -73,17 +79,32 @@ def _route_to(endpoint: tuple[str, int]) -> str:
 
 @contextlib.contextmanager
 def described(spark: SparkSession, text: str) -> Iterator[None]:
-    """Name the jobs of the block in Spark's web UI (classic Spark; Connect has no such call)."""
+    """Name the jobs and stages that this thread submits in the block, in Spark's own UI.
+
+    On classic Spark by description, which is that of before afterwards (the names of stages are
+    pyspark's, which overwrites them); on Spark Connect, which has none, by a tag.
+    """
     if is_connect(spark):
-        yield
+        tag = text.replace(",", ";")
+        is_new = tag not in spark.getTags()
+        spark.addTag(tag)
+        try:
+            yield
+        finally:
+            if is_new:
+                spark.removeTag(tag)
         return
     context = spark.sparkContext
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(text)
+    before = context.getLocalProperty(_DESCRIPTION)
+    context.setLocalProperty(_DESCRIPTION, text)
     try:
         yield
     finally:
-        context.setLocalProperty("spark.job.description", before)  # type: ignore[arg-type]
+        context.setLocalProperty(_DESCRIPTION, before)  # type: ignore[arg-type]
+
+
+_DESCRIPTION = "spark.job.description"
+"""Local property that Spark's UI shows as the description of jobs and of their stages."""
 
 
 def tag_jobs(spark: SparkSession, tag: str) -> None:
@@ -93,6 +114,14 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
     else:
         # The session's own tags do not reach the jobs of a collect() on classic Spark 4.3.
         spark.sparkContext.addJobTag(tag)
+
+
+def untag_jobs(spark: SparkSession, tag: str) -> None:
+    """Undo `tag_jobs`."""
+    if is_connect(spark):
+        spark.removeTag(tag)
+    else:
+        spark.sparkContext.removeJobTag(tag)
 
 
 def cancel_jobs(spark: SparkSession, tag: str) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
+from sparkdl.errors import ClusterError
 from sparkdl.spark.arrival import await_executors
 from sparkdl.spark.preflight import (
     ClusterInfo,
     choose_num_workers,
     inspect_cluster,
-    make_profile,
     require_gang_support,
-    threads_per_worker,
     total_slots,
     wait_for_slots,
 )
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings
-
-if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ def plan_rounds(
     return Slots(
         num_workers=num_workers,
         # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
-        threads=cpus_per_worker or info.task_cpus,
+        threads=cpus_per_worker or info.task_threads,
         profile=make_profile(info, cpus_per_worker, gpus_per_worker),
         total=total_slots(info, cpus_per_worker, gpus_per_worker),
     )
@@ -101,3 +98,45 @@ def _inspect(spark: SparkSession, num_workers: int | None, settings: Settings) -
     if num_workers is not None:
         return inspect_cluster(spark)
     return await_executors(spark, settings)
+
+
+def make_profile(
+    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
+) -> ResourceProfile | None:
+    """Resources of one worker, for stage-level scheduling; None when none were asked for.
+
+    Raises:
+        ClusterError: this master has no stage-level scheduling, or executors have too little.
+    """
+    if cpus_per_worker is None and gpus_per_worker is None:
+        return None
+    if re.match(r"local(\[|$)", info.master):
+        raise ClusterError(
+            f"cpusPerWorker and gpusPerWorker need stage-level scheduling, which {info.master} "
+            "does not have; leave them unset, or use standalone, YARN, Kubernetes or local-cluster"
+        )
+    cpus = cpus_per_worker or info.task_threads  # a profile has no parts of cores
+    if info.cores_per_executor is not None and cpus > info.cores_per_executor:
+        raise ClusterError(
+            f"cpusPerWorker={cpus} exceeds the {info.cores_per_executor} cores of an executor; "
+            "lower it or raise spark.executor.cores"
+        )
+    if gpus_per_worker is not None and gpus_per_worker > info.gpus_per_executor:
+        raise ClusterError(
+            f"gpusPerWorker={gpus_per_worker:g} exceeds the {info.gpus_per_executor} gpus of an "
+            "executor; lower it or set spark.executor.resource.gpu.amount"
+        )
+    requests = TaskResourceRequests().cpus(cpus)
+    gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
+    if gpus:
+        requests = requests.resource("gpu", gpus)
+    return ResourceProfileBuilder().require(requests).build
+
+
+def threads_per_worker(info: ClusterInfo, num_workers: int, cpus_per_worker: int | None) -> int:
+    """Threads of torch per worker: the cores of an executor, shared by the workers in it."""
+    if info.num_executors is None or info.cores_per_executor is None:
+        return cpus_per_worker or info.task_threads
+    workers_per_executor = -(-num_workers // max(1, info.num_executors))
+    share = info.cores_per_executor // workers_per_executor
+    return max(1, share, cpus_per_worker or 1)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
@@ -22,8 +23,11 @@ from pyspark.sql import SparkSession
 from sparkdl.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed
 from sparkdl.progress import View
+from sparkdl.report.recorder import Recorder
+from sparkdl.spark.cancelling import end_job
 from sparkdl.spark.failures import LOST, LOST_REMEDY, raise_unless_loss, told_by
-from sparkdl.spark.session import cancel_jobs, tag_jobs
+from sparkdl.spark.interrupts import raise_if_asked
+from sparkdl.spark.session import described, tag_jobs
 from sparkdl.spark.verdict import verdict
 
 logger = logging.getLogger(__name__)
@@ -61,9 +65,15 @@ class Attempt:
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
     cancelled: bool = False
-    """Whether we ended the job, so that Spark's error says nothing new."""
+    """Whether we ended the job, so that Spark's error says nothing new; one that has not begun by
+    then never does."""
+    has_begun: bool = False
+    """Whether its thread may have a job, or have one soon."""
     rows: Rows | None = None
     spark_error: Exception | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set when Spark's job has ended. To be waited for in place of its thread: up to Python 3.12 a
+    ``Thread.join`` that Ctrl-C interrupts takes the thread for ended (bpo-45274)."""
 
     def silent(self, now: float, timeout_seconds: float) -> list[int]:
         """Ranks that were heard once but not lately, and have not finished."""
@@ -103,6 +113,8 @@ def supervise(
     is_watched: bool = True,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
+    recorder: Recorder | None = None,
+    what: str = "train",
 ) -> GangResult:
     """Run a gang to its end, however many submissions that takes.
 
@@ -118,6 +130,8 @@ def supervise(
         is_watched: whether workers reach the driver's hub; else only rows tell what happened.
         first_attempt: number of the first submission, where a run makes several gangs.
         heal: given a failed attempt, mends what would make the next one fail too.
+        recorder: is told what the view does not show: failures and their reasons, hardware.
+        what: is done, for Spark's UI.
 
     Raises:
         WorkerError: the user's code failed.
@@ -140,6 +154,8 @@ def supervise(
                 view,
                 run_id,
                 is_watched=is_watched,
+                recorder=recorder,
+                name=f"sparkdl {run_id}: {what}" + f", restart {number}" * (number > 0),
             )
         except Exception as error:
             raise_unless_loss(error)
@@ -149,6 +165,8 @@ def supervise(
             assert attempt.rows is not None
             return GangResult(rows=attempt.rows, restarts=number)
         reasons.append(reason)
+        if recorder is not None:
+            recorder.failure(reason)
         if number < limits.max_restarts:
             logger.warning(
                 "%s; restart %d of %d",
@@ -207,23 +225,28 @@ def _run(
     run_id: str,
     *,
     is_watched: bool,
+    recorder: Recorder | None,
+    name: str,
 ) -> Attempt:
     """Submit once and watch until Spark's job has ended."""
     attempt = Attempt(number=number, world_size=world_size, submitted=time.monotonic())
     tag = f"sparkdl-{run_id}-{number}"
     thread = threading.Thread(
-        target=_submit, args=(spark, job, tag, attempt), name=f"sparkdl-gang-{number}", daemon=True
+        target=_submit,
+        args=(spark, job, tag, name, attempt),
+        name=f"sparkdl-gang-{number}",
+        daemon=True,
     )
-    thread.start()
     try:
-        _watch(thread, attempt, hub, limits, view, is_watched=is_watched)
+        thread.start()
+        hear = partial(_hear, hub, attempt, view, recorder)
+        _watch(attempt, hear, limits, is_watched=is_watched)
     finally:
-        if thread.is_alive():
+        if not attempt.is_over.is_set():
             attempt.cancelled = True
-            with _uninterrupted(thread):
-                cancel_jobs(spark, tag)
-                thread.join(timeout=60)
-        _drain(hub, attempt, view)
+            if attempt.has_begun:
+                end_job(spark, tag, attempt.is_over)
+        _hear(hub, attempt, view, recorder)  # the last events may come a moment after the rows
     if attempt.rows is not None:
         reported = [json.loads(payload) for _, kind, payload in attempt.rows if kind == "error"]
         known = {failure["rank"] for failure in attempt.failures}
@@ -231,38 +254,34 @@ def _run(
     return attempt
 
 
-@contextlib.contextmanager
-def _uninterrupted(thread: threading.Thread) -> Any:
-    """Finish cancelling even if Ctrl-C is pressed again meanwhile."""
+def _submit(
+    spark: SparkSession, job: Callable[[], Rows], tag: str, name: str, attempt: Attempt
+) -> None:
+    attempt.has_begun = True  # and then looks whether it may go on; who cancels looks after that
     try:
-        yield
-    except KeyboardInterrupt:
-        thread.join(timeout=10)
-        raise
-
-
-def _submit(spark: SparkSession, job: Callable[[], Rows], tag: str, attempt: Attempt) -> None:
-    tag_jobs(spark, tag)
-    try:
-        attempt.rows = job()
+        tag_jobs(spark, tag)
+        with described(spark, name):
+            if not attempt.cancelled:
+                attempt.rows = job()
     except Exception as error:
         attempt.spark_error = error
+    finally:
+        attempt.is_over.set()
 
 
 def _watch(
-    thread: threading.Thread,
     attempt: Attempt,
-    hub: Hub,
+    hear: Callable[[], None],
     limits: Limits,
-    view: View,
     *,
     is_watched: bool,
 ) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     before = time.monotonic()
     doomed_since: float | None = None
-    while thread.is_alive():
-        _hear(hub, attempt, view)
+    while not attempt.is_over.is_set():
+        raise_if_asked()
+        hear()
         now = time.monotonic()
         if now - before > limits.heartbeat_timeout_seconds / 2:
             # The driver itself stood still; silence during that time says nothing.
@@ -278,7 +297,7 @@ def _watch(
             if silent:
                 attempt.failures.append(_hang(silent, limits.heartbeat_timeout_seconds))
                 return
-        thread.join(timeout=_TICK_SECONDS)
+        attempt.is_over.wait(timeout=_TICK_SECONDS)
 
 
 def _check_start(attempt: Attempt, now: float, limits: Limits) -> None:
@@ -317,16 +336,16 @@ def _hang(silent: Sequence[int], timeout_seconds: float) -> Mapping[str, Any]:
     }
 
 
-def _hear(hub: Hub, attempt: Attempt, view: View) -> None:
-    """Take all events that have arrived."""
+def _hear(hub: Hub, attempt: Attempt, view: View, recorder: Recorder | None) -> None:
+    """Take all events that have arrived; those that arrive meanwhile must wait for their turn."""
     with contextlib.suppress(queue.Empty):
-        while True:
+        for _ in range(hub.events.qsize()):
             event = hub.events.get_nowait()
             if event.attempt == attempt.number:
-                _take(event, attempt, view)
+                _take(event, attempt, view, recorder)
 
 
-def _take(event: Event, attempt: Attempt, view: View) -> None:
+def _take(event: Event, attempt: Attempt, view: View, recorder: Recorder | None) -> None:
     if not attempt.heard:
         attempt.first_heard = event.received
     attempt.heard[event.rank] = event.received
@@ -343,8 +362,5 @@ def _take(event: Event, attempt: Attempt, view: View) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
-
-
-def _drain(hub: Hub, attempt: Attempt, view: View) -> None:
-    """Take the last events, which may arrive a moment after the rows."""
-    _hear(hub, attempt, view)
+    elif recorder is not None:
+        recorder.fact(event.rank, event.body)

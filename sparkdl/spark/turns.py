@@ -11,6 +11,9 @@ import threading
 from collections.abc import Iterator
 
 from sparkdl.errors import TrainingFailed
+from sparkdl.spark.interrupts import raise_if_asked
+
+_LOOK_SECONDS = 0.2
 
 
 class Turns:
@@ -37,7 +40,8 @@ class Turns:
             return total is None or not self._held or self._held + num_slots <= total
 
         with self._free:
-            self._free.wait_for(lambda: self._is_over or is_free())
+            while not self._free.wait_for(lambda: self._is_over or is_free(), _LOOK_SECONDS):
+                raise_if_asked()
             if self._is_over:
                 raise TrainingFailed("the search that this fit belongs to was ended")
             self._held += num_slots

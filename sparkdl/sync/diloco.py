@@ -40,6 +40,7 @@ class DiLoCo(AveragingStrategy):
     outer_optimizer: str = "sgd"
     """Name of a class of torch.optim, in any case."""
     outer_learning_rate: float = 0.7
+    """Learning rate of the outer optimizer, which steps along the mean change of a round."""
     outer_params: Mapping[str, Any] | None = None
     """Further options of the outer optimizer; None: the paper's momentum of 0.9 in Nesterov's form
     for SGD, torch's own defaults for others."""

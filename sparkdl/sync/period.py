@@ -89,7 +89,7 @@ class AutoPeriod(Period):
         """See `Period.observe`."""
         self._step_seconds = _smoothed(self._step_seconds, report.step_seconds / report.steps)
         self._merge_seconds = _smoothed(self._merge_seconds, report.merge_seconds)
-        wanted = self._merge_seconds * (1 / self._share - 1) / max(self._step_seconds, 1e-9)
+        wanted = steps_for_share(self._merge_seconds, self._step_seconds, self._share)
         bounded = min(max(wanted, self._length / 2), self._length * 2)
         self._length = min(max(1, round(bounded)), self._limit)
 
@@ -154,6 +154,11 @@ class AdaptivePeriod(Period):
         """See `Period.load_state_dict`."""
         self._length = state["length"]
         self._origin = state["origin"]
+
+
+def steps_for_share(merge_seconds: float, step_seconds: float, share: float) -> float:
+    """Steps of a round that spends ``share`` of its time on agreeing; see `AutoPeriod`."""
+    return merge_seconds * (1 / share - 1) / max(step_seconds, 1e-9)
 
 
 def check_period(period: object, *words: str, name: str = "averaging_period") -> None:

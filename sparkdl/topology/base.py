@@ -27,6 +27,11 @@ class Topology:
         self.address = comm.address
         self.bytes_sent = 0
 
+    @property
+    def waited_seconds(self) -> float:
+        """See `Communicator.waited_seconds`."""
+        return self._comm.waited_seconds
+
     def close(self) -> None:
         """Give back what was taken for the sums, also after a failure; waits for nobody."""
 

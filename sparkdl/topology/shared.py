@@ -9,6 +9,7 @@ and back, piece by piece.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -70,6 +71,8 @@ class SharedSum:
         self._regions: list[_Region] = []
         self._pending: deque[_Sum] = deque()
         self._num_started = 0
+        self.waited_seconds = 0.0
+        """How long this rank has waited for summands of others."""
         try:
             self._small = _Staging(self._map(64 * SMALL_BYTES), SMALL_BYTES)
             self._large = _Staging(self._map(4 * PIECE_BYTES), PIECE_BYTES)
@@ -132,7 +135,10 @@ class SharedSum:
         while not last.is_finished:
             oldest = self._pending[0]
             if not oldest.is_added:
-                self.signals.wait(READY, oldest.number)
+                if not self.signals.arrived(READY, oldest.number):
+                    began = time.perf_counter()
+                    self.signals.wait(READY, oldest.number)
+                    self.waited_seconds += time.perf_counter() - began
                 oldest.add()
             oldest.distribute()
             self._advance()
@@ -326,6 +332,11 @@ class Shared(Topology):
     def __init__(self, comm: Communicator, node: SharedSum) -> None:
         super().__init__(comm)
         self._node = node
+
+    @property
+    def waited_seconds(self) -> float:
+        """See `Communicator.waited_seconds`."""
+        return super().waited_seconds + self._node.waited_seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `Communicator.allocate`; each rank has the tensors of its node mapped."""

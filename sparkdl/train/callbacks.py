@@ -36,8 +36,14 @@ class Observer(Protocol):
     def phase(self, name: Phase) -> None:
         """Another phase begins."""
 
+    def clock(self, seconds: Mapping[str, float]) -> None:
+        """Training begins; ``seconds`` grow with it, and say what its time is spent on."""
+
     def epoch(self, record: Mapping[str, float]) -> None:
         """An epoch was completed; ``record`` is its entry in the history."""
+
+    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+        """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
 
 
 class NullObserver:
@@ -49,8 +55,14 @@ class NullObserver:
     def phase(self, name: Phase) -> None:
         """See `Observer.phase`."""
 
+    def clock(self, seconds: Mapping[str, float]) -> None:
+        """See `Observer.clock`."""
+
     def epoch(self, record: Mapping[str, float]) -> None:
         """See `Observer.epoch`."""
+
+    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+        """See `Observer.confusion`."""
 
 
 @dataclass(frozen=True, kw_only=True)

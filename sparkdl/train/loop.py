@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from sparkdl.plan import TrainPlan
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.topology import arrange
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
+from sparkdl.train.clock import Clock
 from sparkdl.train.divergence import diverged
 from sparkdl.train.evaluate import evaluate, sync_buffers
 from sparkdl.train.losses import loss_record, no_sums, part_names
@@ -33,7 +33,7 @@ from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.step import TrainStep
 from sparkdl.train.sync_batch_norm import synchronized
-from sparkdl.train.training_step import objective_of
+from sparkdl.train.training_step import StepLoss, objective_of
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
 
@@ -112,9 +112,16 @@ class _Trainer:
         self._observer = observer
         self._loss = objective_of(config, module)
         self._loss.to(device)
-        self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
+        self._metrics = Metrics(
+            config.metrics,
+            config.task,
+            self._loss.predictions,
+            device,
+            counts_classes=not isinstance(self._loss, StepLoss),
+        )
         self._rows_by_rank = [plan.rows_of(rank) for rank in range(plan.world_size)]
         self._replica = self._make_replica(module)
+        self._clock = Clock(comm)
         self._step = TrainStep(
             config,
             self._replica.synchronizer,
@@ -122,16 +129,16 @@ class _Trainer:
             self._replica.number_format,
             self._schedule,
             device,
+            clock=self._clock,
             talks_within=config.sync_batch_norm and comm.world_size > 1,
         )
         self._replica.watch = self._step.watch
-        self._seconds = dict.fromkeys(("data", "step", "round", "evaluate", "checkpoint"), 0.0)
-        self._rows = 0
         self._wants_checkpoint = False
 
     def run(self, resume: ResumePoint | None) -> TrainOutcome:
         """The whole story."""
         self._begin(resume)
+        self._observer.clock(self._clock.seconds)
         while not self._is_complete():
             self._train_epoch()
             self._end_epoch()
@@ -172,10 +179,11 @@ class _Trainer:
                 pin_memory=self._device.type == "cuda",
             )
         )
+        self._clock.lap("other")
         with contextlib.closing(batches):
             while not self._is_epoch_over():
-                with self._timed("data"):
-                    batch = next(batches)
+                batch = next(batches)
+                self._clock.lap("data")
                 self._train_step(batch)
                 if not self._is_epoch_over():
                     self._save_if_due()
@@ -183,25 +191,24 @@ class _Trainer:
     def _train_step(self, batch: Batch) -> None:
         replica, state = self._replica, self._replica.state
         by_rank = self._batch_rows(state.step_in_epoch)
-        with self._timed("step"):
-            moved = batch
-            if self._device.type != "cpu":
-                moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
-            sums = self._step(moved, sum(by_rank), state.step)
+        moved = batch
+        if self._device.type != "cpu":
+            moved = batch.map(lambda value: value.to(self._device, non_blocking=True))
+        sums = self._step(moved, sum(by_rank), state.step)
         if sums.ranks is not None:  # the rows of the others were of no use
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         if by_rank[self._comm.rank]:
             replica.epoch_sums += sums.local
-        with self._timed("round"):
-            is_closed = replica.synchronizer.after_step(state.step)
+        is_closed = replica.synchronizer.after_step(state.step)
+        self._clock.lap("communication")
         state.step += 1
         state.step_in_epoch += 1
         state.rows_seen += sum(by_rank)
-        self._rows += sum(by_rank)
         self._observe_step(by_rank[self._comm.rank])
         if self._checkpoints is not None and self._checkpoints.due(state.step):
             self._wants_checkpoint = True
         self._is_round_closed = is_closed
+        self._clock.lap("other")
 
     def _batch_rows(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
@@ -227,25 +234,34 @@ class _Trainer:
         if not replica.synchronizer.buffers_agree:
             with_rows = [rank for rank, rows in enumerate(self._rows_by_rank) if rows]
             sync_buffers(replica.module, self._comm, with_rows)
+            self._clock.lap("communication")
         record = self._make_record()
         state.add_record(record)
+        is_kept = True
         if replica.stopper is not None:
             assert self._config.early_stopping is not None
-            if replica.stopper.is_best(record) and self._config.early_stopping.restore_best:
-                replica.keep_best()
+            is_best = replica.stopper.is_best(record)
+            if self._config.early_stopping.restore_best:
+                is_kept = is_best
+                if is_best:
+                    replica.keep_best()
             state.stopped_early = replica.stopper.should_stop
         if state.step_in_epoch == self._plan.steps_per_epoch:
             state.epoch += 1
             state.step_in_epoch = 0
             replica.epoch_sums.zero_()
         self._observer.epoch(record)
+        if is_kept and self._metrics.confusion is not None:
+            self._observer.confusion(int(record["epoch"]), self._metrics.confusion)
         for callback in self._config.callbacks:
             callback.on_epoch_end(self._callback_state(), record)
+        self._clock.lap("other")
 
     def _make_record(self) -> Record:
         replica, state = self._replica, self._replica.state
         sums = replica.epoch_sums.clone()
         self._comm.all_reduce(sums)
+        self._clock.lap("communication")
         losses = loss_record(sums.tolist(), part_names(self._loss))
         loss = losses["loss"]
         if sums[1] > 0 and not math.isfinite(loss):
@@ -259,8 +275,8 @@ class _Trainer:
         }
         if self._plan.num_validation_rows:
             self._observer.phase("evaluate")
-            with self._timed("evaluate"):
-                record.update(self._evaluate())
+            record.update(self._evaluate())
+            self._clock.lap("evaluate")
         return record
 
     def _learning_rate(self) -> float:
@@ -286,23 +302,20 @@ class _Trainer:
         self._wants_checkpoint = False
         self._close_round()
         self._observer.phase("checkpoint")
-        with self._timed("checkpoint"):
-            point = self._replica.snapshot()
-            assert point.rank_state is not None
-            self._checkpoints.save(point.step, point.shared, point.rank_state)
+        point = self._replica.snapshot()
+        assert point.rank_state is not None
+        self._checkpoints.save(point.step, point.shared, point.rank_state)
+        self._clock.lap("checkpoint")
         self._observer.phase("train")
 
     def _close_round(self) -> None:
-        with self._timed("round"):
-            self._replica.synchronizer.close_round()
+        self._clock.lap("other")
+        self._replica.synchronizer.close_round()
+        self._clock.lap("communication")
         self._is_round_closed = True
 
     def _outcome(self) -> TrainOutcome:
         state = self._replica.state
-        round_seconds = self._seconds.pop("round")
-        communication = self._step.communication_seconds + round_seconds
-        step_seconds = self._seconds.pop("step") + round_seconds
-        busy = step_seconds + self._seconds["data"]
         final = self._replica.snapshot()
         if self._replica.best_model is not None:  # the module will change under the snapshot
             model = {name: _copied(value) for name, value in final.shared["model"].items()}
@@ -312,12 +325,7 @@ class _Trainer:
             steps=state.step,
             rows=state.rows_seen,
             stopped_early=state.stopped_early,
-            seconds={
-                **self._seconds,
-                "compute": step_seconds - communication,
-                "communication": communication,
-            },
-            rows_per_second=self._rows / busy if busy > 0 else 0.0,
+            seconds=dict(self._clock.seconds),
             bytes_sent=self._replica.synchronizer.bytes_sent,
             final=final,
         )
@@ -368,14 +376,6 @@ class _Trainer:
             loss=self._step.loss,
             model=self._replica.module,
         )
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[what] += time.perf_counter() - started
 
 
 def _copied(value: object) -> object:

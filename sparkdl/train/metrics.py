@@ -17,11 +17,14 @@ import torch
 from sparkdl.comm import Communicator
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
+from sparkdl.train.confusion import Confusion, added
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _TAKEN = {"loss"}
+_CONFUSION = "\0confusion"
+"""Among the states of metrics; no metric has such a name."""
 
 State = tuple[int, dict[str, Any]]
 """How often a metric was updated, and its states by name: tensors or lists of tensors."""
@@ -44,6 +47,7 @@ class Metrics:
         device: torch.device,
         *,
         is_double: bool = False,
+        counts_classes: bool = False,
     ) -> None:
         """Make this rank's own copies.
 
@@ -55,6 +59,7 @@ class Metrics:
             device: where the metrics live.
             is_double: whether states and all floating values that the metrics see become float64,
                 but for metrics with weights of their own.
+            counts_classes: whether to count what a classifier takes for what; see `confusion`.
 
         Raises:
             ConfigError: something is not a single metric, or its name is taken.
@@ -70,15 +75,20 @@ class Metrics:
         )
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
+        self._confusion = Confusion() if counts_classes and task == "classification" else None
+        self.confusion: list[list[int]] | None = None
+        """Label by prediction, in what was computed last; None: nothing was counted."""
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._metrics)
+        return bool(self._metrics) or self._confusion is not None
 
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._metrics.values():
             metric.reset()
+        if self._confusion is not None:
+            self._confusion.reset()
 
     def update(self, output: Any, target: Any) -> None:
         """Take note of a batch."""
@@ -88,10 +98,12 @@ class Metrics:
         for name, metric in self._metrics.items():
             seen = wide if wide is not None and name in self._double else plain
             metric.update(*self._for_metric(name, *seen))
+        if self._confusion is not None and isinstance(output, torch.Tensor):
+            self._confusion.update(self._predictions(_full_precision(output)), target)
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
-        if not self._metrics:
+        if not self:
             return {}
         return self.compute_over(comm.all_gather_bytes(self.states()))
 
@@ -101,10 +113,11 @@ class Metrics:
 
     def seen(self) -> Seen:
         """The same as a tree of tensors."""
-        return {
+        seen = {
             name: (metric.update_count, {key: getattr(metric, key) for key in _keys(metric)})
             for name, metric in self._metrics.items()
         }
+        return seen if self._confusion is None else {**seen, _CONFUSION: self._confusion.state()}
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
@@ -151,6 +164,7 @@ class Metrics:
     def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given their `states` in rank order."""
         by_rank = [_load(data) for data in gathered]
+        self.confusion = added([seen[_CONFUSION] for seen in by_rank if _CONFUSION in seen])
         return {
             name: _scalar(name, merged(metric, [seen[name] for seen in by_rank]).compute())
             for name, metric in self._metrics.items()

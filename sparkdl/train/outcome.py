@@ -21,12 +21,10 @@ class TrainOutcome:
     too late."""
     stopped_early: bool
     seconds: dict[str, float]
-    """This rank's time in this attempt: data, compute, communication, evaluate, checkpoint.
+    """This rank's time in this attempt, by `clock.SPENT_ON`.
 
     On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
     """
-    rows_per_second: float
-    """Samples of all ranks per second of training steps in this attempt; 0 if it had none."""
     bytes_sent: int
     """What this rank's strategy has sent to the others in this attempt."""
     final: ResumePoint

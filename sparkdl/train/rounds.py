@@ -24,6 +24,7 @@ from sparkdl.frozen import still_names, training_mode
 from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.clock import Clock
 from sparkdl.train.evaluate import measure
 from sparkdl.train.hyperparameters import set_values
 from sparkdl.train.losses import part_names
@@ -33,7 +34,7 @@ from sparkdl.train.optim import make_scheduler, resolve_optimizer
 from sparkdl.train.precision import NumberFormat
 from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.step import TrainStep
-from sparkdl.train.training_step import objective_of
+from sparkdl.train.training_step import StepLoss, objective_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class RoundOutcome:
     rows: int
     seconds: float
     """Time that the steps took."""
+    spent: dict[str, float]
+    """What that time was spent on, by `clock.SPENT_ON`."""
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
 
@@ -79,7 +82,13 @@ class RoundReplica:
             config, self._synchronizer.optimizer, make_optimizer, plan.steps_per_epoch
         )
         self._scheduler = None if self._schedule is None else self._schedule.scheduler
-        self._metrics = Metrics(config.metrics, config.task, self._loss.predictions, device)
+        self._metrics = Metrics(
+            config.metrics,
+            config.task,
+            self._loss.predictions,
+            device,
+            counts_classes=not isinstance(self._loss, StepLoss),
+        )
         self._first = copy.deepcopy(self._state())
 
     def train(
@@ -112,7 +121,8 @@ class RoundReplica:
             set_values(self._synchronizer.optimizer, self._scheduler, hyperparameters)
         training_mode(self._module, self._config.frozen_layers)
         seed_everything(self._config.seed, shard_id, part.step)
-        step = self._make_step()
+        clock = Clock()
+        step = self._make_step(clock)
         batches = iter(
             Batches(
                 shards,
@@ -134,11 +144,13 @@ class RoundReplica:
         ):
             for number in range(part.num_steps):
                 batch = next(batches)
+                clock.lap("data")
                 sums = step(self._moved(batch), max(1, batch.num_rows), part.step + number)
                 label_sums += sums.local[2:].cpu()
                 self._synchronizer.after_step(part.step + number)
                 rows += batch.num_rows
                 self._tell(observer, step, shard_id, part, number, batch.num_rows)
+                clock.lap("other")
         loss_sum, weight = self._synchronizer.round_sums.tolist()
         return RoundOutcome(
             state=self._state(),
@@ -146,6 +158,7 @@ class RoundReplica:
             weight=weight,
             rows=rows,
             seconds=time.perf_counter() - began,
+            spent=clock.seconds,
             label_sums=tuple(label_sums.tolist()),
         )
 
@@ -193,11 +206,17 @@ class RoundReplica:
         self._format.load_state_dict(whole["scaler"])
         self._synchronizer.close_round()
 
-    def _make_step(self) -> TrainStep:
+    def _make_step(self, clock: Clock) -> TrainStep:
         # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
         config = dataclasses.replace(self._config, divergence_factor=None)
         return TrainStep(
-            config, self._synchronizer, self._loss, self._format, self._schedule, self._device
+            config,
+            self._synchronizer,
+            self._loss,
+            self._format,
+            self._schedule,
+            self._device,
+            clock=clock,
         )
 
     def _moved(self, batch: Batch) -> Batch:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 import warnings
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.plan import batch_bounds
 from sparkdl.sync.base import Synchronizer
 from sparkdl.train.augment import augmented
+from sparkdl.train.clock import Clock
 from sparkdl.train.divergence import LossWatch
 from sparkdl.train.loss import LossFunction
 from sparkdl.train.losses import part_names, sums_of
@@ -49,7 +49,6 @@ class TrainStep:
     """Trains on one batch at a time.
 
     Attributes:
-        communication_seconds: time that this rank waited for gradients so far.
         loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
         watch: what the loss is compared with.
     """
@@ -63,6 +62,7 @@ class TrainStep:
         schedule: Schedule | None,
         device: torch.device,
         *,
+        clock: Clock | None = None,
         talks_within: bool = False,
     ) -> None:
         """Prepare steps.
@@ -74,6 +74,7 @@ class TrainStep:
             number_format: the precision of the forward pass.
             schedule: the learning rate's, stepped after the optimizer.
             device: where model and batches are.
+            clock: counts what the steps' time is spent on; None: a clock that nobody reads.
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
         """
@@ -88,7 +89,7 @@ class TrainStep:
         self._clip_norm = config.gradient_clip_norm
         self._talks_within = talks_within
         self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
-        self.communication_seconds = 0.0
+        self._clock = clock if clock is not None else Clock()
         self.loss = math.nan
         self.watch = LossWatch(config.divergence_factor)
 
@@ -108,11 +109,11 @@ class TrainStep:
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
         local = self._backward(batch, global_rows)
-        started = time.perf_counter()
+        self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
             local[:2].clone(), float(global_rows)
         )
-        self.communication_seconds += time.perf_counter() - started
+        self._clock.lap("communication")
         if self._device.type == "cpu" or step % READ_EVERY == 0:
             self._read(shared, step)
         if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
@@ -120,6 +121,7 @@ class TrainStep:
         elif not self._update(shared, divisor, step):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
+        self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=ranks)
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:

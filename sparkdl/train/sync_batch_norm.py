@@ -38,9 +38,18 @@ def check(module: nn.Module, strategy: SyncStrategy, world_size: int) -> None:
     """Refuse what the layers of ``module`` cannot be synchronized in.
 
     Raises:
-        ConfigError: see `batch_norms`; or the ranks do not take their steps together.
+        ConfigError: see `batch_norms` and `check_strategy`.
     """
     batch_norms(module)
+    check_strategy(strategy, world_size)
+
+
+def check_strategy(strategy: SyncStrategy, world_size: int) -> None:
+    """Refuse a strategy whose ranks do not take their steps together.
+
+    Raises:
+        ConfigError: it is one.
+    """
     if strategy.trains_apart and world_size > 1:
         raise ConfigError(
             f"syncBatchNorm lets workers wait for each other in every layer, and with "

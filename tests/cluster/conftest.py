@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ def cluster(local_dir: Path) -> Iterator[SparkSession]:
         SparkSession.builder.master("local-cluster[2,1,1024]")
         .appName("sparkdl cluster tests")
         .config("spark.ui.enabled", "false")
+        .config("spark.executor.extraJavaOptions", os.environ["SPARK_SUBMIT_OPTS"])
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")

@@ -5,6 +5,7 @@ It needs a session of its own, hence a pytest run of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSessi
     session = (
         builder.config("spark.task.resource.gpu.amount", "1")
         .config("spark.ui.enabled", "false")
+        .config("spark.executor.extraJavaOptions", os.environ["SPARK_SUBMIT_OPTS"])
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")

@@ -19,13 +19,13 @@ from sparkdl.spark.gang import launch
 from sparkdl.spark.preflight import (
     choose_num_workers,
     inspect_cluster,
-    make_profile,
     slots_per_executor,
     wait_for_slots,
 )
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
+from sparkdl.spark.slots import make_profile
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

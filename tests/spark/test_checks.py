@@ -23,7 +23,7 @@ from sparkdl.spark.checks import (
     prepare_columns,
     shaped,
 )
-from sparkdl.spark.dryrun import check_empty_batches, dry_run
+from sparkdl.spark.dryrun import check_empty_batches, dry_run, watched_run
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.sync.parameter_averaging import ParameterAveraging
@@ -103,6 +103,25 @@ def test_a_callable_must_make_a_module() -> None:
 
 def test_a_double_module_takes_double_features() -> None:
     assert make_module(request(nn.Linear(1, 1).double()))[1] == "float64"
+
+
+class Shy(nn.Linear):
+    """Cannot be looked at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._forward_hooks:
+            raise RuntimeError("somebody looks")
+        return super().forward(x)
+
+
+def test_a_module_that_cannot_be_looked_at_trains_without_a_graph() -> None:
+    graphs: list[Any] = []
+    assert watched_run(Shy(4, 3), [X, Y], request(), graphs.append).num_classes == 3
+    assert graphs == []
+    watched_run(nn.Linear(4, 3), [X, Y], request(), graphs.append)
+    assert [node["op"] for node in graphs[0]["nodes"]] == ["input", "Linear", "output"]
+    with pytest.raises(ConfigError, match="cannot take the features"):
+        watched_run(nn.Linear(5, 3), [X, Y], request(), graphs.append)
 
 
 def test_dry_run_counts_the_classes() -> None:

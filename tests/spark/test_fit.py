@@ -285,7 +285,7 @@ def test_a_cluster_that_cannot_run_a_gang(
     monkeypatch.setattr(
         preflight, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
     )
-    for module in ("fit", "slots"):
+    for module in ("intake", "slots"):
         monkeypatch.setattr(f"sparkdl.spark.{module}.conf", preflight.conf)
     before = num_jobs(spark)
     with pytest.raises(ClusterError, match=message):
@@ -435,6 +435,28 @@ def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path, expected: str
     finger.join(timeout=10)
     assert marker.exists()
     assert time.time() - marker.stat().st_mtime < 20
+    assert digest(fit(df, request())) == expected
+
+
+def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expected: str) -> None:
+    """Spark may not know of its job yet, and cancels active ones only."""
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if any(t.name.startswith("sparkdl-gang") for t in threading.enumerate()):
+                break
+            time.sleep(0.001)
+        pressed.append(time.monotonic())
+        _thread.interrupt_main(signal.SIGINT)
+
+    pressed: list[float] = []
+    finger = threading.Thread(target=interrupt)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        fit(df, request(epochs=1_000_000))
+    finger.join(timeout=10)
+    assert time.monotonic() - pressed[0] < 20
     assert digest(fit(df, request())) == expected
 
 

@@ -122,6 +122,14 @@ def test_nothing_stays_in_the_drivers_temporary_folder(
     assert [path.name for path in (tmp_path / "root").iterdir() if path.name[0] != "."] == ["a"]
 
 
+def test_a_temporary_folder_that_fails_is_told_as_any_other_place(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match=r"cannot write .*/none, on the way to .*/a: "):
+        storage.write("a", b"x")
+
+
 def test_passwords_in_urls_are_not_shown(spark: SparkSession) -> None:
     with pytest.raises(StorageError) as caught:
         open_on_driver(spark, "hdfs://user:secret@127.0.0.1:port/x").exists("a")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from sparkdl.errors import ClusterError
+from sparkdl.spark import preflight
 from sparkdl.spark.preflight import (
     ClusterInfo,
     check_memory,
     choose_num_workers,
     from_conf,
     inspect_cluster,
-    make_profile,
     overhead_bytes,
     parse_bytes,
     require_gang_support,
     require_plain_files,
     slots_per_executor,
-    threads_per_worker,
     wait_for_slots,
 )
 from sparkdl.spark.settings import Settings
+from sparkdl.spark.slots import make_profile, threads_per_worker
 
 MIB = 2**20
 
@@ -71,6 +72,44 @@ def test_configured_executors(master: str) -> None:
     )
     assert (found.num_executors, found.cores_per_executor, found.task_cpus) == (5, 4, 2)
     assert found.num_slots == 10
+
+
+def test_parts_of_cores() -> None:
+    found = described("local-cluster[2,3,1024]", spark_task_cpus="0.5")
+    assert (found.num_slots, found.task_threads) == (12, 1)
+    found = described("local-cluster[2,3,1024]", spark_task_cpus="1.5")
+    assert (found.num_slots, found.task_threads) == (4, 2)
+    assert all(info(1, cores, task_cpus=0.1).num_slots == cores * 10 for cores in range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("slots", "executors", "cpus", "cores"),
+    [
+        (3, 1, "0.3", 1),
+        (10, 1, "0.3", 3),
+        (6, 2, "0.3", 1),
+        (60, 10, "0.3", 2),
+        (10, 3, "0.5", 1),
+        (8, 2, "1", 4),
+        (3, 2, "1", 1),
+        (4, 2, "2", 4),
+        (0, 2, "2", 2),
+    ],
+)
+def test_cores_follow_from_slots(
+    monkeypatch: pytest.MonkeyPatch, slots: int, executors: int, cpus: str, cores: int
+) -> None:
+    spark = MagicMock()
+    spark.sparkContext.getConf.return_value.get.return_value = cpus
+    monkeypatch.setattr(preflight, "num_slots", lambda _: slots)
+    assert preflight._cores_of_an_executor(spark, executors) == cores
+
+
+def test_local_star_with_parts_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"spark.master": "local[*]", "spark.task.cpus": "0.3"}
+    monkeypatch.setattr(preflight, "conf", lambda _, key: entries.get(key))
+    monkeypatch.setattr(preflight, "num_slots", lambda _: 3)
+    assert inspect_cluster(MagicMock()).cores_per_executor == 1
 
 
 def test_gpus_and_dynamic_allocation() -> None:

@@ -60,3 +60,20 @@ def test_a_task_that_executors_cannot_import(
     with pytest.raises(ClusterError, match=r"No module named 'only_on_the_driver'; install spar"):
         ask(spark)
     del sys.modules["only_on_the_driver"]
+
+
+@pytest.mark.spark
+@pytest.mark.classic
+def test_executors_without_the_python_that_is_named(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", "/nowhere/python")
+    with pytest.raises(ClusterError, match=r"/nowhere/python.*PYSPARK_PYTHON or spark.*--archives"):
+        ask(spark)
+
+
+def test_a_mistake_of_ours_stays_what_it_is() -> None:
+    spark = MagicMock()
+    spark.range.return_value.mapInArrow.side_effect = ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        ask(spark)

@@ -25,6 +25,7 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.job import load_model, run_train
 from sparkdl.jobfile import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
 from sparkdl.plan import Column
+from sparkdl.report.store import RunReader
 from sparkdl.saved import load_module, load_signature
 from tests import s3
 from tests.cluster import faults
@@ -162,10 +163,15 @@ def test_jobs_keep_their_models_there(
     job = TrainJob(
         model=ObjectRef(factory=f"{__name__}:make_net"),
         data=DataSection(path=f"{tmp_path}/rows"),
-        estimator=EstimatorSection(num_workers=2, epochs=1, verbose=0),
+        estimator=EstimatorSection(num_workers=2, epochs=1, verbose=0, report_dir=f"{s3_url}/runs"),
         output=TrainOutput(path=path),
     )
     assert run_train(job, spark).path == path
+    runs = RunReader(open_storage(f"{s3_url}/runs"))
+    (name,) = runs.names()
+    report = runs.read(name)
+    assert report is not None
+    assert report.status == "succeeded"
     with pytest.raises(ConfigError, match="there is something at s3://"):
         run_train(job, spark)
     assert isinstance(load_model(spark, path), TorchClassifierModel)

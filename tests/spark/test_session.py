@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdl.spark.gang import _environment
-from sparkdl.spark.session import driver_address
+from sparkdl.spark.session import driver_address, shares_console
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,15 @@ def test_brackets_of_ipv6_addresses_are_spark_s_own(written: str, expected: str)
     )
     channel: Any = None
     assert _environment(task, channel).address == expected
+
+
+@pytest.mark.parametrize(
+    ("master", "expected"),
+    [("local", True), ("local[2]", True), ("local[*, 4]", True), ("local-cluster[2,1,1024]", False),
+     ("yarn", False), ("spark://local:7077", False), (None, False)],
+)  # fmt: skip
+def test_workers_of_local_mode_print_where_the_driver_does(
+    master: str | None, expected: bool
+) -> None:
+    session: Any = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: master))
+    assert shares_console(session) is expected

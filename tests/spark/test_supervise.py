@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,13 @@ class FakeContext:
         self.tags: list[str] = []
         self.cancelled: list[str] = []
         self.ended = threading.Event()
+        self.properties: dict[str, str | None] = {}
+
+    def getLocalProperty(self, key: str) -> str | None:
+        return self.properties.get(key)
+
+    def setLocalProperty(self, key: str, value: str | None) -> None:
+        self.properties[key] = value
 
     def addJobTag(self, tag: str) -> None:
         self.tags.append(tag)
@@ -515,6 +523,71 @@ def test_interrupting_cancels_the_job(stage: Stage) -> None:
         stage.run(job, max_restarts=3)
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
     assert stage.submitted == [0]
+
+
+def test_a_signal_while_nothing_is_heard_cancels_the_job(stage: Stage) -> None:
+    """Up to Python 3.12 `Thread.join`, when it is interrupted, takes the thread for ended."""
+    main = threading.main_thread().ident or 0
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(stage.until_cancelled)
+    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+
+
+def test_a_job_that_spark_did_not_know_yet_is_cancelled_as_well(stage: Stage) -> None:
+    """Interrupted between the start and the first heartbeat, with very many steps to go."""
+    context = stage.spark.sparkContext
+    asked = threading.Event()
+
+    def job() -> Rows:
+        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        assert asked.wait(10)  # only now does Spark learn of the job
+        context.ended.clear()
+        return stage.until_cancelled()
+
+    main = threading.main_thread().ident or 0
+    cancel = context.cancelJobsWithTag
+
+    def cancelled(tag: str) -> None:
+        cancel(tag)
+        asked.set()
+
+    context.cancelJobsWithTag = cancelled  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(job)
+    assert time.monotonic() - began < 5
+    assert len(context.cancelled) > 1
+
+
+def test_a_job_that_was_cancelled_before_it_began_never_begins(stage: Stage) -> None:
+    context, main = stage.spark.sparkContext, threading.main_thread().ident or 0
+    tag = context.addJobTag
+
+    def slowly(name: str) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3)
+        tag(name)
+
+    def job() -> Rows:
+        raise AssertionError("it must not begin")
+
+    context.addJobTag = slowly  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(job)
+
+
+def test_events_that_come_meanwhile_wait_for_their_turn(stage: Stage) -> None:
+    """Else whoever is told of them slowly would keep the supervisor from looking after the gang."""
+
+    def again() -> None:
+        stage.say(0, "heartbeat")
+
+    stage.view.on_heartbeat = again  # there is always one more
+    began = time.monotonic()
+    with pytest.raises(WorkerError):
+        stage.run(lambda: [again(), stage.fail(USER_0), stage.until_cancelled()][2])
+    assert time.monotonic() - began < 5
 
 
 def test_a_view_that_fails_does_not_leave_the_job_running(stage: Stage) -> None:

@@ -358,3 +358,19 @@ def count_what_is_left(comm: Any) -> int:
 
 
 pytestmark = pytest.mark.gang
+
+
+def test_waiting_for_a_late_rank_is_told_from_summing(gang: Gang) -> None:
+    early, late = gang.run(wait_for_the_late)
+    assert early > 0.15
+    assert late < 0.1
+
+
+def wait_for_the_late(comm: Any) -> float:
+    with shared(comm) as topology:
+        topology.all_reduce(torch.ones(10))
+        before = topology.waited_seconds
+        if comm.rank == 1:
+            time.sleep(0.2)
+        topology.all_reduce(torch.ones(10))
+        return topology.waited_seconds - before

@@ -14,6 +14,7 @@ from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
+from sparkdl.train.clock import SPENT_ON
 from sparkdl.train.replica import ResumePoint
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 
@@ -71,8 +72,7 @@ def test_equals_a_plain_loop() -> None:
     assert [record["epoch"] for record in outcome.history] == [1, 2]
     assert outcome.history[1]["loss"] < outcome.history[0]["loss"]
     assert (outcome.steps, outcome.rows) == (6, 40)
-    assert outcome.rows_per_second > 0
-    assert set(outcome.seconds) == {"data", "compute", "communication", "evaluate", "checkpoint"}
+    assert set(outcome.seconds) == set(SPENT_ON)
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
@@ -111,7 +111,6 @@ def test_complete_run_returns_at_once() -> None:
     second = run(again, CONFIG, data(), resume=first.final)
     assert torch.equal(weights(net), weights(again))
     assert second.history == first.history
-    assert second.rows_per_second == 0.0
 
 
 def test_complete_run_goes_on_with_more_epochs() -> None:

@@ -1,0 +1,1 @@
+"""Is everything there that training needs? Asked by ``sparkdl doctor``, answered line by line."""

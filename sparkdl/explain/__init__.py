@@ -1,0 +1,1 @@
+"""What will a fit do, how long will it take, and what would be better? See docs/explain.md."""

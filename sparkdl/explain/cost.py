@@ -1,0 +1,217 @@
+"""How long do the parts of a step take? Formulas from measured numbers; nothing here measures.
+
+A CPU, a GPU, shared memory or a network differ in the numbers only. `simulate` plays the same
+steps event by event, and tests compare the two for 8 to 1,000 workers; docs/explain.md derives
+each formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+_POINTS = 256
+"""Places at which the expectation of a maximum is summed up; its error is far below 1 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way on which ``n`` bytes take ``latency_seconds + n * byte_seconds`` (Hockney 1994)."""
+
+    latency_seconds: float
+    byte_seconds: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """One message."""
+        return self.latency_seconds + num_bytes * self.byte_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """A worker's own part of a step: reading the batch, forward, backward, update."""
+
+    fixed_seconds: float
+    """Of a step without rows: launches of operations, the update."""
+    row_seconds: float
+    step_spread: float = 0.0
+    """Standard deviation of the logarithm of one worker's steps: these vary by themselves."""
+    rank_spread: float = 0.0
+    """The same of the workers' typical steps: some hosts are slower than others."""
+
+    def median_seconds(self, rows: float) -> float:
+        """Typical step of a typical worker on ``rows`` samples."""
+        return self.fixed_seconds + rows * self.row_seconds
+
+    def mean_seconds(self, rows: float) -> float:
+        """What steps take on the average over steps and workers."""
+        spread = self.step_spread**2 + self.rank_spread**2
+        return self.median_seconds(rows) * math.exp(spread / 2)
+
+    def slowest_seconds(
+        self, rows: float, *, waited_for: int, world_size: int, steps: int = 1
+    ) -> float:
+        """Mean per step of the ``waited_for``-th of ``world_size`` workers to end ``steps`` steps.
+
+        Steps are lognormal and independent; the sum of several is nearly lognormal too (Fenton
+        1960), with the same mean and less spread. That of the hosts does not shrink.
+        """
+        own = math.log1p(math.expm1(self.step_spread**2) / steps)
+        shift = (self.step_spread**2 - own) / 2
+        spread = math.sqrt(own + self.rank_spread**2)
+        factor = expected_order(waited_for, world_size, spread)
+        return self.median_seconds(rows) * math.exp(shift) * factor
+
+
+@lru_cache(maxsize=4096)
+def expected_order(place: int, count: int, spread: float) -> float:
+    """Expectation of the ``place``-th smallest of ``count`` lognormal numbers of median 1.
+
+    The largest by summing up the quantiles of the maximum, others at the quantile of Blom (1958).
+    """
+    if spread == 0 or count < 1:
+        return 1.0
+    normal = NormalDist()
+    if place < count:
+        quantile = normal.inv_cdf((place - 0.375) / (count + 0.25))
+        return math.exp(spread * quantile)
+    total = 0.0
+    for point in range(_POINTS):
+        share = ((point + 0.5) / _POINTS) ** (1 / count)
+        total += math.exp(spread * normal.inv_cdf(min(share, 1 - 1e-15)))
+    return total / _POINTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where workers are: ``num_nodes`` machines with up to ``ranks_per_node`` of them each."""
+
+    world_size: int
+    num_nodes: int
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Workers of the fullest machine."""
+        return -(-self.world_size // self.num_nodes)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all machines have as many workers."""
+        return self.world_size % self.num_nodes == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How fast ranks exchange."""
+
+    messages: Link
+    """Between two ranks, by messages."""
+    shared: Link | None = None
+    """A sum over ranks of one machine in shared memory, of what lies there; None: none."""
+    staged: Link | None = None
+    """The same of what must be copied there and back."""
+    shared_ranks: int = 2
+    """Ranks of a machine among which the two were measured."""
+
+    def sum_seconds(
+        self, num_bytes: float, layout: Layout, topology: str, *, in_place: bool = True
+    ) -> float:
+        """A sum of ``num_bytes`` over all ranks; every rank gets it.
+
+        Args:
+            num_bytes: size of each rank's summand.
+            layout: where the ranks are.
+            topology: one of ``ring``, ``tree``, ``shared`` or ``hierarchical``.
+            in_place: whether the summands lie in shared memory, where there is one.
+        """
+        if layout.world_size == 1:
+            return 0.0
+        inside = self.shared if in_place else self.staged
+        if topology == "tree":
+            return tree_seconds(self.messages, num_bytes, layout.world_size)
+        if topology == "ring" or inside is None:
+            return ring_seconds(self.messages, num_bytes, layout.world_size)
+        found = shared_seconds(inside, num_bytes, layout.ranks_per_node, self.shared_ranks)
+        if layout.num_nodes > 1:
+            share = num_bytes / layout.ranks_per_node if layout.is_even else num_bytes
+            found += ring_seconds(self.messages, share, layout.num_nodes)
+        return found
+
+
+def ring_seconds(link: Link, num_bytes: float, world_size: int) -> float:
+    """A sum along a ring: ``2 (W - 1)`` messages of a ``W``-th each (Patarasu & Yuan 2009)."""
+    if world_size < 2:
+        return 0.0
+    return 2 * (world_size - 1) * link.seconds(num_bytes / world_size)
+
+
+def tree_seconds(link: Link, num_bytes: float, world_size: int) -> float:
+    """A sum up a binomial tree and down again: ``2 ceil(log2 W)`` messages of it all."""
+    return 2 * math.ceil(math.log2(max(1, world_size))) * link.seconds(num_bytes)
+
+
+def shared_seconds(link: Link, num_bytes: float, ranks: int, measured_ranks: int) -> float:
+    """A sum in the memory of one machine.
+
+    Each rank reads and writes ``num_bytes``, whatever their number, until the memory is at its
+    limit: it is taken to be there with as many ranks as it was measured with.
+    """
+    return link.seconds(num_bytes) * max(1.0, ranks / measured_ranks) if ranks > 1 else 0.0
+
+
+def gather_seconds(link: Link, num_bytes: float, world_size: int) -> float:
+    """Every rank gets ``num_bytes`` of every other one, one after the other."""
+    return (world_size - 1) * link.seconds(num_bytes)
+
+
+def server_seconds(link: Link, num_bytes: float, world_size: int, pull_period: int) -> float:
+    """A push to all slices of a parameter server, and every ``pull_period`` steps a pull.
+
+    Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as many
+    out; the messages of a push start together, so that their latencies do not add up. A push is
+    answered before the pull is sent, so the link is used in one direction at a time.
+    """
+    if world_size < 2:
+        return 0.0
+    one_way = 2 * link.latency_seconds + 2 * (
+        (world_size - 1) / world_size * num_bytes * link.byte_seconds
+    )
+    return one_way * (1 + 1 / pull_period)
+
+
+def period_for_share(merge_seconds: float, step_seconds: float, share: float) -> int:
+    """Steps of a round in which agreeing takes ``share`` of the time: H2O's rule.
+
+    The same as `sync.period.AutoPeriod` follows while it trains.
+    """
+    from sparkdl.sync.period import steps_for_share
+
+    return max(1, round(steps_for_share(merge_seconds, step_seconds, share)))
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither negative, with the least relative squared error.
+
+    Small messages count as much as large ones: what is wanted of both is a factor.
+
+    Args:
+        points: ``(x, y)`` with positive y; of a single x the slope takes it all.
+    """
+    weights = [1 / (y * y) for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if spread > 0:
+        pairs = zip(weights, points, strict=True)
+        slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in pairs) / spread
+        if slope <= 0:
+            return mean_y, 0.0
+        if (intercept := mean_y - slope * mean_x) >= 0:
+            return intercept, slope
+    # Through the origin.
+    pairs = zip(weights, points, strict=True)
+    squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+    return 0.0, sum(w * x * y for w, (x, y) in pairs) / squares

@@ -1,0 +1,299 @@
+"""What does ``explain`` tell, and how does it look? A value, as text, HTML and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.explain.recommend import Recommendation, seconds_text
+from sparkdl.summary import finite
+
+Table = tuple[tuple[str, ...], ...]
+"""Rows of cells, the first one the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """What a fit would do, times apart."""
+
+    master: str
+    slots: int | None
+    """Workers of this kind that the cluster has room for; None: not known."""
+    num_workers: int
+    threads: int
+    mode: str
+    """``gang`` or ``rounds``."""
+    device: str
+    strategy: str
+    rows: int
+    validation_rows: int
+    rows_by_shard: tuple[int, ...]
+    batch_size: int
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int
+    parameters: int
+    replica_bytes: int
+    optimizer_bytes: int
+    worker_bytes: int
+    """Tensors of a worker: replica, gradients, optimizer, and a checkpoint's copies of these."""
+    process_bytes: int
+    """A worker's tensors, and Python with torch; without the activations of a batch."""
+    peak_bytes: int | None
+    """Measured with the largest batch that was tried, Python included; None: not measured."""
+    spool_bytes: int
+    """Of the fullest worker, on its disk."""
+    sent_bytes_per_step: float | None
+    """By each worker; None: it depends on the data."""
+    checkpoint_bytes: int
+    checkpoint_interval: int
+
+    @property
+    def skew(self) -> float:
+        """Rows of the fullest shard over the mean."""
+        mean = self.rows / max(1, len(self.rows_by_shard))
+        return max(self.rows_by_shard, default=0) / mean if mean else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRow:
+    """A fit with one number of workers."""
+
+    workers: int
+    nodes: int
+    steps_per_epoch: int
+    step_seconds: float
+    exchange_share: float
+    waiting_share: float
+    epoch_seconds: float
+    speedup: float
+    """Of an epoch, over that with one worker."""
+    same_global_batch_seconds: float | None
+    """An epoch with batches so much smaller that all workers together use as many samples per
+    step as the plan; None: that would be less than one sample each."""
+    total_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """A strategy with the plan's number of workers."""
+
+    strategy: str
+    mode: str
+    period: float | None
+    step_seconds: float | None
+    exchange_share: float | None
+    sent_bytes_per_step: float | None
+    epoch_seconds: float | None
+    total_seconds: float | None
+    why_not: str | None = None
+    """Why it cannot be used; then it has no numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The plan of a fit, what it would take, and what would be better.
+
+    Example::
+
+        explanation = estimator.explain(df)
+        print(explanation)
+        explanation.recommendation.num_workers
+    """
+
+    plan: PlanFacts
+    scaling: tuple[ScalingRow, ...] = ()
+    """Empty without calibration."""
+    strategies: tuple[StrategyRow, ...] = ()
+    recommendation: Recommendation | None = None
+    notes: tuple[str, ...] = ()
+    """What was estimated, from what, and what the numbers do not hold for."""
+    measured: tuple[tuple[str, str], ...] = ()
+    """What was measured, as name and text."""
+    explain_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values; numbers that JSON cannot hold become None."""
+        values: dict[str, Any] = finite(_plain(dataclasses.asdict(self)))
+        return values
+
+    def lines(self) -> list[str]:
+        """The explanation as text."""
+        found = ["plan", *_aligned(self._facts())]
+        if self.scaling:
+            found += ["", f"{self.plan.strategy}, by number of workers", *_table(self._scaling())]
+        if self.strategies:
+            found += ["", f"strategies, {self._workers()}", *_table(self._strategies())]
+        if self.recommendation is not None:
+            found += ["", "recommended", *_aligned(self._recommended())]
+            found += [f"  - {reason}" for reason in self.recommendation.reasons]
+        if self.measured:
+            found += ["", f"measured in {self.explain_seconds:.0f} s", *_aligned(self.measured)]
+        if self.notes:
+            found += ["", "notes", *(f"  - {note}" for note in self.notes)]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        """The same as notebooks show it."""
+        parts = ["<h4>plan</h4>", _html_table((), self._facts())]
+        if self.scaling:
+            head, *rows = self._scaling()
+            title = html.escape(f"{self.plan.strategy}, by number of workers")
+            parts += [f"<h4>{title}</h4>", _html_table(head, rows)]
+        if self.strategies:
+            head, *rows = self._strategies()
+            parts += [f"<h4>strategies, {self._workers()}</h4>", _html_table(head, rows)]
+        if self.recommendation is not None:
+            parts += ["<h4>recommended</h4>", _html_table((), self._recommended())]
+            parts.append(_html_list(self.recommendation.reasons))
+        if self.measured:
+            parts += ["<h4>measured</h4>", _html_table((), self.measured)]
+        if self.notes:
+            parts += ["<h4>notes</h4>", _html_list(self.notes)]
+        return "".join(parts)
+
+    def _workers(self) -> str:
+        return f"{self.plan.num_workers} worker" + "s" * (self.plan.num_workers > 1)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        plan = self.plan
+        slots = "not known" if plan.slots is None else str(plan.slots)
+        last = f", every {plan.checkpoint_interval} steps" * (plan.checkpoint_interval > 0)
+        sent = plan.sent_bytes_per_step
+        return [
+            ("cluster", f"{plan.master}, slots: {slots}"),
+            ("workers", f"{self._workers()} of {plan.threads} thread(s), {plan.mode}, "
+                        f"{plan.device}"),
+            ("strategy", plan.strategy),
+            ("rows", f"{plan.rows:,} training, {plan.validation_rows:,} validation"),
+            ("shards", f"{len(plan.rows_by_shard)}, the fullest {max(plan.rows_by_shard):,} rows "
+                       f"({plan.skew:.2f} of the mean)"),
+            ("steps", f"{plan.steps_per_epoch:,} per epoch, {plan.total_steps:,} in "
+                      f"{plan.epochs} epoch(s), batches of up to {plan.batch_size} per worker"),
+            ("parameters", f"{plan.parameters:,}"),
+            ("memory per worker", f"{bytes_text(plan.process_bytes)} "
+                                  f"({bytes_text(plan.worker_bytes)} of tensors)"
+                                  + ("" if plan.peak_bytes is None
+                                     else f", measured: {bytes_text(plan.peak_bytes)}")),
+            ("spool per worker", bytes_text(plan.spool_bytes)),
+            ("sent per step", "depends on the data" if sent is None
+                              else f"{bytes_text(sent)} by each worker"),
+            ("checkpoint", f"{bytes_text(plan.checkpoint_bytes)}{last}"),
+        ]  # fmt: skip
+
+    def _scaling(self) -> Table:
+        head = ("workers", "nodes", "steps", "step", "agreeing", "waiting", "epoch", "speed-up",
+                "epoch, same global batch", "whole fit")  # fmt: skip
+        return (
+            head,
+            *(
+                (
+                    f"{row.workers:,}",
+                    f"{row.nodes:,}",
+                    f"{row.steps_per_epoch:,}",
+                    seconds_text(row.step_seconds),
+                    f"{row.exchange_share:.0%}",
+                    f"{row.waiting_share:.0%}",
+                    seconds_text(row.epoch_seconds),
+                    f"{row.speedup:.2f}",
+                    _or_dash(row.same_global_batch_seconds),
+                    seconds_text(row.total_seconds),
+                )
+                for row in self.scaling
+            ),
+        )
+
+    def _strategies(self) -> Table:
+        head = ("strategy", "mode", "round", "step", "agreeing", "sent per step", "epoch",
+                "whole fit")  # fmt: skip
+        found: list[tuple[str, ...]] = [head]
+        for row in self.strategies:
+            if row.step_seconds is None or row.period is None or row.exchange_share is None:
+                found.append((row.strategy, row.mode, f"not possible: {row.why_not}"))
+                continue
+            sent = row.sent_bytes_per_step
+            found.append(
+                (
+                    row.strategy,
+                    row.mode,
+                    f"{row.period:,.0f}",
+                    seconds_text(row.step_seconds),
+                    f"{row.exchange_share:.0%}",
+                    "?" if sent is None else bytes_text(sent),
+                    _or_dash(row.epoch_seconds),
+                    _or_dash(row.total_seconds),
+                )
+            )
+        return tuple(found)
+
+    def _recommended(self) -> list[tuple[str, str]]:
+        best = self.recommendation
+        assert best is not None
+        rows = [("numWorkers", str(best.num_workers)), ("syncStrategy", best.strategy)]
+        if best.averaging_period is not None:
+            rows.append(("averaging_period", str(best.averaging_period)))
+        return [*rows, ("whole fit", f"about {seconds_text(best.total_seconds)}")]
+
+
+def bytes_text(num_bytes: float) -> str:
+    """A size as people say it."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {text}" for name, text in rows]
+
+
+def _table(rows: Table) -> list[str]:
+    """Columns of text, the first to the left, the others to the right.
+
+    The last cell of a row that has fewer runs on.
+    """
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    found = []
+    for row in rows:
+        is_full = len(row) == len(rows[0])
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+            if is_full or i < len(row) - 1
+        ]
+        found.append("  " + "  ".join(cells if is_full else [*cells, row[-1]]))
+    return found
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cell = "<td style='text-align:left'>{}</td>"
+    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)] if head else []
+    lines += ["".join(cell.format(html.escape(text)) for text in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _html_list(texts: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in texts) + "</ul>"
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, and no infinities."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and math.isinf(value) else value

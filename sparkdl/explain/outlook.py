@@ -1,0 +1,251 @@
+"""What would other numbers of workers and other strategies give? Tables of predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.explain.cost import Layout
+from sparkdl.explain.explanation import ScalingRow, StrategyRow
+from sparkdl.explain.pattern import ModelSize, pattern_of
+from sparkdl.explain.predict import Prediction, Workload, predict
+from sparkdl.explain.rates import Calibration
+from sparkdl.explain.recommend import SMALL_SHARE, Option
+from sparkdl.sync.adasum import Adasum
+from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.async_sgd import AsyncSGD
+from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.block_momentum import BlockMomentum
+from sparkdl.sync.diloco import DiLoCo
+from sparkdl.sync.elastic_averaging import ElasticAveraging
+from sparkdl.sync.gossip import Gossip
+from sparkdl.sync.hogwild import Hogwild
+from sparkdl.sync.local_sgd import LocalSGD
+from sparkdl.sync.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.slowmo import SlowMo
+from sparkdl.sync.tournament import Tournament
+
+PLAIN = (
+    AllReduce(),
+    AllReduce(compression="bf16"),
+    AllReduce(compression="powersgd"),
+    LocalSGD(averaging_period=16),
+    BlockMomentum(),
+    SlowMo(),
+    DiLoCo(),
+    ElasticAveraging(),
+    Gossip(),
+    AsyncSGD(),
+    AsyncSGD(staleness_bound=4),
+    Hogwild(),
+    Adasum(),
+    ParameterAveraging(averaging_period="auto"),
+    OneShotAveraging(),
+    Tournament(),
+)
+"""What is compared, besides the strategy that was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where workers may be."""
+
+    num_nodes: int
+    slots: int | None
+    """Of all machines; None: not known."""
+
+    def layout(self, world_size: int) -> Layout:
+        """As Spark spreads them; beyond the slots, on more machines like these."""
+        nodes = self.num_nodes
+        if self.slots is not None:
+            nodes = max(nodes, math.ceil(world_size / max(1, self.slots // self.num_nodes)))
+        return Layout(world_size=world_size, num_nodes=min(nodes, world_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """All that predictions need."""
+
+    calibration: Calibration
+    workload: Workload
+    size: ModelSize
+    places: Places
+    config: TrainConfig
+    can_gang: bool
+    """Whether a gang was measured; else nothing can be said of what needs one."""
+    has_dataframe: bool
+
+    def prediction(
+        self,
+        strategy: SyncStrategy,
+        world_size: int,
+        *,
+        in_rounds: bool,
+        batch_size: int | None = None,
+    ) -> Prediction:
+        """One fit."""
+        return predict(
+            self.calibration,
+            self.workload,
+            pattern_of(strategy, self.size, world_size, in_rounds=in_rounds),
+            self.places.layout(world_size),
+            num_slots=self.places.slots if in_rounds else None,
+            batch_size=batch_size,
+        )
+
+    def why_not(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> str | None:
+        """Why a fit with the strategy would be refused; None if it would not."""
+        from sparkdl.train.sync_batch_norm import check_strategy
+
+        try:
+            strategy.check(self.config, world_size)
+            if self.config.sync_batch_norm:
+                check_strategy(strategy, world_size)
+        except ConfigError as error:
+            return str(error)
+        if in_rounds:
+            if not self.has_dataframe and strategy.why_not_gang() is not None:
+                return "it sets rows aside, which needs a DataFrame"
+            return strategy.why_not_rounds()
+        if not self.can_gang:
+            return "no gang was measured, see the notes"
+        if self.calibration.network is None and world_size > 1:
+            return "exchanges were measured on one worker only, which has none"
+        return strategy.why_not_gang()
+
+    def can(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> bool:
+        """Whether a fit with so many workers is possible, slots apart."""
+        return self.why_not(strategy, world_size, in_rounds=in_rounds) is None
+
+    def option(
+        self, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool
+    ) -> Option:
+        """The strategy with each number of workers that it can have."""
+        return Option(
+            name=strategy_text(strategy),
+            in_rounds=in_rounds,
+            predictions=tuple(
+                self.prediction(strategy, world_size, in_rounds=in_rounds)
+                for world_size in world_sizes
+                if self.can(strategy, world_size, in_rounds=in_rounds)
+            ),
+        )
+
+    def ladder(self, world_sizes: Sequence[int]) -> list[Option]:
+        """Strategies from the one that changes training least to the one that agrees least."""
+        gang = [AllReduce(), AllReduce(compression="bf16"), self._local_sgd(max(world_sizes))]
+        found = [self.option(strategy, world_sizes, in_rounds=False) for strategy in gang]
+        stages = ParameterAveraging(averaging_period="auto", target_share=SMALL_SHARE)
+        return [*found, self.option(stages, world_sizes, in_rounds=True)]
+
+    def _local_sgd(self, world_size: int) -> LocalSGD:
+        """With as long a round as holds agreeing at a small share of the time."""
+        from sparkdl.explain.predict import with_period
+
+        if not self.can(LocalSGD(), world_size, in_rounds=False) or world_size == 1:
+            return LocalSGD()
+        pattern = pattern_of(LocalSGD(), self.size, world_size, in_rounds=False)
+        free = dataclasses.replace(pattern, period=None, target_share=SMALL_SHARE)
+        rows = self.workload.rows_per_step(world_size, self.workload.batch_size)
+        found = with_period(self.calibration, free, self.places.layout(world_size), rows)
+        assert found.period is not None
+        return LocalSGD(averaging_period=max(2, round(found.period)))
+
+    def scaling(
+        self, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool, planned: int
+    ) -> tuple[ScalingRow, ...]:
+        """The strategy with each number of workers."""
+        predictions = self.option(strategy, world_sizes, in_rounds=in_rounds).predictions
+        if not predictions:
+            return ()
+        one = self.prediction(strategy, 1, in_rounds=in_rounds)
+        global_batch = planned * self.workload.batch_size
+        return tuple(
+            self._row(strategy, found, one, global_batch, in_rounds=in_rounds)
+            for found in predictions
+        )
+
+    def _row(
+        self,
+        strategy: SyncStrategy,
+        found: Prediction,
+        one: Prediction,
+        global_batch: int,
+        *,
+        in_rounds: bool,
+    ) -> ScalingRow:
+        batch_size = global_batch // found.world_size
+        same = None
+        if batch_size >= 1:
+            same = self.prediction(
+                strategy, found.world_size, in_rounds=in_rounds, batch_size=batch_size
+            ).epoch_seconds
+        step = found.step
+        return ScalingRow(
+            workers=found.world_size,
+            nodes=found.layout.num_nodes,
+            steps_per_epoch=found.steps_per_epoch,
+            step_seconds=step.seconds,
+            exchange_share=step.exchange_share,
+            waiting_share=step.waiting_seconds / step.seconds if step.seconds > 0 else 0.0,
+            epoch_seconds=found.epoch_seconds,
+            speedup=one.epoch_seconds / found.epoch_seconds,
+            same_global_batch_seconds=same,
+            total_seconds=found.total_seconds,
+        )
+
+    def strategies(
+        self, own: SyncStrategy, world_size: int, *, in_rounds: bool
+    ) -> tuple[StrategyRow, ...]:
+        """The strategy that was asked for, then the others, with the same number of workers."""
+        rows = [self._strategy_row(own, world_size, in_rounds=in_rounds)]
+        for strategy in PLAIN:
+            wants_rounds = strategy.prefers_rounds
+            if (strategy, wants_rounds) != (own, in_rounds):
+                rows.append(self._strategy_row(strategy, world_size, in_rounds=wants_rounds))
+        return tuple(rows)
+
+    def _strategy_row(
+        self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
+    ) -> StrategyRow:
+        mode = "rounds" if in_rounds else "gang"
+        why_not = self.why_not(strategy, world_size, in_rounds=in_rounds)
+        if why_not is not None:
+            return StrategyRow(
+                strategy=strategy_text(strategy), mode=mode, period=None, step_seconds=None,
+                exchange_share=None, sent_bytes_per_step=None, epoch_seconds=None,
+                total_seconds=None, why_not=why_not,
+            )  # fmt: skip
+        found = self.prediction(strategy, world_size, in_rounds=in_rounds)
+        return StrategyRow(
+            strategy=strategy_text(strategy),
+            mode=mode,
+            period=found.period,
+            step_seconds=found.step.seconds,
+            exchange_share=found.step.exchange_share,
+            sent_bytes_per_step=found.sent_bytes,
+            epoch_seconds=found.epoch_seconds,
+            total_seconds=found.total_seconds,
+        )
+
+
+def world_sizes(slots: int | None, ranks: int, planned: int, wanted: Iterable[int]) -> list[int]:
+    """The numbers of workers that are looked at: powers of two up to the slots, and others."""
+    most = slots or ranks
+    powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
+    return sorted({1, *powers, most, planned, *wanted})
+
+
+def strategy_text(strategy: SyncStrategy) -> str:
+    """The strategy as a user writes it, without what is the default."""
+    given = [
+        f"{field.name}={getattr(strategy, field.name)!r}"
+        for field in dataclasses.fields(strategy)
+        if field.init and getattr(strategy, field.name) != field.default
+    ]
+    return f"{type(strategy).__name__}({', '.join(given)})"

@@ -1,0 +1,139 @@
+"""How does a saved model become a file for programs that do not know sparkdl?
+
+The file's ending says which: ONNX, torch's exported program, or safetensors. A folder is a saved
+module again, but one that needs none of the code it was made with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.checkpoint.storage import Storage, without_password
+from sparkdl.data.example import example_of
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Sequence
+from sparkdl.modulefile import INDEX, WEIGHTS, SavedModule, prepare_program
+from sparkdl.places import open_parent
+from sparkdl.plan import Column
+from sparkdl.program import write_program
+from sparkdl.saved import ModelSignature, open_saved, signature_of
+
+_FACTORY = "factory"
+"""What a saved model says of its own code, among `SavedModule.extra`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    what: str
+    inputs: tuple[str, ...]
+    """One line for each input of the model."""
+    difference: float | None = None
+    """The largest absolute difference of outputs that was found, of ONNX files."""
+
+
+def export_saved(
+    model: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+) -> Exported:
+    """Write a saved model in the form that the ending of ``target`` names.
+
+    Args:
+        model: path or URL, as for `sparkdl.load_module`.
+        target: path or URL: ``.onnx`` is an ONNX file, ``.pt2`` an exported program,
+            ``.safetensors`` the state dict; another name is a folder for `sparkdl.load_module`.
+        overwrite: whether what is there is replaced.
+
+    Raises:
+        ConfigError: there is something at ``target``, the model cannot have that form, or its code
+            cannot be imported here.
+        StorageError: the model cannot be read, or the target not be written.
+    """
+    storage, name = open_parent(os.fspath(target).rstrip("/"))
+    if not name:
+        raise ConfigError(f"name a file or folder to write; received {os.fspath(target)!r}")
+    if storage.exists(name) and not overwrite:
+        raise ConfigError(
+            f"there is something at {without_password(os.fspath(target))} already; choose another "
+            "target, or replace it with --overwrite"
+        )
+    write = next((w for ending, w in _FILES.items() if name.endswith(ending)), _folder)
+    return write(model, target, storage, name)
+
+
+def _onnx(model: Any, target: Any, storage: Storage, name: str) -> Exported:
+    from sparkdl.onnxfile import export_onnx
+
+    difference = export_onnx(model, target)
+    return Exported(what="an ONNX file", inputs=_lines(open_saved(model)), difference=difference)
+
+
+def _program(model: Any, target: Any, storage: Storage, name: str) -> Exported:
+    saved = open_saved(model)
+    inputs = example_of(_signature(saved).inputs)
+    storage.write(name, write_program(saved.make(), inputs))
+    return Exported(what="an exported program", inputs=_lines(saved))
+
+
+def _weights(model: Any, target: Any, storage: Storage, name: str) -> Exported:
+    saved = open_saved(model)
+    storage.write(name, saved.files[WEIGHTS])
+    return Exported(what=f"{len(saved.weights())} tensors", inputs=())
+
+
+def _folder(model: Any, target: Any, storage: Storage, name: str) -> Exported:
+    saved = open_saved(model)
+    prepared = prepare_program(
+        saved.make(),
+        example_inputs=example_of(_signature(saved).inputs),
+        extra=_without_code(saved.index["extra"]),
+    )
+    if storage.exists(name):
+        _check_exported(storage, name, target)
+        storage.remove(name)
+    prepared.write(storage, name)
+    return Exported(what="a folder for sparkdl.load_module", inputs=_lines(saved))
+
+
+def _check_exported(storage: Storage, name: str, target: Any) -> None:
+    """Refuse to remove a folder that is none of ours."""
+    if not storage.exists(f"{name}/{INDEX}"):
+        raise ConfigError(
+            f"{without_password(os.fspath(target))} holds something else than an exported model, "
+            "so it is not replaced; choose another target"
+        )
+
+
+def _signature(saved: SavedModule) -> ModelSignature:
+    signature = signature_of(saved)
+    if signature is None:
+        raise ConfigError(
+            "an estimator has not seen its columns, so nothing can be exported of it but its "
+            "weights; export the model that its fit gives"
+        )
+    return signature
+
+
+def _without_code(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was saved along, less the name of the factory; see `describe.describe`."""
+    return {"dict": [entry for entry in described["dict"] if entry[0] != _FACTORY]}
+
+
+def _lines(saved: SavedModule) -> tuple[str, ...]:
+    return tuple(_line(column) for column in _signature(saved).inputs)
+
+
+def _line(column: Column) -> str:
+    length = ("length",) if isinstance(column.kind, Sequence) else ()
+    shape = ", ".join(map(str, ("batch", *length, *column.shape)))
+    return f"input {column.argument or column.name}: {column.dtype}, ({shape})"
+
+
+_FILES: Mapping[str, Callable[[Any, Any, Storage, str], Exported]] = {
+    ".onnx": _onnx,
+    ".pt2": _program,
+    ".safetensors": _weights,
+}

@@ -1,0 +1,140 @@
+"""How does MLflow track a run? The driver logs its Params, values by step, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import SparkDLError
+from sparkdl.listeners import Listener, RunListener, RunStart
+from sparkdl.summary import finite
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sparkdl.report.record import RunRecord
+
+_LONGEST_VALUE = 500
+"""Characters of a param's value; MLflow's own limit is larger, that of older servers is not."""
+_LONGEST_TAG = 5000
+"""Characters of a tag's value; the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow(Listener):
+    """Logs each run to MLflow, as a run of its own.
+
+    Params are the fit's Params; metrics are ``step_loss`` and ``step_rows_per_second`` twice a
+    second at most, and every value of the history by its name; artifacts are ``report.html`` and
+    ``run.json``, and if asked for the trained weights, which ``initialWeights`` reads. Runs that
+    MLflow has active are left alone.
+
+    Example::
+
+        tracker = MLflow(tracking_uri="http://mlflow:5000", experiment="digits")
+        TorchClassifier(module=make_net, listeners=[tracker]).fit(df)
+
+    Raises, when a fit begins:
+        SparkDLError: the package mlflow or mlflow-skinny is not installed, or the server refuses.
+    """
+
+    tracking_uri: str | None = None
+    """Where runs are tracked; None: what MLflow itself is set to."""
+    experiment: str = "sparkdl"
+    """Name of the experiment; it is made if there is none."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    log_weights: bool = False
+    """Whether the trained weights are an artifact too: ``model/weights.safetensors``."""
+
+    def start(self, run: RunStart) -> RunListener:
+        """See `Listener.start`."""
+        try:
+            from mlflow.entities import Param
+            from mlflow.exceptions import MlflowException
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise SparkDLError(
+                "listeners=[MLflow(...)] needs mlflow; install it on the driver with: "
+                "pip install 'sparkdl-torch[mlflow]'"
+            ) from error
+        try:
+            client = MlflowClient(tracking_uri=self.tracking_uri)
+            found = client.get_experiment_by_name(self.experiment)
+            experiment = (
+                client.create_experiment(self.experiment) if found is None else found.experiment_id
+            )
+            tags = {**self.tags, "sparkdl.run_id": run.run_id}
+            tracked = client.create_run(experiment, run_name=run.folder, tags=tags).info.run_id
+            params = [Param(name, text[:_LONGEST_VALUE]) for name, text in run.params.items()]
+            client.log_batch(tracked, params=params)
+        except MlflowException as error:
+            raise SparkDLError(
+                f"MLflow refuses the run: {error}; check tracking_uri and experiment"
+            ) from error
+        return _InOneRun(client, tracked, log_weights=self.log_weights)
+
+
+class _InOneRun(RunListener):
+    def __init__(self, client: Any, tracked: str, *, log_weights: bool) -> None:
+        self._client = client
+        self._run_id = tracked
+        self._log_weights = log_weights
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """See `RunListener.facts`."""
+        from mlflow.entities import RunTag
+
+        shown = [
+            RunTag(f"sparkdl.{name}", str(value)[:_LONGEST_TAG]) for name, value in facts.items()
+        ]
+        self._client.log_batch(self._run_id, tags=shown)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """See `RunListener.step`."""
+        self._log(step, {f"step_{name}": value for name, value in values.items()})
+
+    def epoch(self, step: int, record: Mapping[str, float]) -> None:
+        """See `RunListener.epoch`."""
+        self._log(step, record)
+
+    def failure(self, reason: str) -> None:
+        """See `RunListener.failure`."""
+        self._client.set_tag(self._run_id, "sparkdl.last_failure", reason[:_LONGEST_TAG])
+
+    def end(self, record: RunRecord, module: nn.Module | None) -> None:
+        """See `RunListener.end`."""
+        from sparkdl.report.page import page
+
+        is_good = record.status == "succeeded"
+        try:
+            self._client.log_text(self._run_id, page(record), "report.html")
+            text = json.dumps(finite(record.to_dict()), default=str)
+            self._client.log_text(self._run_id, text, "run.json")
+            if self._log_weights and module is not None:
+                self._add_weights(module)
+        finally:
+            self._client.set_terminated(self._run_id, "FINISHED" if is_good else "FAILED")
+
+    def _add_weights(self, module: nn.Module) -> None:
+        from sparkdl.checkpoint.storage import open_storage
+        from sparkdl.modulefile import prepare_weights
+
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            prepare_weights(module.state_dict()).write(open_storage(folder), "model")
+            self._client.log_artifacts(self._run_id, f"{folder}/model", "model")
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        found = [
+            Metric(name, float(value), now, step)
+            for name, value in values.items()
+            if name not in ("epoch", "report") and math.isfinite(value)
+        ]
+        self._client.log_batch(self._run_id, metrics=found)

@@ -1,0 +1,202 @@
+"""What is a module made of, and what flows through it? A graph of what a call of it did.
+
+Hooks see the layers that a call runs through, and a torch function mode what happens between them;
+both belong to this thread and these modules, unlike the tracing of torch.fx, which for its time
+changes how every module of the process is called. The graph is plain values:
+``{"nodes": [...], "edges": [[from, to], ...]}``, where a node has ``name``, its path in the module,
+``op``, ``detail``, ``shape`` without the batch, and ``parameters``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_MOST_NODES = 2000
+_PASSED_THROUGH = frozenset(
+    ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten",
+     "__getitem__", "chunk", "split", "unbind", "expand", "expand_as", "to", "float", "double",
+     "half", "long", "type_as", "clone", "detach", "__get__", "movedim", "swapaxes", "t",
+     "unflatten", "view_as", "narrow", "select", "as_subclass", "requires_grad_")
+)  # fmt: skip
+"""Functions that make no node: what they give is what they were given, seen otherwise."""
+_CONTAINERS = ("torch.nn.modules.container", "torch.nn.modules.transformer")
+
+
+@contextlib.contextmanager
+def traced(module: nn.Module, sink: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Let ``sink`` have the graph of the first call of ``module`` in the block, if there is one."""
+    tracer = _Tracer(module)
+    with tracer.watching():
+        yield
+    if tracer.is_done:
+        sink(tracer.graph)
+
+
+class _Tracer:
+    def __init__(self, module: nn.Module) -> None:
+        self._root = module
+        self.is_done = False
+        self._is_inside = False
+        self._leaf: nn.Module | None = None
+        self._nodes: list[dict[str, Any]] = []
+        self._edges: list[list[int]] = []
+        self._source: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no two tensors have the same id
+        self._paths = {part: name for name, part in module.named_modules()}
+        self._around: list[str] = [""]
+
+    @property
+    def graph(self) -> dict[str, Any]:
+        classes = {name: type(part).__name__ for part, name in self._paths.items()}
+        return {"nodes": self._nodes, "edges": self._edges, "classes": classes}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        tracer = self
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                result = func(*args, **(kwargs or {}))
+                tracer._called(func, (args, kwargs), result)
+                return result
+
+        handles = []
+        for part in self._paths:
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
+            after = part.register_forward_hook(self._leave, with_kwargs=True)
+            handles += [before, after]
+        try:
+            with Mode():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        if part is self._root and not self.is_done:
+            self._is_inside = True
+            for number, value in enumerate(tensors_in((args, kwargs))):
+                self._add(f"input {number + 1}", "input", value, [])
+        if not self._is_inside or self._leaf is not None:
+            return
+        if is_leaf(part):
+            self._leaf = part
+        else:
+            self._around.append(self._paths[part])
+
+    def _leave(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_inside and self._leaf is part:
+            self._leaf = None
+            detail = part.extra_repr().replace("\n", " ")
+            size = sum(p.numel() for p in part.parameters())
+            name = self._paths[part] or type(part).__name__
+            node = {"detail": detail[:120], "parameters": size}
+            self._add(name, type(part).__name__, output, tensors_in((args, kwargs)), **node)
+        elif self._is_inside and self._leaf is None:
+            self._around.pop()
+        if part is self._root and self._is_inside:
+            self._add("output", "output", output, tensors_in(output))
+            self._is_inside, self.is_done = False, True
+            self._kept.clear()
+
+    def _called(self, func: Any, inputs: Any, result: Any) -> None:
+        if not self._is_inside or self._leaf is not None:
+            return
+        name = getattr(func, "__name__", "function")
+        given = [value for value in tensors_in(inputs) if id(value) in self._source]
+        made = tensors_in(result)
+        if not given or not made:
+            return
+        if name in _PASSED_THROUGH:
+            for value in made:
+                self._own(value, self._source[id(given[0])])
+            return
+        path = ".".join(filter(None, (self._around[-1], name.strip("_"))))
+        self._add(path, name.strip("_"), result, given)
+
+    def _add(
+        self, name: str, op: str, output: Any, inputs: list[torch.Tensor], **more: Any
+    ) -> None:
+        if len(self._nodes) >= _MOST_NODES:
+            return
+        number, made = len(self._nodes), tensors_in(output)
+        shape = list(made[0].shape[1:]) if made else []
+        self._nodes.append({"name": name, "op": op, "shape": shape, **more})
+        sources = {self._source[id(value)] for value in inputs if id(value) in self._source}
+        self._edges += [[source, number] for source in sorted(sources)]
+        for value in made if op != "output" else ():
+            self._own(value, number)
+
+    def _own(self, value: torch.Tensor, number: int) -> None:
+        self._source[id(value)] = number
+        self._kept.append(value)
+
+
+def is_leaf(part: nn.Module) -> bool:
+    """Whether a module is shown as one, whatever is inside: torch's own layers are."""
+    origin = type(part).__module__
+    is_torchs = origin.startswith("torch.nn.modules") and origin not in _CONTAINERS
+    return is_torchs or not any(True for _ in part.children())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in (nested) tuples, lists and dicts, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [found for part in value.values() for found in tensors_in(part)]
+    if isinstance(value, (tuple, list)):
+        return [found for part in value for found in tensors_in(part)]
+    return []
+
+
+def condensed(graph: Mapping[str, Any], limit: int = 48) -> dict[str, Any]:
+    """The graph with at most about ``limit`` nodes: deep layers are shown as what they are in."""
+    depth = max((node["name"].count(".") for node in graph["nodes"]), default=0) + 1
+    while depth > 1:
+        smaller = _at_depth(graph, depth)
+        if len(smaller["nodes"]) <= limit:
+            return smaller
+        depth -= 1
+    return _at_depth(graph, 1)
+
+
+def _at_depth(graph: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    nodes: list[dict[str, Any]] = []
+    place: dict[str, int] = {}
+    moved: list[int] = []
+    for node in graph["nodes"]:
+        path = node["name"].split(".")
+        key = ".".join(path[:depth])
+        is_inside = len(path) > depth
+        if is_inside and place.get(key, -1) >= 0:
+            whole = nodes[place[key]]
+            whole["parameters"] = whole.get("parameters", 0) + node.get("parameters", 0)
+            whole["shape"] = node["shape"]
+            whole["inside"] += 1
+            moved.append(place[key])
+            continue
+        moved.append(len(nodes))
+        if is_inside:
+            place[key] = len(nodes)
+            op = graph.get("classes", {}).get(key, "")
+            nodes.append({**node, "name": key, "op": op, "detail": "", "inside": 1})
+        else:
+            nodes.append(dict(node))
+    edges = {(moved[a], moved[b]) for a, b in graph["edges"] if moved[a] != moved[b]}
+    return {"nodes": nodes, "edges": sorted(list(edge) for edge in edges)}

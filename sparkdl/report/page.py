@@ -1,0 +1,386 @@
+"""How does a run's record become a page? One file that needs nothing else, and no script.
+
+Each section is a function of the record, and is left out where there is nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparkdl.report import words
+from sparkdl.report.charts import Curve, line_chart
+from sparkdl.report.drawing import model_graph
+from sparkdl.report.graph import condensed
+from sparkdl.report.markup import Content, Markup, joined, tag
+from sparkdl.report.matrix import confusion_matrix
+from sparkdl.report.record import RunRecord, counted
+from sparkdl.report.style import CSS
+from sparkdl.report.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
+
+_FACTS = {
+    "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
+    "rows": "training rows", "validation_rows": "validation rows", "epochs": "epochs",
+    "steps_per_epoch": "steps per epoch", "steps": "steps", 
+    "batch_size": "rows per step and worker",
+    "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
+    "parameter_bytes": "size of the parameters", "function": "function",
+}  # fmt: skip
+
+
+def page(record: RunRecord) -> str:
+    """The whole page."""
+    return document(record.name, body(record))
+
+
+def document(title: str, content: Markup, head: Markup | None = None) -> str:
+    """A page around ``content``; ``head`` goes into its head."""
+    top = joined(
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        head,
+        tag("style", Markup(CSS)),
+    )
+    whole = tag("html", tag("head", top), tag("body", tag("main", content)), lang="en")
+    return f"<!DOCTYPE html>\n{whole}\n"
+
+
+def body(record: RunRecord) -> Markup:
+    """What is on the page."""
+    return joined(
+        _header(record),
+        _tiles(record),
+        _error(record),
+        _curves(record),
+        _time(record),
+        _failures(record),
+        _confusion(record),
+        _graph(record),
+        _hardware(record),
+        _configuration(record),
+        _warnings(record),
+        tag(
+            "footer",
+            f"run {record.run_id}, written by sparkdl {record.versions.get('sparkdl', '')}",
+        ),
+    )
+
+
+def badge(status: str) -> Markup:
+    """A run's status."""
+    return tag("span", status, class_=f"badge {status}")
+
+
+def _header(record: RunRecord) -> Markup:
+    started = words.duration(record.seconds)
+    if record.started:
+        started = f"{words.moment(record.started)} · {started}"
+    if record.phase:
+        started += f" · now: {record.phase}"
+    return joined(
+        tag("header", tag("h1", record.name), badge(record.status)),
+        tag("p", started, class_="quiet"),
+    )
+
+
+def _tiles(record: RunRecord) -> Markup:
+    tiles = [_tile("duration", words.duration(record.seconds), _training_seconds(record))]
+    if record.history:
+        last = record.history[-1]
+        for key in _headline(last):
+            tiles.append(_tile(key, words.value(last[key]), _best(record.history, key)))
+    speed = _rows_per_second(record)
+    if speed is not None:
+        tiles.append(_tile("rows per s", words.value(speed), "all workers"))
+    if "workers" in record.facts:
+        tiles.append(_tile("workers", str(record.facts["workers"]), record.facts.get("mode")))
+    steps = record.steps[-1][1] if record.steps else None
+    if steps is not None and record.facts.get("steps"):
+        tiles.append(_tile("steps", words.value(steps), f"of {record.facts['steps']:,} planned"))
+    if record.restarts or record.attempts:
+        tiles.append(_tile("restarts", str(record.restarts), None))
+    return tag("div", *tiles, class_="tiles")
+
+
+def _tile(name: str, value: Content, small: Content) -> Markup:
+    return tag(
+        "div", tag("span", name), tag("b", value), tag("small", small) if small else None,
+        class_="tile",
+    )  # fmt: skip
+
+
+def _headline(last: Mapping[str, Any]) -> list[str]:
+    left_out = ("epoch", "report", "steps", "seconds", "learning_rate")
+    names = [key for key in last if key not in left_out]
+    return [
+        *[n for n in names if not n.startswith("val_")],
+        *[n for n in names if n[:4] == "val_"],
+    ][:4]
+
+
+def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
+    values = [record[key] for record in history if record.get(key) is not None]
+    if len(values) < 2 or "loss" not in key:
+        return f"first {words.value(values[0])}" if len(values) > 1 else None
+    return f"lowest {words.value(min(values))}"
+
+
+def _training_seconds(record: RunRecord) -> str | None:
+    seconds = record.laps.get("train")
+    return None if seconds is None else f"{words.duration(seconds)} of it training"
+
+
+def _rows_per_second(record: RunRecord) -> float | None:
+    totals = record.totals()
+    seconds = [_training(total) for total in totals.values()]
+    begun = next((a["start_step"] for a in record.attempts if a["start_step"] is not None), 0)
+    steps = (record.steps[-1][1] or 0) - begun if record.steps else 0
+    per_epoch = record.facts.get("steps_per_epoch", 0)
+    rows = record.facts.get("rows", 0) * steps / per_epoch if per_epoch else 0
+    return rows / max(seconds) if seconds and rows and max(seconds) > 0 else None
+
+
+def _training(total: Mapping[str, float]) -> float:
+    return sum(total.get(name, 0.0) for name in SPENT_ON[:4])
+
+
+def _error(record: RunRecord) -> Markup:
+    if record.status == "lost":
+        text = "Its driver has not been heard for long: it was killed, or cannot write here."
+        return tag("section", tag("h2", "Lost"), tag("p", text), class_="trouble")
+    if record.error is None:
+        return Markup("")
+    trace = record.error.get("traceback")
+    return tag(
+        "section",
+        tag("h2", record.error["type"]),
+        tag("p", record.error["message"]),
+        tag("pre", trace) if trace else None,
+        class_="trouble",
+    )
+
+
+def _curves(record: RunRecord) -> Markup:
+    charts = [_step_chart(record)]
+    for title, lines in panels(record.history).items():
+        style = {name: f"c{place % 6}" for place, name in enumerate(lines)}
+        curves = [
+            Curve(name=name, xs=xs, ys=ys, style=style[name]) for name, (xs, ys) in lines.items()
+        ]
+        x_label = "report" if "report" in record.history[0] else "epoch"
+        charts.append(line_chart(title, curves, x_label))
+    shown = [chart for chart in charts if chart]
+    if not shown:
+        return Markup("")
+    return tag("section", tag("h2", "Learning curves"), tag("div", *shown, class_="charts"))
+
+
+def _step_chart(record: RunRecord) -> Markup:
+    if len(record.steps) < 3:
+        return Markup("")
+    xs = [float(step or 0) for _, step, _, _ in record.steps]
+    ys = [loss for _, _, loss, _ in record.steps]
+    return line_chart("loss by step", [Curve(name="loss", xs=xs, ys=ys)], "step")
+
+
+def panels(
+    history: Sequence[Mapping[str, Any]],
+) -> dict[str, dict[str, tuple[list[float], list[float | None]]]]:
+    """Panel -> line -> values by epoch; ``loss`` and ``val_loss`` share one, and so on."""
+    found: dict[str, dict[str, tuple[list[float], list[float | None]]]] = {}
+    for place, record in enumerate(history):
+        number = counted(record)
+        x = float(place + 1 if number is None else number)
+        for key, value in record.items():
+            if key in ("epoch", "report", "steps"):
+                continue
+            title = key.removeprefix("val_").replace("_", " ")
+            xs, ys = found.setdefault(title, {}).setdefault(key, ([], []))
+            xs.append(x)
+            ys.append(value)
+    # Times and rates are the least of it.
+    last = ("learning rate", "seconds")
+    return {
+        k: found[k]
+        for k in [*(k for k in found if k not in last), *(k for k in last if k in found)]
+    }
+
+
+def _time(record: RunRecord) -> Markup:
+    totals = record.totals()
+    if not totals and not record.laps:
+        return Markup("")
+    legend = [
+        tag("span", tag("i", class_=f"key on-{name}"), name, class_="entry")
+        for name in SPENT_ON
+        if any(total.get(name) for total in totals.values())
+    ]
+    hidden = len(totals) - len(shown_ranks(record))
+    hints = []
+    if hidden > 0:
+        hints.append(f"{hidden} more ranks are in the table; shown are those that waited least.")
+    if len(totals) > 1 and not any(total.get("waiting") for total in totals.values()):
+        hints.append(
+            "Waiting cannot be told from communication here: the rank with the least of it is the "
+            "one that the others waited for."
+        )
+    return tag(
+        "section",
+        tag("h2", "Where the time went"),
+        timeline(record),
+        tag("div", *legend, class_="legend") if legend else None,
+        *(tag("p", hint, class_="hint") for hint in hints),
+        _time_table(totals) if totals else None,
+    )
+
+
+def _time_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
+    used = [name for name in SPENT_ON if any(total.get(name) for total in totals.values())]
+    head = [
+        tag("th", "rank"),
+        tag("th", "share of its time"),
+        *(tag("th", n, class_="n") for n in used),
+    ]
+    rows = []
+    for rank in sorted(totals, key=int):
+        total, whole = totals[rank], sum(totals[rank].values())
+        pieces = [
+            tag("i", class_=f"on-{n}", style=f"width:{100 * total.get(n, 0.0) / whole:.2f}%",
+                title=f"{n} {words.share(total.get(n, 0.0), whole)}")
+            for n in used
+            if whole > 0
+        ]  # fmt: skip
+        cells = [
+            tag("td", words.duration(total.get(name, 0.0)), class_="n",
+                title=words.share(total.get(name, 0.0), whole))
+            for name in used
+        ]  # fmt: skip
+        rows.append(
+            tag("tr", tag("td", rank), tag("td", tag("div", *pieces, class_="bar")), *cells)
+        )
+    table = tag("table", tag("tr", *head), *rows)
+    return tag("details", tag("summary", "all ranks"), table) if len(rows) > MOST_LANES else table
+
+
+def _failures(record: RunRecord) -> Markup:
+    if not record.failures:
+        return Markup("")
+    rows = []
+    later = {attempt["number"]: attempt for attempt in record.attempts}
+    for number, failure in enumerate(record.failures, 1):
+        attempt = later.get(number)
+        what = "the run ended"
+        if attempt is not None:
+            after = words.duration(attempt["at"] - failure["at"])
+            what = f"begun again after {after}{_from(attempt['start_step'])}"
+        cells = (words.duration(failure["at"]), failure["reason"], what)
+        rows.append(tag("tr", *(tag("td", cell, class_="text") for cell in cells)))
+    head = tag("tr", tag("th", "after"), tag("th", "what was lost"), tag("th", "what followed"))
+    return tag("section", tag("h2", "Failures and restarts"), tag("table", head, *rows))
+
+
+def _from(step: int | None) -> str:
+    if step is None:
+        return ""
+    return f", from step {step:,}" if step else ", from the beginning"
+
+
+def _confusion(record: RunRecord) -> Markup:
+    if record.confusion is None:
+        return Markup("")
+    return tag(
+        "section",
+        tag("h2", f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}"),
+        confusion_matrix(record.confusion["counts"]),
+    )
+
+
+def _graph(record: RunRecord) -> Markup:
+    if record.graph is None or not record.graph["nodes"]:
+        return Markup("")
+    drawn = condensed(record.graph)
+    hint = "Point at a layer for its options. Shapes are those of one row."
+    if len(drawn["nodes"]) < len(record.graph["nodes"]):
+        hint += f" {len(record.graph['nodes'])} parts are shown as {len(drawn['nodes'])}."
+    return tag(
+        "section",
+        tag("h2", "Model"),
+        tag("div", model_graph(drawn), class_="scroll"),
+        tag("p", hint, class_="hint"),
+    )
+
+
+def _hardware(record: RunRecord) -> Markup:
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, found in record.hardware.items():
+        groups.setdefault(_machine(found), []).append(int(rank))
+    rows = [
+        tag("tr", tag("td", f"rank {words.ranks(members)}"), *(tag("td", cell) for cell in machine))
+        for machine, members in groups.items()
+    ]
+    if record.driver:
+        rows.insert(
+            0, tag("tr", tag("td", "driver"), *(tag("td", c) for c in _machine(record.driver)))
+        )
+    if not rows:
+        return Markup("")
+    head = [
+        tag("th", name)
+        for name in ("", "host", "processor", "cores", "threads", "memory", "device")
+    ]
+    return tag("section", tag("h2", "Hardware"), tag("table", tag("tr", *head), *rows))
+
+
+def _machine(found: Mapping[str, Any]) -> tuple[str, ...]:
+    device = str(found.get("device", ""))
+    if "gpu" in found:
+        device += f" ({found['gpu']}, {words.size(found['gpu_memory_bytes'])})"
+    memory = words.size(found["memory_bytes"]) if "memory_bytes" in found else ""
+    names = ("host", "cpu", "cores", "threads")
+    return (*(str(found.get(name, "")) for name in names), memory, device)
+
+
+def _configuration(record: RunRecord) -> Markup:
+    facts = {
+        label: words.size(value) if name == "parameter_bytes" else value
+        for name, label in _FACTS.items()
+        if (value := record.facts.get(name)) is not None
+    }
+    spark = {f"Spark {name}": value for name, value in record.spark.items() if value}
+    chosen = {p["name"]: p["value"] for p in record.params if p["is_set"]}
+    others = {p["name"]: p["value"] for p in record.params if not p["is_set"]}
+    rest = None
+    if others:
+        rest = tag(
+            "details",
+            tag("summary", f"{len(others)} Params left at their defaults"),
+            _table(others),
+        )
+    return tag(
+        "section",
+        tag("h2", "Configuration"),
+        joined(tag("h3", "Params that were set"), _table(chosen)) if chosen else None,
+        rest,
+        joined(tag("h3", "Plan"), _table(facts)) if facts else None,
+        tag("h3", "Software"),
+        _table({**record.versions, **spark}),
+    )
+
+
+def _table(values: Mapping[str, Any]) -> Markup:
+    rows = []
+    for name, value in values.items():
+        text = (
+            f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        )
+        rows.append(tag("tr", tag("th", name), tag("td", tag("code", text), class_="text")))
+    return tag("table", *rows, class_="pairs")
+
+
+def _warnings(record: RunRecord) -> Markup:
+    if not record.logs:
+        return Markup("")
+    lines = [f"{words.duration(e['at']):>10}  rank {e['rank']}  {e['line']}" for e in record.logs]
+    title = f"Warnings of the workers ({record.num_logs:,})"
+    return tag("section", tag("h2", title), tag("pre", "\n".join(lines)))

@@ -1,0 +1,231 @@
+"""What is known of a run? Plain values, which follow from the events that its driver wrote down.
+
+An event is a dict with ``kind`` and ``at``, the seconds since the run began. The same events give
+the same record, whether they come from memory, or from the files of a run that is still going on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparkdl.errors import StorageError
+
+if TYPE_CHECKING:
+    from sparkdl.summary import TrainingSummary
+
+FORMAT = 1
+"""Of ``run.json``; raised when a reader of the last one could not make sense of it."""
+
+Status = Literal["running", "succeeded", "failed", "lost"]
+Event = Mapping[str, Any]
+
+_MAX_LINES = 200
+"""Warnings that are kept: the first ones, which say where trouble began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What is known of one run. Times are seconds since it began, unless said otherwise."""
+
+    run_id: str
+    name: str
+    """What was run, such as ``TorchClassifier``."""
+    started: float
+    """Seconds since the epoch."""
+    status: Status = "running"
+    seconds: float = 0.0
+    """How long it has taken so far, or took."""
+    silence_seconds: float = 0.0
+    """How long its driver may be silent before the run counts as lost."""
+    heard: float = 0.0
+    """When its driver last said that it is alive: seconds since the epoch, by its own clock."""
+    params: list[dict[str, Any]] = field(default_factory=list)
+    """``name``, ``value`` as text, ``is_set``: whether the user gave it."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What was found out before it began: rows, steps, parameters, mode."""
+    versions: dict[str, str] = field(default_factory=dict)
+    spark: dict[str, Any] = field(default_factory=dict)
+    driver: dict[str, Any] = field(default_factory=dict)
+    """The driver's `hardware`."""
+    hardware: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Rank -> that of its worker."""
+    laps: dict[str, float] = field(default_factory=dict)
+    """Phase of the fit on the driver -> seconds, in order."""
+    phase: str = ""
+    """What is going on now; empty when the run has ended."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """``number``, ``at``, ``start_step``, which is None where it failed before that was known."""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """``at``, ``reason``: why an attempt ended."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured: a record per epoch, or per report of a function."""
+    steps: list[list[float | None]] = field(default_factory=list)
+    """``[at, step, loss, rows per second of rank 0]``, sampled."""
+    spent: dict[str, list[list[Any]]] = field(default_factory=dict)
+    """Rank -> ``[begin, end, {what: seconds}]``, one after the other; see `train.clock`."""
+    logs: list[dict[str, Any]] = field(default_factory=list)
+    """``at``, ``rank``, ``level``, ``line``: warnings of the workers."""
+    num_logs: int = 0
+    """How many warnings there were."""
+    confusion: dict[str, Any] | None = None
+    """``epoch``, and ``counts``: label by prediction, over the validation rows."""
+    graph: dict[str, Any] | None = None
+    """The module, see `report.graph`."""
+    error: dict[str, str] | None = None
+    """``type``, ``message``, and perhaps ``traceback``: what ended a run that failed."""
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was begun again."""
+        return max((attempt["number"] for attempt in self.attempts), default=0)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Rank -> what its time was spent on, over all attempts, in seconds."""
+        return {rank: _added(spans) for rank, spans in self.spent.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, with the format's number."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+        """Rebuild what `to_dict` gave.
+
+        Raises:
+            StorageError: it was written by a later version, or is no record.
+        """
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        if values.get("format") != FORMAT or "run_id" not in values:
+            raise StorageError(
+                f"this is not the record of a run, or one of another version: format "
+                f"{values.get('format')!r}, known: {FORMAT}; read it with the sparkdl that wrote it"
+            )
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def of_summary(summary: TrainingSummary) -> RunRecord:
+    """What a saved model still knows of the fit that made it."""
+    return RunRecord(
+        run_id="of a saved model",
+        name="fit",
+        started=0.0,
+        status="succeeded",
+        seconds=summary.seconds,
+        facts={
+            "workers": summary.world_size,
+            "rows": summary.rows,
+            "validation_rows": summary.validation_rows,
+            "steps": summary.steps,
+        },
+        laps={
+            name.removeprefix("fit: "): seconds
+            for name, seconds in summary.phase_seconds.items()
+            if name.startswith("fit: ")
+        },
+        history=[dict(record) for record in summary.history],
+    )
+
+
+def counted(record: Mapping[str, Any]) -> float | None:
+    """Which epoch or report of its run a history's record is of.
+
+    Functions count their reports, among whose values may be an ``epoch`` of their own.
+    """
+    number: float | None = record.get("report", record.get("epoch"))
+    return number
+
+
+def _added(spans: Iterable[list[Any]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for _, _, seconds in spans:
+        for name, value in seconds.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+class RecordBuilder:
+    """A record that grows, event by event."""
+
+    def __init__(self) -> None:
+        """Of a run of which nothing is known yet."""
+        self._values: dict[str, Any] = dataclasses.asdict(
+            RunRecord(run_id="", name="", started=0.0)
+        )
+
+    def take(self, event: Event) -> None:
+        """Add what an event tells; a kind that is not known, of a later version, is passed over."""
+        self._values["seconds"] = max(self._values["seconds"], event["at"])
+        take = getattr(self, f"_take_{event['kind']}", None)
+        if take is not None:
+            take({name: value for name, value in event.items() if name != "kind"})
+
+    def record(self) -> RunRecord:
+        """What is known so far."""
+        return RunRecord(**copy.deepcopy(self._values))
+
+    def _take_begin(self, event: dict[str, Any]) -> None:
+        event.pop("at")
+        self._values.update(event)
+
+    def _take_lap(self, event: dict[str, Any]) -> None:
+        laps = self._values["laps"]
+        laps[event["name"]] = laps.get(event["name"], 0.0) + event["seconds"]
+
+    def _take_phase(self, event: dict[str, Any]) -> None:
+        self._values["phase"] = event["name"]
+
+    def _take_facts(self, event: dict[str, Any]) -> None:
+        self._values["facts"].update(event["facts"])
+
+    def _take_graph(self, event: dict[str, Any]) -> None:
+        self._values["graph"] = event["graph"]
+
+    def _take_hardware(self, event: dict[str, Any]) -> None:
+        self._values["hardware"][str(event["rank"])] = event["hardware"]
+
+    def _take_attempt(self, event: dict[str, Any]) -> None:
+        attempts = self._values["attempts"]
+        if attempts and attempts[-1]["number"] == event["number"]:
+            attempts.pop()  # it was told that it would begin
+        attempts.append(event)
+
+    def _take_failure(self, event: dict[str, Any]) -> None:
+        self._values["failures"].append(event)
+
+    def _take_epoch(self, event: dict[str, Any]) -> None:
+        record, history = event["record"], self._values["history"]
+        number = counted(record)
+        # After a restart epochs come again that had been told of before, in their order.
+        while number is not None and history and (counted(history[-1]) or 0) >= number:
+            history.pop()
+        history.append(record)
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        sample = [event["at"], event["step"], event["loss"], event["rows_per_second"]]
+        self._values["steps"].append(sample)
+
+    def _take_spent(self, event: dict[str, Any]) -> None:
+        spans = self._values["spent"].setdefault(str(event["rank"]), [])
+        spans.append([event["begin"], event["end"], event["seconds"]])
+
+    def _take_log(self, event: dict[str, Any]) -> None:
+        self._values["num_logs"] += 1
+        if len(self._values["logs"]) < _MAX_LINES:
+            self._values["logs"].append(event)
+
+    def _take_confusion(self, event: dict[str, Any]) -> None:
+        self._values["confusion"] = {"epoch": event["epoch"], "counts": event["counts"]}
+
+    def _take_alive(self, event: dict[str, Any]) -> None:
+        self._values["silence_seconds"] = event["silence_seconds"]
+        self._values["heard"] = event.get("wall", self._values["started"] + event["at"])
+
+    def _take_end(self, event: dict[str, Any]) -> None:
+        self._values.update(
+            status=event["status"], error=event.get("error"), seconds=event["at"], phase=""
+        )
+        self._values["history"] = event.get("history") or self._values["history"]

@@ -1,0 +1,356 @@
+"""How does the driver write down what happens in a run, and tell those who listen?
+
+It is told everything by the fit and by the supervisor, on the fit's thread, and keeps it in memory;
+another thread writes it to the storage. Where that fails, for whatever reason, the run goes on
+without a report, with one warning: hours of training are worth more than their record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.checkpoint.storage import Storage, without_password
+from sparkdl.errors import SparkDLError, WorkerError
+from sparkdl.listeners import Listener, RunStart
+from sparkdl.report.audience import Audience
+from sparkdl.report.presentable import presentable
+from sparkdl.report.record import Event, RecordBuilder, RunRecord
+from sparkdl.report.spans import Span, Spans
+from sparkdl.report.store import RunFolder, folder_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_WRITE_SECONDS = 1.0
+_SLOWER_BY = 0.01
+"""Of a run's age: files are written more seldom as it goes on, so that they do not become many."""
+_SILENT_WRITES = 10
+"""How many pauses its driver may be silent for, and half a minute, before a run counts as lost."""
+_STEPS_KEPT = 500
+
+
+class Recorder:
+    """Writes down one run. Made by `recording`; fits the supervisor's `View`."""
+
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        began: Mapping[str, Any],
+    ) -> None:
+        """Begin.
+
+        Args:
+            folder: where the record is left; None: it is kept in memory only.
+            began: what is known of the run, but for ``kind`` and ``at``.
+        """
+        self._started = time.time()
+        self._clock = time.perf_counter()
+        self._builder = RecordBuilder()
+        self._waiting: list[Event] = []
+        self._lock = threading.Lock()
+        self._folder = folder
+        self._audience = Audience()
+        self._spans = Spans(1)
+        self._world_size = 1
+        self._steps_per_epoch = 0
+        self._step = 0
+        self._step_noted = -1.0
+        self._unnoted: dict[str, Any] | None = None
+        self._rows: tuple[float, float] | None = None
+        self._module: nn.Module | None = None
+        self._has_ended = self._is_left = self._has_failed = False
+        self._stop = threading.Event()
+        self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
+        self._writer.daemon = True
+        self._note("begin", started=self._started, **began)
+        if self._folder is not None:
+            self._folder.append(self._taken())  # a place that cannot be written to ends the fit
+            self._writer.start()
+
+    def listen(self, start: RunStart, listeners: Sequence[Listener]) -> None:
+        """Let others listen from now on; what one raises when it starts is raised."""
+        self._audience.start(start, listeners)
+
+    # --- what the fit tells -------------------------------------------------------------------
+
+    def phase(self, name: str) -> None:
+        """Another phase of the fit begins, on the driver."""
+        self._note("phase", name=name)
+
+    def lap(self, name: str, seconds: float) -> None:
+        """A phase of the fit has taken so long."""
+        self._note("lap", name=name, seconds=seconds)
+
+    def facts(self, *, world_size: int, **facts: Any) -> None:
+        """What is known before training begins; ``world_size`` ranks will report."""
+        self._world_size = world_size
+        self._steps_per_epoch = int(facts.get("steps_per_epoch", 0))
+        shown = presentable({"workers": world_size, **facts})
+        self._note("facts", facts=shown)
+        self._audience.tell(lambda listener: listener.facts(shown))
+
+    def graph(self, graph: Mapping[str, Any]) -> None:
+        """What the module is made of; see `report.graph`."""
+        self._note("graph", graph=graph)
+
+    def trained(self, module: nn.Module) -> None:
+        """The run has a module to show for it."""
+        self._module = module
+
+    # --- what the supervisor tells ------------------------------------------------------------
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """A gang, or a run in rounds, begins."""
+        self._flush()
+        self._spans = Spans(self._world_size)
+        self._rows = None
+        self._step = start_step
+        self._note("attempt", number=number, start_step=start_step)
+
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What has failed is begun again, for the ``number``-th time in the run.
+
+        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
+        is begun again.
+
+        Args:
+            number: as in `attempt`.
+            step: steps done by then; None: not known yet.
+        """
+        self._note("attempt", number=number, start_step=step)
+
+    def failure(self, reason: str) -> None:
+        """An attempt has failed."""
+        self._flush()
+        shown = presentable(reason)
+        self._note("failure", reason=shown)
+        self._audience.tell(lambda listener: listener.failure(shown))
+
+    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+        """What a rank does now."""
+        if "seconds" in body:
+            self.spent(rank, body["seconds"])
+        if rank == 0 and body.get("step", 0) > self._step:
+            self._take_step(int(body["step"]), float(body["loss"]), float(body["rows"]))
+
+    def spent(self, rank: int, totals: Mapping[str, float]) -> None:
+        """On what a rank has spent its time since the attempt began."""
+        self._note_spans(self._spans.take(rank, totals, self._now()))
+
+    def fact(self, rank: int, body: Mapping[str, Any]) -> None:
+        """What else a worker tells: its hardware, a confusion matrix."""
+        if body["kind"] == "hardware":
+            self._note("hardware", rank=rank, hardware=body["hardware"])
+        elif body["kind"] == "confusion":
+            self.confusion(body["epoch"], body["counts"])
+
+    def confusion(self, epoch: int, counts: Sequence[Sequence[float]]) -> None:
+        """Label by prediction, over the validation rows, after ``epoch``."""
+        self._note("confusion", epoch=epoch, counts=counts)
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """An epoch ended, or a function reported."""
+        self._note("epoch", record=dict(record))
+        if "report" in record:
+            step = int(record["report"])
+        else:
+            step = int((record["epoch"] - 1) * self._steps_per_epoch + record["steps"])
+        self._audience.tell(lambda listener: listener.epoch(step, record))
+
+    def log(self, rank: int, line: str, level: int) -> None:
+        """A rank logged a line; warnings are kept."""
+        if level >= logging.WARNING:
+            self._note("log", rank=rank, level=logging.getLevelName(level), line=line)
+
+    def done(self, steps: int) -> None:
+        """Training has succeeded."""
+        self._flush()
+        if steps > self._step:  # no heartbeat has told of the last ones
+            self._note("step", step=steps, loss=None, rows_per_second=None)
+
+    def close(self) -> None:
+        """The view is closed before the run has ended."""
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None, history: Sequence[Mapping[str, float]] = ()) -> None:
+        """The run has ended; leave its record.
+
+        Called again, it only does what it could not do before, because it was interrupted.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._flush()
+            self._note(
+                "end",
+                status="succeeded" if error is None else "failed",
+                error=None if error is None else described(error),
+                history=[dict(record) for record in history],
+            )
+        record = self.record()
+        self._stop.set()
+        if self._writer.is_alive():
+            self._writer.join(timeout=60)
+        if self._folder is not None and not self._is_left:
+            self._leave(self._folder, record)
+            self._is_left = True
+        self._audience.end(record, self._module)
+
+    @property
+    def page_path(self) -> str | None:
+        """Where the page is, when the run has ended; None: nowhere."""
+        return None if self._folder is None else without_password(self._folder.page_path)
+
+    def record(self) -> RunRecord:
+        """What is known so far."""
+        with self._lock:
+            return self._builder.record()
+
+    def _leave(self, folder: RunFolder, record: RunRecord) -> None:
+        from sparkdl.report.page import page
+
+        try:
+            folder.finish(record, page(record))
+        except Exception as error:
+            self._give_up(error)
+
+    # --- how it is kept -----------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._clock
+
+    def _note(self, kind: str, **values: Any) -> None:
+        event = {"kind": kind, "at": round(self._now(), 3), **presentable(values)}
+        try:
+            with self._lock:
+                self._builder.take(event)
+                if self._folder is not None:
+                    self._waiting.append(event)
+        except Exception as error:
+            self._give_up(error)
+
+    def _taken(self) -> list[Event]:
+        """What waits to be written, and how long there may be nothing else."""
+        pause = self._pause()
+        alive = {
+            "kind": "alive",
+            "at": round(self._now(), 3),
+            "wall": round(time.time(), 3),
+            "silence_seconds": round(_SILENT_WRITES * pause + 30, 1),
+        }
+        with self._lock:
+            events, self._waiting = self._waiting, []
+        return [*events, alive]
+
+    def _pause(self) -> float:
+        return max(_WRITE_SECONDS, _SLOWER_BY * self._now())
+
+    def _keep_writing(self) -> None:
+        while not self._stop.wait(self._pause()) and self._folder is not None:
+            try:
+                self._folder.append(self._taken())
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._folder = None
+        if not self._has_failed:
+            self._has_failed = True
+            told = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
+            logger.warning("the run leaves no report: %s", told)
+
+    def _take_step(self, step: int, loss: float, rows: float) -> None:
+        now = self._now()
+        self._step = step
+        before, self._rows = self._rows, (now, rows)
+        speed = None
+        if before is not None and now > before[0] and rows >= before[1]:
+            speed = (rows - before[1]) / (now - before[0])
+        values = {"loss": loss} | ({} if speed is None else {"rows_per_second": speed})
+        self._audience.step(step, values)
+        self._unnoted = {"step": step, "loss": loss, "rows_per_second": speed}
+        if now - self._step_noted >= now / _STEPS_KEPT:
+            self._step_noted = now
+            self._note_step()
+
+    def _note_step(self) -> None:
+        """Note the newest step, if it is not noted yet."""
+        values, self._unnoted = self._unnoted, None
+        if values is not None:
+            self._note("step", **values)
+
+    def _flush(self) -> None:
+        """Note what was heard, and is only noted now and then."""
+        self._note_step()
+        self._note_spans(self._spans.rest())
+
+    def _note_spans(self, spans: Iterator[Span]) -> None:
+        for span in spans:
+            self._note(
+                "spent",
+                rank=span.rank,
+                begin=round(span.begin, 3),
+                end=round(span.end, 3),
+                seconds=span.seconds,
+            )
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """An exception as a record holds it; the traceback is the worker's, where it has one."""
+    found = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, WorkerError):
+        head, _, _ = str(error).partition("\n\nTraceback of rank")
+        found |= {"message": head, "traceback": error.worker_traceback}
+    elif isinstance(error, KeyboardInterrupt):
+        found["message"] = str(error) or "interrupted"
+    elif not isinstance(error, SparkDLError):
+        found["traceback"] = "".join(traceback.format_exception(error))
+    return {name: presentable(text) for name, text in found.items()}
+
+
+@contextlib.contextmanager
+def recording(
+    *,
+    run_id: str,
+    name: str,
+    params: Sequence[Mapping[str, Any]],
+    storage: Storage | None,
+    listeners: Sequence[Listener],
+    **known: Any,
+) -> Iterator[Recorder]:
+    """Record what happens in the block, which calls `Recorder.end` if all goes well.
+
+    Args:
+        run_id: the run's.
+        name: what is run.
+        params: as in `RunRecord.params`.
+        storage: where the record is left; None: nowhere.
+        listeners: who else is told.
+        known: other fields of `RunRecord`.
+
+    Raises:
+        StorageError: the storage cannot be written to.
+        Exception: what a listener raises when the run begins.
+    """
+    start = RunStart(
+        run_id=run_id,
+        name=name,
+        folder=folder_name(name, run_id, time.time()),
+        params=presentable({param["name"]: param["value"] for param in params}),
+    )
+    began = {"run_id": run_id, "name": name, "params": [dict(p) for p in params], **known}
+    recorder = Recorder(None if storage is None else RunFolder(storage, start.folder), began)
+    try:
+        recorder.listen(start, listeners)
+        yield recorder
+    except BaseException as error:
+        recorder.end(error)
+        raise

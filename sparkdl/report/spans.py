@@ -1,0 +1,80 @@
+"""How do totals that grow become a timeline of limited size?
+
+Workers tell how many seconds they have spent on what since they began. The difference between two
+reports belongs to the time between them. Spans become longer as the run goes on, so that a run of
+days leaves no more than some hundreds of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+SHORTEST_SECONDS = 1.0
+"""Of a span of a short run with few ranks."""
+_SPANS_OF_ALL = 20_000
+_SPANS_OF_A_RANK = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What a rank has spent the time from ``begin`` to ``end`` on."""
+
+    rank: int
+    begin: float
+    end: float
+    seconds: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    start: float
+    """When its totals were zero, by the clock of the one who listens."""
+    told: dict[str, float] = field(default_factory=dict)
+    """Totals at the end of the last span."""
+    newest: dict[str, float] = field(default_factory=dict)
+    end: float = 0.0
+
+
+class Spans:
+    """The spans of all ranks of one attempt."""
+
+    def __init__(self, world_size: int) -> None:
+        """Of ``world_size`` ranks."""
+        self._share = max(20, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
+        self._ranks: dict[int, _Rank] = {}
+
+    def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Span]:
+        """Take a rank's totals; give a span if enough time has passed since the last.
+
+        Args:
+            rank: whose.
+            totals: what -> seconds since the rank began; nothing that it did is left out.
+            now: when they came.
+        """
+        seen = self._ranks.setdefault(rank, _Rank(start=now))
+        # Reports come late, by different times: the earliest start is the least wrong.
+        seen.start = min(seen.start, now - sum(totals.values()))
+        seen.newest = dict(totals)
+        if sum(totals.values()) - sum(seen.told.values()) >= max(
+            SHORTEST_SECONDS, now / self._share
+        ):
+            yield self._span(rank, seen)
+
+    def rest(self) -> Iterator[Span]:
+        """What no span was given for yet."""
+        for rank, seen in self._ranks.items():
+            if sum(seen.newest.values()) > sum(seen.told.values()):
+                yield self._span(rank, seen)
+
+    def _span(self, rank: int, seen: _Rank) -> Span:
+        begin = max(seen.end, seen.start + sum(seen.told.values()))
+        seen.end = max(begin, seen.start + sum(seen.newest.values()))
+        spent = {name: value - seen.told.get(name, 0.0) for name, value in seen.newest.items()}
+        seen.told = seen.newest
+        return Span(
+            rank=rank,
+            begin=begin,
+            end=seen.end,
+            seconds={name: round(value, 4) for name, value in spent.items() if value > 0},
+        )

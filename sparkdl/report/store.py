@@ -1,0 +1,162 @@
+"""Where does a run leave its record, and how is it read again, also while it grows?
+
+A run has a folder. While it goes on, its events lie there in numbered files of JSON lines, which
+never change once they are written: so any storage will do, also one that cannot append. At its end
+there are ``run.json`` and ``report.html`` in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sparkdl.checkpoint.storage import Storage
+from sparkdl.errors import StorageError
+from sparkdl.report.record import Event, RecordBuilder, RunRecord
+from sparkdl.summary import finite
+
+EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
+
+_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9_]+-[0-9a-f]+")
+
+
+def folder_name(name: str, run_id: str, started: float) -> str:
+    """A run's folder: when it began (UTC), what it was, which."""
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
+    return f"{moment}-{re.sub('[^A-Za-z0-9_]', '_', name)}-{run_id[:8]}"
+
+
+class RunFolder:
+    """A run's folder, to write to."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        """``folder`` is what `folder_name` gave."""
+        self._storage = storage
+        self.folder = folder
+        self._num_parts = 0
+
+    @property
+    def page_path(self) -> str:
+        """Where `finish` leaves the page."""
+        return f"{str(self._storage).rstrip('/')}/{self.folder}/{PAGE}"
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Write down what has happened since the last call."""
+        lines = [json.dumps(finite(dict(event)), default=str) + "\n" for event in events]
+        self._num_parts += 1
+        path = f"{self.folder}/{EVENTS}/{self._num_parts:06d}.jsonl"
+        self._storage.write(path, "".join(lines).encode())
+
+    def finish(self, record: RunRecord, page: str) -> None:
+        """Leave the record and its page; the events, which say no more, are removed."""
+        self._storage.write(f"{self.folder}/{PAGE}", page.encode("utf-8", "replace"))
+        data = json.dumps(finite(record.to_dict()), default=str)
+        self._storage.write(f"{self.folder}/{RECORD}", data.encode())
+        self._storage.remove(f"{self.folder}/{EVENTS}")
+
+
+class RunReader:
+    """Reads the records of all runs in a storage; what cannot change any more it reads once."""
+
+    def __init__(self, storage: Storage) -> None:
+        """``storage`` is the directory that runs were told to leave their records in."""
+        self._storage = storage
+        self._ended: dict[str, RunRecord] = {}
+        self._growing: dict[str, _Growing] = {}
+
+    def names(self) -> list[str]:
+        """Folders of runs, the newest first."""
+        return sorted(filter(_NAME.fullmatch, self._storage.list("")), reverse=True)
+
+    def read(self, name: str) -> RunRecord | None:
+        """The record of the run in folder ``name``; None if there is no such run.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        if name in self._ended:
+            return self._ended[name]
+        if name not in self.names():
+            return None
+        if RECORD in self._storage.list(name):
+            self._ended[name] = RunRecord.from_dict(self._record(name))
+            self._growing.pop(name, None)
+            return self._ended[name]
+        return self._so_far(name)
+
+    def _record(self, name: str) -> Mapping[str, Any]:
+        path = f"{name}/{RECORD}"
+        try:
+            values: Mapping[str, Any] = json.loads(self._storage.read(path))
+        except ValueError as error:
+            raise StorageError(
+                f"{path} in {self._storage} is no JSON: {error}; remove the folder {name}"
+            ) from error
+        return values
+
+    def _so_far(self, name: str) -> RunRecord | None:
+        run = self._growing.setdefault(name, _Growing())
+        try:
+            for part in self._storage.list(f"{name}/{EVENTS}")[run.num_parts :]:
+                events = self._events(f"{name}/{EVENTS}/{part}")
+                if events is None:
+                    break
+                run.take(events)
+        except StorageError:
+            if RECORD in self._storage.list(name):  # it has ended meanwhile
+                return self.read(name)
+            raise
+        finally:
+            run.is_new = False
+        record = run.builder.record()
+        if not record.run_id:
+            return None
+        is_lost = run.silence(record.heard) > record.silence_seconds
+        return replace(record, status="lost") if is_lost else record
+
+    def _events(self, path: str) -> list[Event] | None:
+        """What a part holds; None if it is still being written."""
+        data = self._storage.read(path)
+        if not data.endswith(b"\n"):
+            return None
+        try:
+            return [json.loads(line) for line in data.splitlines()]
+        except ValueError as error:
+            raise StorageError(
+                f"{path} in {self._storage} holds no JSON lines: {error}; remove its run's folder"
+            ) from error
+
+
+@dataclass(kw_only=True)
+class _Growing:
+    """A run that goes on, as far as it was read."""
+
+    builder: RecordBuilder = field(default_factory=RecordBuilder)
+    num_parts: int = 0
+    is_new: bool = True
+    """Whether it is read for the first time; it may have ended long ago then."""
+    first_read: float = field(default_factory=time.monotonic)
+    last_part: float | None = None
+    """When a part was new, by our own clock; None as long as none was."""
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Take a part as a whole."""
+        for event in events:
+            self.builder.take(event)
+        self.num_parts += 1
+        if not self.is_new:
+            self.last_part = time.monotonic()
+
+    def silence(self, heard: float) -> float:
+        """Seconds since its driver was heard, which itself says that this was at ``heard``.
+
+        Its clock and ours may differ, so ours counts as soon as a part was new to us.
+        """
+        now = time.monotonic()
+        if self.last_part is not None:
+            return now - self.last_part
+        return max(time.time() - heard, now - self.first_read)

@@ -1,0 +1,83 @@
+"""How is the server of runs started from the command line? ``sparkdl ui DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sparkdl.errors import SparkDLError
+
+_PORT = 4050
+"""Beside those of Spark's own pages, 4040 and up."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the runs of a directory until Ctrl-C.
+
+    Args:
+        arguments: the command line; that of the process if None.
+
+    Returns:
+        The exit status.
+    """
+    given = parser().parse_args(arguments)
+    try:
+        return serve(given.directory, given.host, given.port)
+    except SparkDLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command line may say."""
+    made = argparse.ArgumentParser(
+        prog="sparkdl ui",
+        description="Show the runs of a directory in the browser, also while they go on.",
+        epilog="example:\n  sparkdl ui runs --port 4050",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "directory",
+        metavar="DIR",
+        help="path or URL that was given to fits as reportDir, or to jobs as estimator.report_dir",
+    )
+    made.add_argument(
+        "--port", type=int, default=_PORT, help=f"port; 0 takes a free one (default {_PORT})"
+    )
+    made.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; anyone who reaches another than 127.0.0.1 can read all runs",
+    )
+    return made
+
+
+def serve(directory: str, host: str, port: int) -> int:
+    """Serve until Ctrl-C.
+
+    Raises:
+        SparkDLError: the directory cannot be opened, or the address cannot be listened at.
+    """
+    from sparkdl.checkpoint.storage import open_storage
+    from sparkdl.report.store import RunReader
+    from sparkdl.ui.server import RunServer
+
+    try:
+        server = RunServer((host, port), RunReader(open_storage(directory)))
+    except (OSError, OverflowError) as error:
+        raise SparkDLError(
+            f"cannot listen at {host}, port {port}: {error}; choose another --port, or 0 for a "
+            "free one"
+        ) from error
+    with server:
+        print(f"runs of {directory}: {server.url} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What does the command ``sparkdl`` take, and how does it end?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import sparkdl
+from sparkdl.commands.main import main, make_parser
+from sparkdl.jobfile import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.prepare.options import PrepareJob
+from sparkdl.studyfile import TuneJob
+
+ROOT = Path(__file__).parent.parent.parent
+JOBS = {
+    "train": TrainJob,
+    "evaluate": EvaluateJob,
+    "predict": PredictJob,
+    "tune": TuneJob,
+    "prepare": PrepareJob,
+}
+COMMANDS = [*JOBS, "explain", "doctor", "export", "ui", "completion"]
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command adds the working directory."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def run_python(code: str, **variables: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sparkdl {sparkdl.__version__}\n"
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {name}" in text for name in COMMANDS)
+    assert "sparkdl train --starter > train.toml" in text
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "ui"])
+def test_every_command_has_help_with_an_example_of_itself(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    example = capsys.readouterr().out.split("example:\n")[1]
+    assert f"sparkdl {name} " in example
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_starter_is_a_valid_job(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    assert main([name, "--starter"]) == 0
+    path = tmp_path / f"{name}.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    job = load_job(JOBS[name], path)
+    assert job.spark.conf == {"spark.log.level": "ERROR"}
+
+
+def test_no_arguments_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_command_without_a_job_file_names_the_starter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    assert "'sparkdl train --starter > train.toml' writes one" in capsys.readouterr().err
+
+
+def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", "conf/digits.toml", "--set", "estimator.epoch=3"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: conf/digits.toml: unknown key 'epoch' in [estimator]; did you")
+    assert text.count("\n") == 1
+
+
+def test_help_and_parsing_import_neither_torch_nor_pyspark() -> None:
+    code = (
+        "import json, sys\nfrom sparkdl.commands.main import make_parser\nmake_parser()\n"
+        "heavy = {'torch', 'pyspark', 'pandas', 'pyarrow', 'numpy'}\n"
+        "print(json.dumps(sorted(heavy & set(sys.modules))))"
+    )
+    assert json.loads(run_python(code)) == []
+
+
+def test_the_working_directory_can_hold_a_users_modules(tmp_path: Path) -> None:
+    (tmp_path / "own_module.py").write_text("VALUE = 3\n", encoding="utf-8")
+    code = (
+        "import os, sys\nsys.path = [p for p in sys.path if p]\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "from sparkdl.commands.main import main\nmain(['train', '--starter'])\n"
+        "import own_module\nprint(own_module.VALUE)"
+    )
+    assert run_python(code).endswith("\n3\n")
+
+
+def test_ui_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Sequence[str]] = []
+    fake = ModuleType("sparkdl.ui.command")
+
+    def fake_main(arguments: Sequence[str]) -> int:
+        seen.append(arguments)
+        return 7
+
+    fake.main = fake_main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sparkdl.ui", ModuleType("sparkdl.ui"))
+    monkeypatch.setitem(sys.modules, "sparkdl.ui.command", fake)
+    assert main(["ui", "--port", "8000", "runs"]) == 7
+    assert seen == [["--port", "8000", "runs"]]
+
+
+def test_explain_reads_a_training_job() -> None:
+    given = make_parser().parse_args(["explain", "--set", "data.path=x"])
+    assert given.settings == ["data.path=x"]
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkdl", "--version"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"sparkdl {sparkdl.__version__}\n"

@@ -1,0 +1,68 @@
+"""What do the jobs print when they are done?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkdl.cli import Form
+from sparkdl.commands.prepare import lines
+from sparkdl.commands.train import next_commands
+from sparkdl.prepare.ledger import Report
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_commands_after_training_name_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIRTUAL_ENV", os.sep)
+    commands = next_commands("models/m", Form.SCRIPT)
+    assert [command.split()[1] for command in commands] == ["jobs/evaluate.py", "jobs/predict.py"]
+    assert all(command.endswith("--set model.path=models/m") for command in commands)
+
+
+def test_they_begin_with_the_environment_that_make_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.chdir(ROOT)
+    assert next_commands("m", Form.SCRIPT)[0].startswith("source .venv/bin/activate")
+
+
+def test_from_the_command_they_need_no_file_of_the_repository() -> None:
+    commands = next_commands("models/m", Form.COMMAND)
+    assert all(command.startswith("sparkdl ") and "models/m" in command for command in commands)
+    assert not any("conf/" in command or "jobs/" in command for command in commands)
+
+
+def report(num_bad: int = 7) -> Report:
+    return Report(
+        path="/data/o",
+        files={"train": 2, "test": 1},
+        rows={"train": 1500, "test": 9},
+        rows_by_label={"train": {"cat": 1000, "dog": 500}, "test": {"cat": 9, "dog": 0}},
+        bad=tuple((f"cat/{number}.png", "is broken") for number in range(num_bad)),
+    )
+
+
+def test_a_report_names_splits_classes_bad_files_and_the_next_command() -> None:
+    text = "\n".join(lines(report(), Form.SCRIPT))
+    assert "train          1,500 images in 2 files" in text
+    assert "test               9 images in 1 file\n" in text
+    assert "0 cat                      1,000" in text
+    assert "7 bad files skipped, listed in bad_files.jsonl" in text
+    assert "cat/4.png: is broken" in text and "cat/5.png" not in text and "and 2 more" in text
+    command = text.split("next:")[1]
+    assert "spark-submit jobs/train.py --config conf/images.toml" in command
+    assert "--set data.path=/data/o/train" in command
+    assert "--set test.path=/data/o/test" in command
+    assert "--set model.args.num_classes=2" in command
+    assert "validation" not in command
+
+
+def test_without_bad_files_the_report_has_none() -> None:
+    text = "\n".join(lines(report(num_bad=0), Form.COMMAND))
+    assert "bad" not in text
+    assert "sparkdl train --config FILE" in text

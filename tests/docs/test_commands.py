@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, Block, blocks
+from tests.docs.commands import commands_of, problem, runnable
+
+SHELL = [block for block in blocks("bash") if block.excuse is None]
+
+
+def _block(text: str) -> Block:
+    return Block(page="a.md", line=1, language="bash", text=text, excuse=None)
+
+
+def _to_run() -> list[tuple[str, ...]]:
+    """Each command once, with the most that pages set; those that others read from come first."""
+    found = [runnable(command) for block in SHELL for command in commands_of(block)]
+    by_job: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for words in sorted((tuple(one) for one in found if one is not None), key=len):
+        by_job[_without_settings(words)] = words
+    order = ["digits", "prepare", "train", "evaluate", "predict", "tune"]
+    return sorted(by_job.values(), key=lambda words: order.index(Path(words[1]).stem))
+
+
+def _without_settings(words: tuple[str, ...]) -> tuple[str, ...]:
+    pairs = itertools.pairwise(("", *words))
+    return tuple(word for before, word in pairs if "--set" not in (before, word))
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_name_what_is_there(block: Block) -> None:
+    for command in commands_of(block):
+        assert problem(command) is None, " ".join(command)
+
+
+def test_a_block_is_taken_apart() -> None:
+    text = "A=1 make train  # first\ncd x && spark-submit \\\n  --conf a=b jobs/train.py\n"
+    assert list(commands_of(_block(text))) == [
+        ["A=1", "make", "train"],
+        ["cd", "x"],
+        ["spark-submit", "--conf", "a=b", "jobs/train.py"],
+    ]
+    assert list(commands_of(_block("a 'b\nc'\n\nd\n"))) == [["a", "b\nc"], ["d"]]
+    with pytest.raises(ValueError, match="never closed"):
+        list(commands_of(_block("a 'b\n")))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("make trains", "no target"),
+        ("pip install '.[sparks]'", "no extras"),
+        ("pip install -r requirements.txt", "there is no"),
+        ("spark-submit --master yarn jobs/trains.py", "there is no"),
+        ("spark-submit jobs/train.py --config conf/a.toml", "cannot read the job file"),
+        ("spark-submit jobs/train.py --config conf/digits.toml --set a.b=1", "unknown section"),
+        ("python jobs/none.py", "there is no"),
+        ("spark-submit --master local", "needs a program"),
+        ("docker compose --file docker/none.yaml up", "there is no docker/none.yaml"),
+        ("spark-submit --properties-file conf/none.conf a.py", "there is no conf/none.conf"),
+        ("spark-submit local:///opt/sparkdl/jobs/none.py", "there is no jobs/none.py"),
+        ("ls -l", "nobody knows"),
+    ],
+)
+def test_what_is_wrong_is_found(command: str, expected: str) -> None:
+    (words,) = commands_of(_block(command))
+    assert expected in (problem(words) or "")
+
+
+@pytest.mark.parametrize(
+    "command", ["kubectl get pods", "A=b spark-submit mine.py", "python -m this", "cd x"]
+)
+def test_what_is_the_readers_own_is_left_alone(command: str) -> None:
+    (words,) = commands_of(_block(command))
+    assert problem(words) is None
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """One folder for all commands: what one writes another reads."""
+    folder = tmp_path_factory.mktemp("docs-commands")
+    for name in ("conf", "jobs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "data").mkdir()
+    (folder / "data" / "digits").symlink_to(digits)
+    return folder
+
+
+# The commands run as the pages have them, but for `runnable`'s settings.
+@pytest.mark.spark
+@pytest.mark.classic
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("command", _to_run(), ids=lambda words: " ".join(words[1:]))
+def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "SPARK_CONF_DIR": str(ROOT / "conf"),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    result = subprocess.run(
+        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert result.returncode == 0, result.stderr[-3000:]

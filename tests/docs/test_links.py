@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.docs.blocks import DOCS, ROOT, pages
+
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+EVERY = [*pages(), "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and pictures of a page, but for those to other places."""
+    inline = [token for token in MARKDOWN.parse(text) if token.type == "inline"]
+    children = [child for token in inline for child in token.children or []]
+    found = [child.attrGet("href") or child.attrGet("src") for child in children]
+    return [str(link) for link in found if link and not re.match(r"\w+:", str(link))]
+
+
+def anchors(text: str) -> set[str]:
+    """What a Git host, and MyST, call the headings of a page."""
+    tokens = MARKDOWN.parse(text)
+    titles = [
+        re.sub(r"[`*]|\]\([^)]*\)|\[", "", following.content)
+        for token, following in itertools.pairwise(tokens)
+        if token.type == "heading_open"
+    ]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", EVERY)
+def test_links_lead_somewhere_on_a_git_host(page: str) -> None:
+    path = ROOT / page
+    for link in links(path.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_links_and_anchors_are_found() -> None:
+    links_of_a_text = "[x](a.md#b) ![y](c.svg) <https://d.e> [z](https://f.g)"
+    text = f"# A `b` c: d, e\n\n{links_of_a_text}\n\n| [q](h) |\n|-|\n"
+    assert links(text) == ["a.md#b", "c.svg", "h"]
+    assert anchors(text) == {"a-b-c-d-e"}
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda p: p.name)
+def test_a_drawing_tells_what_it_shows_and_is_used(path: Path) -> None:
+    root = ET.parse(path).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert (root.findtext(f"{space}title") or "").strip()
+    assert (root.findtext(f"{space}desc") or "").strip()
+    assert "prefers-color-scheme: dark" in (root.findtext(f"{space}style") or "")
+    used = [page for page in pages() if f"drawings/{path.name}" in (ROOT / page).read_text("utf-8")]
+    assert used

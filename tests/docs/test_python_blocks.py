@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.docs.blocks import Block, blocks, blocks_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PAGES = sorted({block.page for block in blocks("python") if block.excuse is None})
+
+
+def setup_of(page: str) -> ModuleType | None:
+    """The module that has what a page's blocks find, ``setups/<page>.py``, if there is one."""
+    name = page.removeprefix("docs/").removesuffix(".md").replace("/", "_")
+    if importlib.util.find_spec(f"tests.docs.setups.{name}") is None:
+        return None
+    return importlib.import_module(f"tests.docs.setups.{name}")
+
+
+@pytest.fixture
+def clone_of_the_jvm(spark: SparkSession, clone: Path) -> Iterator[None]:
+    """The working folder is that of the JVM as well, which does not follow this process."""
+    jvm: Any = spark._jvm
+    context: Any = spark.sparkContext
+    local = jvm.org.apache.hadoop.fs.FileSystem.getLocal(context._jsc.hadoopConfiguration())
+    before = local.getWorkingDirectory()
+    local.setWorkingDirectory(jvm.org.apache.hadoop.fs.Path(str(clone)))
+    yield
+    local.setWorkingDirectory(before)
+
+
+def run(block: Block, names: dict[str, Any]) -> None:
+    """Run a block; its lines have the page's numbers in a traceback."""
+    padded = "\n" * (block.line - 1) + block.text
+    exec(compile(padded, block.page, "exec"), names)
+
+
+def test_a_traceback_names_the_line_of_the_page() -> None:
+    block = Block(page="docs/a.md", line=7, language="python", text="x = 1\n1 / 0\n", excuse=None)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(block, {})
+    assert caught.traceback[-1].lineno + 1 == 8
+
+
+# One namespace for a page, from top to bottom. Its name is that of a program, so that what the
+# blocks define travels to the workers, as it does from a user's program.
+@pytest.mark.spark
+@pytest.mark.classic
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")
+@pytest.mark.usefixtures("clone_of_the_jvm", "s3_server")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run(page: str, spark: SparkSession) -> None:
+    setup = setup_of(page)
+    names: dict[str, Any] = {} if setup is None else setup.prepare(spark)
+    names = {"__name__": "__main__", "spark": spark, **names}
+    for block in blocks_of(page):
+        if block.language == "python" and block.excuse is None:
+            run(block, names)
+    if setup is not None and hasattr(setup, "check"):
+        setup.check(names)
+    spark.catalog.clearCache()

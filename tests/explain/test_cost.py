@@ -1,0 +1,128 @@
+"""The cost model's formulae, where their values are known."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from sparkdl.explain import cost
+from sparkdl.explain.cost import Compute, Layout, Link, Network, expected_order, fit_line
+from sparkdl.sync.period import AutoPeriod, RoundReport
+
+LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
+
+
+def test_a_ring_sends_a_part_of_the_tensor_in_each_message() -> None:
+    assert cost.ring_seconds(LINK, 8000, 1) == 0
+    assert cost.ring_seconds(LINK, 8000, 2) == pytest.approx(2 * (1e-3 + 4e-3))
+    assert cost.ring_seconds(LINK, 8000, 8) == pytest.approx(14 * (1e-3 + 1e-3))
+
+
+def test_a_tree_sends_all_of_it_on_every_level() -> None:
+    assert cost.tree_seconds(LINK, 8000, 1) == 0
+    assert cost.tree_seconds(LINK, 8000, 8) == pytest.approx(6 * (1e-3 + 8e-3))
+    assert cost.tree_seconds(LINK, 8000, 9) == pytest.approx(8 * (1e-3 + 8e-3))
+
+
+def test_trees_win_with_small_tensors_and_many_ranks_only() -> None:
+    assert cost.tree_seconds(LINK, 8, 64) < cost.ring_seconds(LINK, 8, 64)
+    assert cost.tree_seconds(LINK, 1e7, 64) > cost.ring_seconds(LINK, 1e7, 64)
+
+
+def test_a_server_that_is_asked_seldom_is_cheaper() -> None:
+    assert cost.server_seconds(LINK, 8000, 1, 1) == 0
+    always, seldom = (cost.server_seconds(LINK, 8000, 4, period) for period in (1, 4))
+    assert always == pytest.approx(2 * (2e-3 + 2 * 6e-3))
+    assert seldom == pytest.approx(always * (1 + 1 / 4) / 2)
+
+
+def test_sums_by_topology() -> None:
+    network = Network(
+        messages=LINK,
+        shared=Link(latency_seconds=1e-5, byte_seconds=1e-9),
+        staged=Link(latency_seconds=2e-5, byte_seconds=3e-9),
+        shared_ranks=4,
+    )
+    one, two = Layout(world_size=4, num_nodes=1), Layout(world_size=8, num_nodes=2)
+    assert network.sum_seconds(8000, one, "shared") == pytest.approx(1e-5 + 8e-6)
+    assert network.sum_seconds(8000, one, "shared", in_place=False) == pytest.approx(2e-5 + 2.4e-5)
+    across = cost.ring_seconds(LINK, 2000, 2)
+    assert network.sum_seconds(8000, two, "hierarchical") == pytest.approx(1e-5 + 8e-6 + across)
+    uneven = Layout(world_size=7, num_nodes=2)
+    assert network.sum_seconds(8000, uneven, "hierarchical") > across * 2
+    assert network.sum_seconds(8000, two, "ring") == cost.ring_seconds(LINK, 8000, 8)
+    assert network.sum_seconds(8000, Layout(world_size=1, num_nodes=1), "ring") == 0
+    without = Network(messages=LINK)
+    assert without.sum_seconds(8000, one, "shared") == cost.ring_seconds(LINK, 8000, 4)
+
+
+@pytest.mark.parametrize("count", [2, 8, 100, 1000])
+@pytest.mark.parametrize("spread", [0.02, 0.2, 0.5])
+def test_the_slowest_of_many(count: int, spread: float) -> None:
+    generator = random.Random(count)
+    drawn = [
+        max(math.exp(spread * generator.gauss(0, 1)) for _ in range(count))
+        for _ in range(2_000_000 // count // 40 + 100)
+    ]
+    assert expected_order(count, count, spread) == pytest.approx(statistics.mean(drawn), rel=0.06)
+
+
+def test_others_than_the_slowest() -> None:
+    assert expected_order(1, 2, 0.1) < 1 < expected_order(2, 2, 0.1)
+    assert expected_order(50, 100, 0.3) == pytest.approx(1, abs=0.02)
+    assert expected_order(5, 5, 0.0) == 1
+
+
+def test_long_rounds_wait_less_but_for_slow_hosts() -> None:
+    quick = Compute(fixed_seconds=0, row_seconds=1, step_spread=0.3)
+    waits = [
+        quick.slowest_seconds(1, waited_for=8, world_size=8, steps=steps) for steps in (1, 16, 256)
+    ]
+    assert waits[0] > waits[1] > waits[2] > quick.mean_seconds(1)
+    assert waits[2] == pytest.approx(quick.mean_seconds(1), rel=0.05)
+    slow_hosts = Compute(fixed_seconds=0, row_seconds=1, rank_spread=0.3)
+    first, last = (
+        slow_hosts.slowest_seconds(1, waited_for=8, world_size=8, steps=steps) for steps in (1, 256)
+    )
+    assert first == pytest.approx(last)
+
+
+def test_alone_nobody_waits() -> None:
+    compute = Compute(fixed_seconds=0.1, row_seconds=0.01, step_spread=0.2)
+    alone = compute.slowest_seconds(10, waited_for=1, world_size=1)
+    assert alone == pytest.approx(compute.mean_seconds(10), rel=0.01)
+
+
+def test_lines_through_points() -> None:
+    assert fit_line([(0, 2), (10, 7)]) == pytest.approx((2, 0.5))
+    assert fit_line([(4, 8)]) == pytest.approx((0, 2))
+    intercept, slope = fit_line([(1, 5), (2, 4), (3, 3)])  # falling: no slope
+    assert slope == 0
+    assert 3 < intercept < 5
+    intercept, slope = fit_line([(10, 1), (20, 4)])  # through the origin rather than below it
+    assert intercept == 0
+    assert 0.1 <= slope <= 0.2
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    latency, byte = fit_line([(8, 1.0e-5), (64e3, 3.0e-5), (1e8, 2.0e-2 * 1.5)])
+    assert latency == pytest.approx(1e-5, rel=0.2)
+    assert byte == pytest.approx(3e-10, rel=0.2)
+
+
+def test_the_period_is_the_one_that_training_would_find() -> None:
+    found = cost.period_for_share(0.4, 0.01, 0.05)
+    assert found == 760  # 0.4 / (760 * 0.01 + 0.4) is 5 %
+    period = AutoPeriod(share=0.05)
+    for _ in range(20):
+        steps = period.steps(0)
+        period.observe(
+            RoundReport(
+                steps=steps, step_seconds=steps * 0.01, merge_seconds=0.4, loss=1.0,
+                learning_rate=0.1,
+            )
+        )  # fmt: skip
+    assert period.steps(0) == found

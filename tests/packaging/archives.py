@@ -1,0 +1,43 @@
+"""Which archives are built, and how is a program run outside of the repository?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Built:
+    """Where the two archives are."""
+
+    wheel: Path
+    sdist: Path
+
+
+def run(
+    command: list[str],
+    *,
+    seconds: float = COMMAND_SECONDS,
+    status: int = 0,
+    folder: Path | None = None,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, outside of the repository and of this environment."""
+    hidden = ("PYTHONPATH", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME")
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        command,
+        cwd=folder or "/",
+        env={**environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == status, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done

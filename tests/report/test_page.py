@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from sparkdl.report import words
+from sparkdl.report.charts import Curve, line_chart, ticks
+from sparkdl.report.drawing import layers_of
+from sparkdl.report.markup import Markup, joined, tag
+from sparkdl.report.page import page, panels
+from sparkdl.report.record import RunRecord
+from sparkdl.report.timeline import MOST_LANES, SPENT_ON, binned
+from sparkdl.train import clock
+from tests.report.runs import GRAPH, record
+
+
+class Checker(HTMLParser):
+    """Every element that is opened is closed; keeps texts, and what would be loaded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(name)
+        self.loads += [value or "" for key, value in attributes if key in ("src", "href")]
+        if name != "meta":
+            self.open.append(name)
+
+    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(name)
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_shows_all_and_loads_nothing() -> None:
+    found = Checker(page(record()))
+    text = " ".join(found.texts)
+    for title in (
+        "Learning curves", "Where the time went", "Failures and restarts", "Confusion matrix",
+        "Model", "Hardware", "Configuration", "Warnings of the workers",
+    ):  # fmt: skip
+        assert title in text
+    assert "a worker was lost (executor 1 <lost>)" in text
+    assert "ranks 2" not in text and "rank 0\u20131" in text  # two machines of two ranks each
+    assert "begun again after 5.4 s, from step 1,000" in text
+    assert found.loads == []
+    assert "script" not in found.tags
+    assert "url(" not in page(record()) and "@import" not in page(record())
+
+
+def test_what_a_run_says_cannot_become_markup() -> None:
+    nasty = "<script>alert(1)</script>\"' onload=x &amp;"
+    changed = replace(
+        record(),
+        name=nasty,
+        params=[{"name": nasty, "value": nasty, "is_set": True}],
+        error={"type": nasty, "message": nasty, "traceback": nasty},
+        facts={**record().facts, "strategy": nasty},
+        history=[{"epoch": 1, nasty: 0.5}],
+        failures=[{"at": 1.0, "reason": nasty}],
+        logs=[{"at": 1.0, "rank": 0, "level": "WARNING", "line": nasty}],
+        hardware={"0": {"host": nasty}},
+        versions={nasty: nasty},
+        graph={"nodes": [{"name": nasty, "op": nasty, "shape": [1]}], "edges": []},
+    )
+    found = Checker(page(changed))
+    assert "script" not in found.tags
+    assert nasty in found.texts
+
+
+@pytest.mark.parametrize(
+    "record_",
+    [
+        RunRecord(run_id="r", name="n", started=1.0),
+        RunRecord(run_id="r", name="n", started=0.0, status="lost"),
+        replace(record(), spent={}),
+        replace(record(), history=[{"epoch": 1, "loss": None}], steps=[]),
+        replace(record(), laps={}, spent={"0": []}, seconds=0.0),
+        replace(record(), confusion={"epoch": 1, "counts": [[0, 0], [0, 0]]}),
+        replace(record(), confusion={"epoch": 1, "counts": [[1] * 50] * 50}),
+    ],
+)
+def test_whatever_is_missing_is_left_out(record_: RunRecord) -> None:
+    assert "NaN" not in page(record_)
+    Checker(page(record_))
+
+
+def test_a_failed_run_shows_its_error_first() -> None:
+    error = {"type": "WorkerError", "message": "ValueError on rank 1: no", "traceback": "line 3"}
+    text = page(replace(record(), status="failed", error=error))
+    assert text.index("ValueError on rank 1") < text.index("Learning curves")
+    assert "<pre>line 3</pre>" in text
+
+
+def tile(text: str, name: str) -> str:
+    """What the tile of that name shows."""
+    (found,) = re.findall(f"<span>{name}</span><b>([^<]*)</b>", text)
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("begun", "last", "speed"), [(0, 2820, "12,000"), (1410, 2820, "6,000"), (0, 705, "3,000")]
+)
+def test_the_speed_is_that_of_the_steps_of_this_run(begun: int, last: int, speed: str) -> None:
+    """The history also has what an earlier run did; ``maxSteps`` may end in mid-epoch."""
+    shown = replace(
+        record(),
+        attempts=[{"number": 0, "at": 5.0, "start_step": begun}],
+        steps=[[6.0, begun + 1, 1.0, None], [65.0, last, None, None]],
+        spent={"0": [[5.0, 65.0, {"compute": 60.0, "evaluate": 9.0}]]},
+    )
+    assert (shown.facts["rows"], shown.facts["steps_per_epoch"]) == (60_000, 235)
+    assert tile(page(shown), "rows per s") == speed
+
+
+def test_what_followed_each_failure() -> None:
+    """Of a round, or of a gang that failed again before it was known from where it would go on."""
+    failures = [{"at": 10.0 * k, "reason": f"reason {k}"} for k in (1, 2, 3)]
+    attempts = [
+        {"number": 0, "at": 1.0, "start_step": 0},
+        {"number": 1, "at": 12.0, "start_step": None},
+        {"number": 2, "at": 23.0, "start_step": 640},
+    ]
+    text = page(replace(record(), failures=failures, attempts=attempts))
+    assert tile(text, "restarts") == "2"
+    told = text[text.index("Failures and restarts") :]
+    places = [told.index(what) for what in (
+        "reason 1", "begun again after 2.0 s<", "reason 2", "after 3.0 s, from step 640",
+        "reason 3", "the run ended",
+    )]  # fmt: skip
+    assert places == sorted(places)
+
+
+def test_reports_of_a_function_that_counts_epochs_too_stand_side_by_side() -> None:
+    history = [{"report": k, "epoch": (k + 1) // 2, "loss": 1.0 / k} for k in (1, 2, 3, 4)]
+    assert panels(history)["loss"]["loss"][0] == [1.0, 2.0, 3.0, 4.0]
+    assert ">report<" in page(replace(record(), history=history, steps=[]))
+
+
+def test_of_many_ranks_the_lanes_are_few_and_the_table_has_all() -> None:
+    text = page(record(num_ranks=100))
+    assert text.count('class="ground"') == MOST_LANES
+    assert "76 more ranks are in the table" in text
+    assert text.count('class="bar"') == 100
+    assert len(text) < 2_000_000
+
+
+def test_the_words_for_time_are_those_of_training() -> None:
+    assert SPENT_ON == clock.SPENT_ON
+
+
+def test_bins_hold_shares_of_time() -> None:
+    bins = binned([[0.0, 4.0, {"data": 1.0, "compute": 3.0}], [6.0, 8.0, {"data": 2.0}]], 8.0, 4)
+    assert bins[0] == pytest.approx({"data": 0.25, "compute": 0.75})
+    assert sum(bins[2].values()) == 0
+    assert bins[3] == pytest.approx({"data": 1.0})
+
+
+def test_text_is_escaped_unless_it_is_markup() -> None:
+    assert tag("b", "<i>", Markup("<i></i>"), title='"') == (
+        '<b title="&quot;">&lt;i&gt;<i></i></b>'
+    )
+    assert joined("a&b", None, 1.50) == "a&amp;b1.5"
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (-3.0, 12.0), (0.0017, 0.0018), (1e6, 5e6), (2.0, 2.0)]
+)
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 12
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+
+
+def test_a_chart_leaves_out_what_is_not_finite() -> None:
+    chart = line_chart("t", [Curve(name="a", xs=[1, 2, 3], ys=[1.0, None, float("inf")])], "x")
+    assert chart.count("<circle") == 1
+    assert line_chart("t", [Curve(name="a", xs=[1], ys=[None])], "x") == ""
+
+
+def test_layers_go_down_and_shortcuts_go_around() -> None:
+    assert layers_of(GRAPH) == [[k] for k in range(9)]
+    parallel: dict[str, Any] = {"nodes": [{}] * 4, "edges": [[0, 1], [0, 2], [1, 3], [2, 3]]}
+    assert layers_of(parallel) == [[0], [1, 2], [3]]
+    assert page(record()).count('class="edge skip"') == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.421, "0.42 s"), (9.96, "10 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (7200, "2 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert words.duration(seconds) == text
+
+
+def test_runs_of_ranks() -> None:
+    assert words.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
+    assert re.fullmatch(r"1.5 KiB", words.size(1536))

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdl.checkpoint.storage import LocalStorage
+from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
+from sparkdl.listeners import Listener, RunListener, RunStart
+from sparkdl.report import recorder as module
+from sparkdl.report.record import RunRecord
+from sparkdl.report.recorder import Recorder, described, recording
+from sparkdl.report.store import RunReader
+
+
+def start(storage: Any = None, listeners: Any = (), **known: Any) -> Any:
+    return recording(
+        run_id="0123456789ab",
+        name="Test",
+        params=[{"name": "checkpointDir", "value": URL, "is_set": True}],
+        storage=storage,
+        listeners=listeners,
+        **known,
+    )
+
+
+URL = "s3://user:secret@bucket/x"
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_events_are_written_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_SECONDS", 0.05)
+    storage = LocalStorage(tmp_path)
+    reader = RunReader(storage)
+    with start(storage) as recorder:
+        (name,) = reader.names()
+        recorder.facts(world_size=2, rows=10)
+        recorder.attempt(0, 0)
+        recorder.heartbeat(0, {"step": 3, "loss": 0.5, "rows": 30, "seconds": {"compute": 2.0}})
+
+        def steps() -> bool:
+            found = reader.read(name)
+            return found is not None and len(found.steps) == 1
+
+        until(steps)
+        found = reader.read(name)
+        assert found is not None
+        assert (found.status, found.facts["workers"]) == ("running", 2)
+        assert found.silence_seconds >= 30
+        assert found.totals() == {"0": {"compute": 2.0}}
+        recorder.end(None, [{"epoch": 1, "loss": 0.5}])
+    ended = reader.read(name)
+    assert ended is not None
+    assert (ended.status, ended.history) == ("succeeded", [{"epoch": 1, "loss": 0.5}])
+    assert not [t for t in threading.enumerate() if t.name == "sparkdl-record"]
+
+
+def test_an_error_ends_the_record_and_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(DataError), start(LocalStorage(tmp_path)):
+        raise DataError("s3://user:secret@bucket is empty")
+    (path,) = tmp_path.glob("*/run.json")
+    found = RunRecord.from_dict(json.loads(path.read_text()))
+    assert found.status == "failed"
+    assert found.error == {"type": "DataError", "message": "s3://***@bucket is empty"}
+
+
+class Full(LocalStorage):
+    """A storage that is full after some files."""
+
+    def __init__(self, root: Path, room: int) -> None:
+        super().__init__(root)
+        self.room = room
+
+    def write(self, path: str, data: Any) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise StorageError("no space left")
+        super().write(path, data)
+
+
+def test_a_storage_that_fails_later_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_WRITE_SECONDS", 0.02)
+    with start(Full(tmp_path, 1)) as recorder:
+        until(lambda: "no space left" in caplog.text)
+        time.sleep(0.1)
+        recorder.end(None)
+    assert caplog.text.count("no space left") == 1
+    assert recorder.page_path is None
+    assert recorder.record().status == "succeeded"
+
+
+@pytest.mark.parametrize("error", [OSError("temporary folder is full"), TypeError("not JSON")])
+def test_any_failure_of_the_report_leaves_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    class Failing(LocalStorage):
+        def write(self, path: str, data: Any) -> None:
+            if path.endswith("run.json"):
+                raise error
+            super().write(path, data)
+
+    with start(Failing(tmp_path)) as recorder:
+        recorder.end(None)
+    assert "the run leaves no report: " in caplog.text
+    assert str(error) in caplog.text
+    assert recorder.page_path is None
+
+
+def test_what_cannot_be_recorded_leaves_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(LocalStorage(tmp_path)) as recorder:
+        for _ in range(3):
+            recorder.lap("train", "long")
+        recorder.end(None)
+    assert caplog.text.count("leaves no report") == 1
+
+
+def test_names_that_are_no_utf8_can_be_written(tmp_path: Path) -> None:
+    """Python has them with lone surrogates, as a worker that warns of a file's name does."""
+    with start(LocalStorage(tmp_path)) as recorder:
+        recorder.log(0, "skipped caf\udce9.jpg", 30)
+        recorder.end(None)
+    (path,) = tmp_path.glob("*/report.html")
+    assert "skipped caf?.jpg" in path.read_text(encoding="utf-8")
+
+
+def test_no_text_of_a_run_shows_passwords(tmp_path: Path) -> None:
+    heard: list[Any] = []
+
+    class All(RunListener):
+        def facts(self, facts: Any) -> None:
+            heard.append(facts)
+
+        def failure(self, reason: str) -> None:
+            heard.append(reason)
+
+        def end(self, record: Any, module: Any) -> None:
+            heard.append(record)
+
+    class Options(Listener):
+        def start(self, run: RunStart) -> RunListener:
+            heard.append(run)
+            return All()
+
+    error = WorkerError(0, "OSError", URL, f"File x\n  open({URL!r})")
+    with (
+        pytest.raises(WorkerError),
+        start(LocalStorage(tmp_path), [Options()], spark={"a": [URL]}) as r,
+    ):
+        r.facts(world_size=1, strategy=URL)
+        r.log(0, f"slow: {URL}", 30)
+        r.failure(f"lost ({URL})")
+        raise error
+    for path in tmp_path.glob("*/*.*"):
+        text = path.read_text(encoding="utf-8")
+        assert "bucket" in text
+        assert "secret" not in text
+    assert len(heard) == 4
+    assert "bucket" in str(heard)
+    assert "secret" not in str(heard)
+
+
+def test_what_ended_well_stays_so_whatever_follows(tmp_path: Path) -> None:
+    """A press that is heard after the end, or a second end for any other reason."""
+    with pytest.raises(KeyboardInterrupt), start(LocalStorage(tmp_path)) as recorder:
+        recorder.end(None, [{"epoch": 1}])
+        raise KeyboardInterrupt
+    (path,) = tmp_path.glob("*/run.json")
+    found = RunRecord.from_dict(json.loads(path.read_text()))
+    assert (found.status, found.error, found.history) == ("succeeded", None, [{"epoch": 1}])
+
+
+def test_an_end_that_is_torn_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = Recorder._leave
+
+    def torn(*_: Any) -> None:
+        monkeypatch.setattr(Recorder, "_leave", leave)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, "_leave", torn)
+    with pytest.raises(KeyboardInterrupt), start(LocalStorage(tmp_path)) as recorder:
+        recorder.end(None)
+    (path,) = tmp_path.glob("*/run.json")
+    assert json.loads(path.read_text())["status"] == "succeeded"
+
+
+def test_an_interrupted_run_says_so() -> None:
+    assert described(KeyboardInterrupt()) == {"type": "KeyboardInterrupt", "message": "interrupted"}
+
+
+@pytest.mark.parametrize(("heard", "loss"), [(9, 1.0), (7, None)])
+def test_the_last_step_is_kept(
+    heard: int, loss: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEPS_KEPT", 1)  # the first one, and no sample more
+    with start() as recorder:
+        recorder.heartbeat(0, {"step": 1, "loss": 3.0, "rows": 1})
+        recorder.heartbeat(0, {"step": heard, "loss": 1.0, "rows": 5})
+        recorder.done(9)
+        recorder.end(None)
+    steps = [entry[1:3] for entry in recorder.record().steps]
+    assert (steps[0], steps[-1]) == ([1, 3.0], [9, loss])
+
+
+def test_a_round_is_begun_again_without_new_spans() -> None:
+    with start() as recorder:
+        recorder.facts(world_size=1)
+        recorder.attempt(0, 0)
+        recorder.spent(0, {"compute": 5.0})
+        recorder.failure("a worker was lost")
+        recorder.begun_again(1, 40)
+        recorder.spent(0, {"compute": 8.0})  # the same totals go on
+        recorder.end(None)
+    found = recorder.record()
+    assert found.restarts == 1
+    assert found.attempts[1]["start_step"] == 40
+    assert found.totals() == {"0": {"compute": 8.0}}
+
+
+def test_a_gang_that_fails_before_it_starts_counts_once() -> None:
+    with start() as recorder:
+        recorder.attempt(0, 0)
+        recorder.failure("a worker was lost")
+        recorder.begun_again(1, None)
+        recorder.failure("spooling failed")
+        recorder.begun_again(2, None)
+        recorder.attempt(2, 40)
+        recorder.end(None)
+    found = recorder.record()
+    assert found.restarts == 2
+    assert [a["start_step"] for a in found.attempts] == [0, None, 40]
+
+
+def test_a_storage_that_fails_at_once_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError), start(Full(tmp_path, 0)):
+        raise AssertionError("the run must not begin")
+
+
+def test_a_restart_begins_its_own_spans() -> None:
+    with start() as recorder:
+        recorder.facts(world_size=1)
+        recorder.attempt(0, 0)
+        recorder.spent(0, {"compute": 5.0})
+        recorder.spent(0, {"compute": 5.5})  # not told yet when the attempt fails
+        recorder.failure("a worker was lost")
+        recorder.attempt(1, 40)
+        recorder.spent(0, {"compute": 3.0})
+        recorder.end(None)
+    found = recorder.record()
+    assert found.totals() == {"0": {"compute": 8.5}}
+    assert found.attempts[1]["start_step"] == 40
+    assert found.failures[0]["reason"] == "a worker was lost"
+
+
+def test_only_warnings_and_new_steps_are_kept() -> None:
+    with start() as recorder:
+        recorder.log(1, "hello", 20)
+        recorder.log(1, "beware", 30)
+        for step in (5, 5, 6):
+            recorder.heartbeat(0, {"step": step, "loss": 1.0, "rows": step})
+        recorder.heartbeat(1, {"step": 9, "loss": 1.0, "rows": 9})
+        recorder.end(None)
+    found = recorder.record()
+    assert [entry["line"] for entry in found.logs] == ["beware"]
+    assert [step for _, step, _, _ in found.steps] == [5, 6]
+
+
+def test_hardware_and_mistakes_come_as_facts() -> None:
+    with start() as recorder:
+        recorder.fact(1, {"kind": "hardware", "hardware": {"host": "a"}})
+        recorder.fact(0, {"kind": "confusion", "epoch": 2, "counts": [[1]]})
+        recorder.fact(0, {"kind": "of a later version"})
+        recorder.end(None)
+    found = recorder.record()
+    assert found.hardware == {"1": {"host": "a"}}
+    assert found.confusion == {"epoch": 2, "counts": [[1]]}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "trace"),
+    [
+        (WorkerError(1, "ValueError", "no", "its own"), "ValueError on rank 1: no", "its own"),
+        (TrainingFailed("lost"), "lost", None),
+    ],
+)  # fmt: skip
+def test_errors_are_described(error: Exception, message: str, trace: str | None) -> None:
+    found = described(error)
+    assert (found["message"], found.get("traceback")) == (message, trace)
+
+
+def test_an_unexpected_error_comes_with_its_traceback() -> None:
+    try:
+        raise RuntimeError("x")
+    except RuntimeError as error:
+        assert "test_recorder.py" in described(error)["traceback"]
+
+
+def test_a_recorder_fits_the_view() -> None:
+    from sparkdl.progress import SharedView, View
+
+    with start() as recorder:
+        assert isinstance(recorder, Recorder)
+        view: View = SharedView(recorder, recorder)
+        view.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
+        view.done(3)
+        view.close()
+        recorder.end(None)
+    assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]

@@ -1,0 +1,54 @@
+"""Which entries of a session come too late, and what is said of a JVM that does not start?"""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.jobfile import SparkSection
+from sparkdl.spark.starting import _check_entries, make_session
+
+SUBMITTED = {"PYSPARK_GATEWAY_PORT": "1"}
+
+
+def test_what_the_jvm_reads_can_be_set_where_no_jvm_runs_yet() -> None:
+    _check_entries({"spark.driver.memory": "4g"}, {}, is_remote=False)
+    _check_entries({"spark.sql.shuffle.partitions": 4}, SUBMITTED, is_remote=True)
+
+
+def test_under_spark_submit_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"spark-submit: --conf spark\.driver\.memory=4g"):
+        _check_entries({"spark.driver.memory": "4g"}, SUBMITTED, is_remote=False)
+    with pytest.raises(ConfigError, match="give it to spark-submit"):
+        _check_entries({"spark.driver.extraClassPath": "x"}, SUBMITTED, is_remote=False)
+
+
+def test_a_spark_connect_server_has_started_long_ago() -> None:
+    with pytest.raises(ConfigError, match="the Spark Connect server's start"):
+        _check_entries({"spark.driver.memory": "4g"}, {}, is_remote=True)
+
+
+def test_the_deploy_mode_is_always_spark_submits() -> None:
+    with pytest.raises(ConfigError, match=r"spark-submit: --conf spark\.submit\.deployMode"):
+        _check_entries({"spark.submit.deployMode": "cluster"}, {}, is_remote=False)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, condition: str) -> None:
+    def fail(builder: object) -> None:
+        raise PySparkRuntimeError(errorClass=condition, messageParameters={})
+
+    monkeypatch.setattr(type(SparkSession.builder), "getOrCreate", fail)
+
+
+def test_a_jvm_that_ends_is_an_error_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "JAVA_GATEWAY_EXITED")
+    with pytest.raises(ClusterError, match="'sparkdl doctor' looks for the cause"):
+        make_session(SparkSection(), "test")
+
+
+def test_other_errors_of_spark_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "NO_ACTIVE_SESSION")
+    with pytest.raises(PySparkRuntimeError):
+        make_session(SparkSection(), "test")

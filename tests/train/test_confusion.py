@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparkdl.comm import LocalCommunicator
+from sparkdl.train.confusion import Confusion, added
+from sparkdl.train.metrics import Metrics
+from tests.gang import Gang
+
+PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
+
+
+def counted(output: Any, target: Any) -> list[list[int]] | None:
+    one = Confusion()
+    one.update(output, target)
+    return added([one.state()])
+
+
+def test_labels_are_rows_and_predictions_columns() -> None:
+    assert counted(PROBABILITIES, torch.tensor([0, 1, 2, 2])) == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert counted(PROBABILITIES, torch.tensor([[0.0], [1.0], [2.0], [2.0]])) is not None
+
+
+def test_labels_that_are_no_class_do_not_count() -> None:
+    assert counted(PROBABILITIES, torch.tensor([-100, 1, 7, 2])) == [
+        [0, 0, 0],
+        [0, 1, 0],
+        [0, 0, 1],
+    ]
+
+
+def test_one_probability_is_that_of_class_1() -> None:
+    for shape in ((4,), (4, 1)):
+        output = torch.tensor([0.1, 0.9, 0.8, 0.5]).view(shape)
+        assert counted(output, torch.tensor([0, 1, 0, 0])) == [[2, 1], [0, 1]]
+
+
+def test_what_is_no_classification_of_rows_is_passed_over() -> None:
+    assert counted({"a": PROBABILITIES}, torch.zeros(4)) is None
+    assert counted(torch.zeros(2, 3, 4), torch.zeros(2, 4)) is None
+    assert counted(PROBABILITIES, torch.zeros(4, 3)) is None
+    assert counted(torch.zeros(2, 101), torch.zeros(2)) is None
+
+
+def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
+    one = Confusion()
+    one.update(PROBABILITIES[:2], torch.tensor([0, 0]))
+    one.update(PROBABILITIES[2:], torch.tensor([1, 1]))
+    total = added([one.state(), Confusion().state(), one.state()])
+    assert total == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
+    one.reset()
+    assert added([one.state()]) is None
+
+
+def test_it_travels_with_the_metrics(gang: Gang) -> None:
+    assert gang.run(count_over_ranks) == [[[2, 0], [0, 1]]] * 2
+
+
+def count_over_ranks(comm: Any) -> Any:
+    metrics = make_metrics()
+    if comm.rank == 0:
+        metrics.update(torch.tensor([[2.0, 1.0], [3.0, 1.0]]), torch.tensor([0, 0]))
+    else:
+        metrics.update(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    assert metrics.compute(comm) == {}
+    return metrics.confusion
+
+
+def make_metrics(*, counts_classes: bool = True) -> Metrics:
+    return Metrics(
+        {}, "classification", lambda output: output.softmax(1), torch.device("cpu"),
+        counts_classes=counts_classes,
+    )  # fmt: skip
+
+
+def test_nothing_is_counted_unless_asked_for() -> None:
+    assert not make_metrics(counts_classes=False)
+    plain = Metrics({}, "regression", lambda x: x, torch.device("cpu"), counts_classes=True)
+    assert not plain
+    assert plain.compute(LocalCommunicator()) == {}
+    assert plain.confusion is None

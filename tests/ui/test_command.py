@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from sparkdl.ui.command import main
+
+
+def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sparkdl.ui.command", str(tmp_path), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found is not None, line
+        with urllib.request.urlopen(found[0], timeout=10) as answer:
+            assert b"Runs" in answer.read()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_taken_port_is_an_error_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 1
+    assert "choose another --port" in capsys.readouterr().err
+
+
+def test_a_directory_of_no_known_kind_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nosuchscheme://x/y"]) == 1
+    assert "nosuchscheme" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "sparkdl ui runs" in capsys.readouterr().out

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdl.checkpoint.storage import LocalStorage
+from sparkdl.report.page import page
+from sparkdl.report.store import RunFolder, RunReader, folder_name
+from sparkdl.ui.server import RunServer
+from tests.browser import dom
+from tests.report.runs import events, record
+
+ENDED = folder_name("TorchClassifier", "0123456789ab", 1.7e9)
+GOING_ON = folder_name("TorchRegressor", "fedcba987654", 1.8e9)
+
+
+@contextmanager
+def serving(folder: Path, reader: RunReader | None = None) -> Iterator[RunServer]:
+    server = RunServer(("127.0.0.1", 0), reader or RunReader(LocalStorage(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join(timeout=10)
+        server.server_close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A run that has ended, and one that goes on."""
+    storage = LocalStorage(tmp_path)
+    RunFolder(storage, ENDED).finish(record(), page(record()))
+    first, *others = events(ended=False)
+    first = {**first, "started": time.time() - 60, "name": "TorchRegressor"}
+    alive = {"kind": "alive", "at": 60.0, "silence_seconds": 600.0}
+    RunFolder(storage, GOING_ON).append([first, *others, alive])
+    (tmp_path / "secret.txt").write_text("secret")
+    return tmp_path
+
+
+def ask(server: RunServer, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    host, port = server.server_address[:2]
+    connection = http.client.HTTPConnection(str(host), port, timeout=10)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def test_the_list_has_all_runs_the_newest_first(runs: Path) -> None:
+    with serving(runs) as server:
+        status, text, headers = ask(server, "/")
+    assert status == 200
+    assert text.index(GOING_ON) < text.index(ENDED)
+    assert "1 running, 1 succeeded" in text
+    assert 'data-live="/live" data-always="yes"' in text  # new runs may come at any time
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert headers["Cache-Control"] == "no-store"
+
+
+def test_a_run_has_a_page_and_json(runs: Path) -> None:
+    with serving(runs) as server:
+        status, text, _ = ask(server, f"/runs/{ENDED}/")
+        assert (status, "Where the time went" in text, "live.js" in text) == (200, True, False)
+        status, text, headers = ask(server, f"/runs/{ENDED}/run.json")
+        assert headers["Content-Type"].startswith("application/json")
+        assert json.loads(text) == json.loads(json.dumps(record().to_dict()))
+        _, text, _ = ask(server, f"/runs/{GOING_ON}/")
+        assert "live.js" in text and 'http-equiv="refresh"' in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/secret.txt", "/runs/secret.txt", "/runs/../secret.txt", "/runs/%2e%2e/secret.txt",
+        "/runs/..%2fsecret.txt/", f"/runs/{ENDED}/../../secret.txt",
+        f"/runs/{ENDED}/..%2f..%2fsecret.txt", "/runs//etc/passwd", f"/runs/{ENDED}/run.json/x",
+        "/runs/20231114-221320-No-00000000/", "/runs/%00/",
+    ],
+)  # fmt: skip
+def test_nothing_else_is_served(runs: Path, path: str) -> None:
+    with serving(runs) as server:
+        status, text, _ = ask(server, path)
+    assert status == 404
+    assert "secret" not in text and "root" not in text
+
+
+def test_other_sites_names_for_this_machine_are_refused(runs: Path) -> None:
+    with serving(runs) as server:
+        assert ask(server, "/", Host="evil.example")[0] == 421
+        port = server.server_address[1]
+        assert ask(server, "/", Host=f"localhost:{port}")[0] == 200
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path) -> None:
+    broken = folder_name("Broken", "00000000", 1.75e9)
+    (runs / broken).mkdir()
+    (runs / broken / "run.json").write_text("{")
+    with serving(runs) as server:
+        _, text, _ = ask(server, "/")
+        assert "is no JSON" in text and ENDED in text
+        assert ask(server, f"/runs/{broken}/")[0] == 500
+
+
+def test_a_part_that_is_damaged_does_not_hide_the_others(runs: Path) -> None:
+    (runs / GOING_ON / "events" / "000002.jsonl").write_text("{\n")
+    with serving(runs) as server:
+        status, text, _ = ask(server, "/")
+    assert status == 200
+    assert "unreadable" in text and "succeeded" in text
+
+
+def test_a_name_that_is_no_utf8_can_be_shown(runs: Path) -> None:
+    """As runs have it that an older version wrote."""
+    line = {"kind": "log", "at": 60.0, "rank": 0, "level": "WARNING", "line": "caf\udce9"}
+    (runs / GOING_ON / "events" / "000002.jsonl").write_text(json.dumps(line) + "\n")
+    with serving(runs) as server:
+        status, text, _ = ask(server, f"/runs/{GOING_ON}/")
+    assert status == 200
+    assert "caf?" in text
+
+
+def test_an_empty_directory_says_what_to_do(tmp_path: Path) -> None:
+    with serving(tmp_path / "not made yet") as server:
+        assert "reportDir" in ask(server, "/")[1]
+
+
+class GrowingReader(RunReader):
+    """Reads a run that has one more epoch each time it is looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(LocalStorage(folder))
+        self._writer = RunFolder(LocalStorage(folder), GOING_ON)
+        self._writer._num_parts = 1
+        self.reads = 0
+
+    def read(self, name: str) -> Any:
+        self.reads += 1
+        if self.reads > 1:
+            loss = {"epoch": 100 + self.reads, "loss": 0.25, "val_gain": 7777.0 + self.reads}
+            self._writer.append([{"kind": "epoch", "at": 61.0, "record": loss}])
+        return super().read(name)
+
+
+@pytest.mark.slow
+def test_a_browser_shows_a_run_that_goes_on_without_being_asked(runs: Path) -> None:
+    reader = GrowingReader(runs)
+    with serving(runs, reader) as server:
+        text = dom(f"{server.url}runs/{GOING_ON}/", milliseconds=7000)
+    assert reader.reads >= 3
+    assert "7,77" in text and "val_gain" in text  # which the first answer had not
+    assert '<span class="badge running">' in text
+
+
+@pytest.mark.slow
+def test_a_browser_follows_the_list_to_a_report(runs: Path) -> None:
+    with serving(runs) as server:
+        text = dom(server.url, milliseconds=100)
+        assert f'href="/runs/{ENDED}/"' in text
+        text = dom(f"{server.url}runs/{ENDED}/", milliseconds=100)
+    assert text.count('class="ground"') == 4
+    assert "← all runs" in text
