@@ -134,13 +134,14 @@ def test_any_moment_is_a_good_one(kernel: Kernel, expected: str) -> None:
     assert kernel.value("print(digest(classifier().fit(df)))") == expected
 
 
-def test_pressing_again_and_again_does_not_disturb_cleaning_up(
+def test_pressing_again_does_not_disturb_cleaning_up(
     kernel: Kernel, tmp_path: Path, expected: str
 ) -> None:
+    """Three more would: then the user is in a hurry."""
     marker = tmp_path / "marker"
 
     def press() -> None:
-        for _ in range(5):
+        for _ in range(3):
             kernel.interrupt()
             time.sleep(0.2)
 

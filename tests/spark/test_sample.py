@@ -159,7 +159,7 @@ def test_jobs_are_cancelled_until_there_are_none(
         if len(calls) == 3:
             is_over.set()
 
-    monkeypatch.setattr(module, "cancel_jobs", cancel)
+    monkeypatch.setattr("sparkdl.spark.cancelling.cancel_jobs", cancel)
     assert bounded(spark, lambda: is_over.wait(20), 0.1) is None
     assert len(calls) == 3
     assert threads() == []
