@@ -204,7 +204,7 @@ def with_period(
     """The pattern with a number of steps in place of "as many as hold a share of the time"."""
     if pattern.period is not None:
         return pattern
-    merge = exchange_seconds(calibration, pattern, layout, rows)
+    merge = exchange_seconds(calibration, pattern, layout, rows, num_slots=num_slots)
     alone = step_time(
         calibration, replace(pattern, period=math.inf), layout, rows, num_slots=num_slots
     )
@@ -236,7 +236,8 @@ def step_time(
     assert pattern.period is not None
     exchange = 0.0
     if world_size > 1 or pattern.kind == "stages":
-        exchange = exchange_seconds(calibration, pattern, layout, rows) / pattern.period
+        whole = exchange_seconds(calibration, pattern, layout, rows, num_slots=num_slots)
+        exchange = whole / pattern.period
     return StepTime(
         compute_seconds=num_waves(layout, num_slots) * min(mean, slowest),
         waiting_seconds=max(0.0, slowest - mean),
@@ -253,13 +254,18 @@ def _steps_together(pattern: Pattern) -> int:
 
 
 def exchange_seconds(
-    calibration: Calibration, pattern: Pattern, layout: Layout, rows: float
+    calibration: Calibration,
+    pattern: Pattern,
+    layout: Layout,
+    rows: float,
+    *,
+    num_slots: int | None = None,
 ) -> float:
     """One exchange, as far as it is not hidden behind the backward pass."""
     world_size = layout.world_size
     if pattern.kind == "stages":
-        assert calibration.stages is not None, "rounds on Spark's stages were not measured"
-        return calibration.stages.seconds(pattern.num_bytes, world_size)
+        assert calibration.stages, "rounds on Spark's stages were not measured"
+        return calibration.round_seconds(pattern.num_bytes, layout, num_slots)
     if world_size == 1:
         return 0.0
     network = calibration.network

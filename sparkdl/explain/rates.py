@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from sparkdl.explain.cost import Compute, Layout, Network
 
@@ -58,40 +59,48 @@ class Calibration:
     copy_byte_seconds: float = 0.0
     codec_seconds: Mapping[str, float] = field(default_factory=dict)
     """Compression -> seconds that it computes for one exchange of all gradients."""
-    stages: Stages | None = None
+    stages: Mapping[int, Stages] = field(default_factory=dict)
+    """Tasks at a time, which share machines with each other and the driver -> their rounds."""
     fixed: Fixed = field(default_factory=Fixed)
 
     def compute(self, layout: Layout, kind: str, num_slots: int | None = None) -> Compute:
         """What a step takes a worker, or a task of a round: measured, or between two of them."""
         if kind != "stages":
-            return interpolated(self.levels, layout.ranks_per_node)
-        at_once = min(layout.world_size, num_slots or layout.world_size)
-        return interpolated(self.stage_levels, -(-at_once // layout.num_nodes))
+            levels, ranks_per_node = self.levels, layout.ranks_per_node
+        else:
+            at_once = _at_once(layout, num_slots)
+            levels, ranks_per_node = self.stage_levels, -(-at_once // layout.num_nodes)
+        return interpolated(
+            {level.ranks_per_node: level.compute for level in levels}, ranks_per_node
+        )
+
+    def round_seconds(
+        self, num_bytes: float, layout: Layout, num_slots: int | None = None
+    ) -> float:
+        """What a round on plain stages takes beyond its steps; ``num_bytes`` of a shard's state."""
+        stages = interpolated(self.stages, _at_once(layout, num_slots))
+        return stages.seconds(num_bytes, layout.world_size)
 
 
-def interpolated(levels: Sequence[Level], ranks_per_node: int) -> Compute:
-    """The numbers of a level, or between its neighbours, or of the nearest."""
-    levels = sorted(levels, key=lambda level: level.ranks_per_node)
-    below = [level for level in levels if level.ranks_per_node <= ranks_per_node]
-    above = [level for level in levels if level.ranks_per_node >= ranks_per_node]
-    if not below or not above:
-        return (below[-1:] or above[:1])[0].compute
-    low, high = below[-1], above[0]
-    if low is high:
-        return low.compute
-    part = (ranks_per_node - low.ranks_per_node) / (high.ranks_per_node - low.ranks_per_node)
-    return between(low.compute, high.compute, part)
+T = TypeVar("T", Compute, Stages)
 
 
-def between(low: Compute, high: Compute, part: float) -> Compute:
-    """``part`` of the way from one to the other."""
+def _at_once(layout: Layout, num_slots: int | None) -> int:
+    """Tasks of a round that run at a time."""
+    return min(layout.world_size, num_slots or layout.world_size)
 
-    def mixed(first: float, second: float) -> float:
-        return (1 - part) * first + part * second
 
-    return Compute(
-        fixed_seconds=mixed(low.fixed_seconds, high.fixed_seconds),
-        row_seconds=mixed(low.row_seconds, high.row_seconds),
-        step_spread=mixed(low.step_spread, high.step_spread),
-        rank_spread=mixed(low.rank_spread, high.rank_spread),
-    )
+def interpolated(measured: Mapping[int, T], number: int) -> T:
+    """The numbers measured for ``number``, or between its neighbours, or of the nearest."""
+    number = min(max(number, min(measured)), max(measured))
+    below = max(one for one in measured if one <= number)
+    above = min(one for one in measured if one >= number)
+    if below == above:
+        return measured[below]
+    low, high = measured[below], measured[above]
+    part = (number - below) / (above - below)
+    mixed = {
+        one.name: (1 - part) * getattr(low, one.name) + part * getattr(high, one.name)
+        for one in fields(low)
+    }
+    return replace(low, **mixed)

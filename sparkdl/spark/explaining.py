@@ -25,13 +25,7 @@ from sparkdl.explain.predict import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
 from sparkdl.frozen import moving_buffers
 from sparkdl.spark.dryrun import check_empty_batches
-from sparkdl.spark.estimated import (
-    ExplainOptions,
-    Found,
-    from_sample,
-    from_source,
-    source_table,
-)
+from sparkdl.spark.estimated import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.gauge import Bench, Gauged, gauge, num_ranks, why_no_gang
 from sparkdl.spark.intake import Intake, check_plan_memory, replica_bytes, take_in
 from sparkdl.spark.interrupts import Cleanup, interruptible
@@ -147,11 +141,7 @@ def _gauged(
         seconds=options.measure_seconds,
         no_gang=no_gang,
     )
-    table = None
-    if found.sample is None:
-        table = source_table(intake, request, ranks, None)
-        table.collect()
-    return gauge(bench, found.sample, table, _compressions(intake, request, ranks), stack)
+    return gauge(bench, found.sample, _compressions(intake, request, ranks), stack)
 
 
 def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compression]:
@@ -359,10 +349,10 @@ def _measured(gauged: Gauged) -> tuple[tuple[str, str], ...]:
                     f"{bytes_text(1 / link.byte_seconds)}/s"
                 )  # fmt: skip
                 rows.append((name, f"{seconds_text(link.latency_seconds)}, {rate}"))
-    if calibration.stages is not None:
-        rows.append(("round on stages", f"{seconds_text(calibration.stages.fixed_seconds)} and "
-                                        f"{1e6 * calibration.stages.byte_seconds:.2g} s per MB "
-                                        "of each task's state"))  # fmt: skip
+    for num_tasks, stages in calibration.stages.items():
+        rows.append((f"round on stages, {num_tasks} at a time",
+                     f"{seconds_text(stages.fixed_seconds)} and "
+                     f"{1e6 * stages.byte_seconds:.2g} s per MB of each task's state"))  # fmt: skip
     fixed = calibration.fixed
     rows.append(("start and end", seconds_text(fixed.start_seconds)))
     rows.append(("spool", f"{seconds_text(fixed.spool_seconds)} + "

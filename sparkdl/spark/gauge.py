@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import SilentView
+from sparkdl.spark.estimated import source_table
 from sparkdl.spark.gang import launch
-from sparkdl.spark.gaugerounds import RoundBench, measure_rounds
+from sparkdl.spark.gaugerounds import RoundBench, RoundsFound, measure_rounds
 from sparkdl.spark.intake import Intake
 from sparkdl.spark.link import Link, open_link
 from sparkdl.spark.preflight import ClusterInfo, require_gang_support
@@ -70,7 +71,8 @@ class Gauged:
     no_gang: str | None
     gang_levels: tuple[Level, ...]
     stage_levels: tuple[Level, ...]
-    stages: Stages
+    stages: Mapping[int, Stages]
+    """Tasks at a time -> what rounds cost."""
     fixed: Fixed
     ranks: int
 
@@ -143,7 +145,6 @@ def why_no_gang(intake: Intake, info: ClusterInfo) -> str | None:
 def gauge(
     bench: Bench,
     sample: Sample | None,
-    source: SourceTable | None,
     compressions: Sequence[Compression],
     stack: contextlib.ExitStack,
 ) -> Gauged:
@@ -151,8 +152,7 @@ def gauge(
 
     Args:
         bench: what to measure.
-        sample: rows of the DataFrame; None: those of ``source`` are used.
-        source: the source's table, which has as many shards as the gang has ranks.
+        sample: rows of the DataFrame; None: those of the source are used.
         compressions: what is timed besides plain sums.
         stack: removes everything in the end.
 
@@ -174,78 +174,93 @@ def gauge(
         in_rounds=no_gang is not None,
     )
     link_seconds = time.perf_counter() - began
-    table: ShardTable | SourceTable
-    if sample is not None:
-        table, fixed = _spool(bench, sample, run_id, stack, barrier=no_gang is None)
-    else:
-        assert source is not None
-        table, fixed = source, Fixed()
-    shards = table.collect()
-    plan = plan_of(bench, shards)
+    ranks = bench.slots.num_workers
+    table, fixed = _table(bench, sample, run_id, stack)
     packed = pack(bench.module)
     gang, launch_seconds = None, 0.0
     if no_gang is None:
+        plan = plan_of(bench, table.collect())
         gang, launch_seconds = _measure_gang(bench, link, table, plan, packed, compressions, run_id)
-    rounds = measure_rounds(
-        RoundBench(
-            table=table,
-            plan=plan,
-            config=bench.request.config,
-            module=bench.module,
-            packed=packed,
-            link=link,
-            slots=bench.slots,
-            threads=task_threads(bench),
-            run_id=run_id,
-        )
-    )
+    rounds = {ranks: _measure_rounds(bench, link, table, packed, run_id)}
+    if ranks > 1:  # the first are with all tasks, as they start Spark's workers
+        run_id = f"{run_id}-alone"
+        alone = _table_of_one(bench, sample, run_id, stack)
+        rounds[1] = _measure_rounds(bench, link, alone, packed, run_id)
     return Gauged(
         gang=gang,
         no_gang=no_gang,
         gang_levels=() if gang is None else _those(gang.levels, gang_places(bench)),
-        stage_levels=_stage_levels(bench, gang, rounds.step_seconds),
-        stages=rounds.stages,
+        stage_levels=_stage_levels(bench, gang, rounds),
+        stages={tasks: found.stages for tasks, found in sorted(rounds.items())},
         fixed=replace(
             fixed,
             start_seconds=link_seconds + launch_seconds,
-            stage_start_seconds=link_seconds + rounds.first_seconds,
+            stage_start_seconds=link_seconds + rounds[ranks].first_seconds,
         ),
-        ranks=bench.slots.num_workers,
+        ranks=ranks,
     )
 
 
-def _spool(
-    bench: Bench, sample: Sample, run_id: str, stack: contextlib.ExitStack, *, barrier: bool
-) -> tuple[ShardTable, Fixed]:
-    """Spool a few rows, then many; what a spool takes, and what each row adds to it."""
+def _table(
+    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
+) -> tuple[ShardTable | SourceTable, Fixed]:
+    """A shard for every rank, what a spool takes, and what each row adds to it."""
     ranks = bench.slots.num_workers
-    wanted = ranks * _STEPS_OF_A_RANK * bench.request.config.batch_size
-    most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
-    wanted = min(max(wanted, most // 2), most)
+    if sample is None:
+        return source_table(bench.intake, bench.request, ranks, None), Fixed()
+    most = _most_rows(sample)
+    wanted = min(max(_wanted_rows(bench, ranks), most // 2), most)
     times = max(1, -(-wanted // sample.num_rows))
-
-    def spooled(number: int, times: int) -> tuple[ShardTable, float]:
-        table = ShardTable(
-            sample.repeated(times),
-            sample.prepared,
-            None,
-            num_shards=ranks,
-            run_id=f"{run_id}-{number}",
-            profile=bench.slots.profile,
-            barrier=barrier,
-        )
-        stack.callback(table.close)
-        began = time.perf_counter()
-        table.collect()
-        return table, time.perf_counter() - began
-
-    _, few_seconds = spooled(1, 1)
-    table, seconds = spooled(2, times)
+    _, few_seconds = _spool(bench, sample, 1, ranks, f"{run_id}-1", stack)
+    table, seconds = _spool(bench, sample, times, ranks, f"{run_id}-2", stack)
     rows = (times - 1) * sample.num_rows
     slot_seconds = max(0.0, seconds - few_seconds) * ranks / rows if rows else 0.0
     return table, Fixed(
         spool_seconds=few_seconds, spool_row_seconds=slot_seconds + sample.read_row_seconds
     )
+
+
+def _table_of_one(
+    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
+) -> ShardTable | SourceTable:
+    """A single shard, with rows for the steps of a round."""
+    if sample is None:
+        return source_table(bench.intake, bench.request, 1, None)
+    wanted = min(_wanted_rows(bench, 1), _most_rows(sample))
+    times = max(1, -(-wanted // sample.num_rows))
+    return _spool(bench, sample, times, 1, run_id, stack)[0]
+
+
+def _wanted_rows(bench: Bench, ranks: int) -> int:
+    return ranks * _STEPS_OF_A_RANK * bench.request.config.batch_size
+
+
+def _most_rows(sample: Sample) -> int:
+    return min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
+
+
+def _spool(
+    bench: Bench,
+    sample: Sample,
+    times: int,
+    num_shards: int,
+    run_id: str,
+    stack: contextlib.ExitStack,
+) -> tuple[ShardTable, float]:
+    """The sample's rows, so many times over, in shards; and the seconds that it took."""
+    table = ShardTable(
+        sample.repeated(times),
+        sample.prepared,
+        None,
+        num_shards=num_shards,
+        run_id=run_id,
+        profile=bench.slots.profile,
+        barrier=bench.no_gang is None,
+    )
+    stack.callback(table.close)
+    began = time.perf_counter()
+    table.collect()
+    return table, time.perf_counter() - began
 
 
 def plan_of(bench: Bench, shards: Sequence[SpooledShard]) -> TrainPlan:
@@ -256,6 +271,25 @@ def plan_of(bench: Bench, shards: Sequence[SpooledShard]) -> TrainPlan:
         world_size=len(shards),
         batch_size=bench.request.config.batch_size,
         epochs=1,
+    )
+
+
+def _measure_rounds(
+    bench: Bench, link: Link, table: ShardTable | SourceTable, packed: PackedModule, run_id: str
+) -> RoundsFound:
+    """Rounds with a task for every shard of the table."""
+    return measure_rounds(
+        RoundBench(
+            table=table,
+            plan=plan_of(bench, table.collect()),
+            config=bench.request.config,
+            module=bench.module,
+            packed=packed,
+            link=link,
+            slots=bench.slots,
+            threads=task_threads(bench),
+            run_id=run_id,
+        )
     )
 
 
@@ -380,14 +414,21 @@ def task_threads(bench: Bench) -> int:
     return bench.request.cpus_per_worker or bench.info.task_threads
 
 
-def _stage_levels(bench: Bench, gang: GangFound | None, step_seconds: float) -> tuple[Level, ...]:
+def _stage_levels(
+    bench: Bench, gang: GangFound | None, rounds: Mapping[int, RoundsFound]
+) -> tuple[Level, ...]:
     """Levels of tasks; without a gang the steps of the rounds are all that is known."""
     if gang is not None:
         return _those(gang.levels, task_places(bench))
-    rows = bench.request.config.batch_size
-    compute = Compute(fixed_seconds=0.0, row_seconds=step_seconds / rows)
-    per_node, threads = task_places(bench)[-1]
-    return (Level(ranks_per_node=per_node, threads=threads, compute=compute),)
+    rows, executors = bench.request.config.batch_size, max(1, bench.info.num_executors or 1)
+    return tuple(
+        Level(
+            ranks_per_node=-(-tasks // min(tasks, executors)),
+            threads=task_threads(bench),
+            compute=Compute(fixed_seconds=0.0, row_seconds=found.step_seconds / rows),
+        )
+        for tasks, found in sorted(rounds.items())
+    )
 
 
 def _those(levels: Sequence[Level], places: Sequence[tuple[int, int]]) -> tuple[Level, ...]:

@@ -49,7 +49,7 @@ class TimedRound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagesFound:
+class RoundsFound:
     """What rounds have shown."""
 
     stages: Stages
@@ -119,7 +119,7 @@ class RoundBench:
         return found, state
 
 
-def measure_rounds(bench: RoundBench) -> StagesFound:
+def measure_rounds(bench: RoundBench) -> RoundsFound:
     """Run some rounds, and jobs that do nothing; raises what `RoundBench.run` does."""
     state: Any = {"model": bench.module.state_dict()}
     timed: dict[int, list[TimedRound]] = {steps: [] for steps in _ROUNDS}
@@ -133,7 +133,7 @@ def measure_rounds(bench: RoundBench) -> StagesFound:
 
 def stages_of(
     timed: Mapping[int, Sequence[TimedRound]], empty_seconds: float, *, most: int
-) -> StagesFound:
+) -> RoundsFound:
     """The costs of a round by rounds of two lengths; the very first of them is left out.
 
     Args:
@@ -149,7 +149,7 @@ def stages_of(
     step = max(0.0, long - short) / more if more > 0 else short
     overhead = max(0.0, statistics.median(one.seconds for one in others) - few * step)
     carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
-    return StagesFound(
+    return RoundsFound(
         stages=Stages(fixed_seconds=min(overhead, empty_seconds), byte_seconds=carried),
         step_seconds=step,
         first_seconds=max(0.0, first.seconds - few * step - overhead),

@@ -38,7 +38,7 @@ def outlook(
                 messages=Link(latency_seconds=latency_seconds, byte_seconds=byte_seconds)
             ),
             codec_seconds={"BF16Compression": 1e-4},
-            stages=Stages(fixed_seconds=0.3, byte_seconds=2e-9),
+            stages={nodes: Stages(fixed_seconds=0.3, byte_seconds=2e-9)},
             fixed=Fixed(start_seconds=start_seconds, stage_start_seconds=start_seconds),
         ),
         workload=Workload(

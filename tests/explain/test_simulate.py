@@ -38,7 +38,7 @@ def compared(
         levels=(Level(ranks_per_node=1, threads=1, compute=compute),),
         stage_levels=(Level(ranks_per_node=1, threads=1, compute=compute),),
         network=NETWORK,
-        stages=STAGES,
+        stages={world_size: STAGES},
     )
     predicted = step_time(calibration, pattern, layout, ROWS, num_slots=num_slots).seconds
     cluster = Cluster(
