@@ -139,9 +139,9 @@ def parser(runs: int, **options: tuple[int, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def with_peers(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, which also takes the Pythons of petastorm and MosaicML streaming."""
-    for name in ("petastorm", "streaming"):
+def with_peers(parser: argparse.ArgumentParser, *names: str) -> argparse.ArgumentParser:
+    """The same parser, which also takes Pythons of environments that have these packages."""
+    for name in names:
         parser.add_argument(f"--{name}", type=Path, help=f"Python that can import {name}")
     return parser
 

@@ -1,5 +1,7 @@
 """What does plain PyTorch make of the same work? A DDP script, run by torchrun or TorchDistributor.
 
+`ray_trainer.py` has Ray Train run the same loop.
+
 Its loop is as lean as one can write it without further tools: the images in memory, batches by
 ``index_select``, no DataLoader, and no look at the loss.
 """
@@ -10,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +21,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def main(
-    folder: str, batch_size: int, epochs: int, output: str, memory_format: str = "contiguous"
-) -> None:
-    """Train, and let rank 0 write the seconds of each epoch."""
-    dist.init_process_group("gloo")
+def train(work: dict[str, Any]) -> None:
+    """Train in a process group that is there, and let rank 0 write the seconds of each epoch.
+
+    Args:
+        work: ``folder`` of the images, ``batch_size``, ``epochs``, ``output`` (a file), and perhaps
+            ``memory_format``.
+    """
+    batch_size, epochs = work["batch_size"], work["epochs"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    images, labels = read_images(Path(folder), rank, world_size)
+    images, labels = read_images(Path(work["folder"]), rank, world_size)
     torch.manual_seed(0)
     model = SmallCNN()
-    if memory_format == "channels_last":
+    if work.get("memory_format") == "channels_last":
         model = model.to(memory_format=torch.channels_last)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -44,7 +50,24 @@ def main(
         dist.barrier()
         seconds.append(time.perf_counter() - started)
     if rank == 0:
-        Path(output).write_text(json.dumps({"steps": steps * epochs, "seconds": seconds}))
+        told = json.dumps({"steps": steps * epochs, "seconds": seconds})
+        Path(work["output"]).write_text(told)
+
+
+def main(
+    folder: str, batch_size: int, epochs: int, output: str, memory_format: str = "contiguous"
+) -> None:
+    """Train as one of the processes that torchrun has started."""
+    dist.init_process_group("gloo")
+    train(
+        {
+            "folder": folder,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "output": output,
+            "memory_format": memory_format,
+        }
+    )
     dist.destroy_process_group()
 
 

@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
         batch=(64, "rows per batch"),
         epochs=(10, "epochs per measurement of what runs in this process"),
     )
-    return common.with_peers(parser).parse_args()
+    return common.with_peers(parser, "petastorm", "streaming").parse_args()
 
 
 class FromSpool:

@@ -1,4 +1,4 @@
-"""How fast is ``fit``? Against torchrun DDP and TorchDistributor, on the same network and images.
+"""How fast is ``fit``? Against torchrun DDP, TorchDistributor and Ray Train, on the same work.
 
 Steps per second count the loop alone; "rest" is everything else of a call: for ``fit`` the
 checks, the spool, the launch, the last checkpoint and the clean-up; for the others imports,
@@ -23,7 +23,7 @@ from sparkdl import TorchClassifier
 
 def main() -> None:
     """Measure, several times in turn."""
-    options = common.arguments(
+    parser = common.parser(
         5,
         rows=(60_000, "images"),
         batch=(64, "rows per worker and step"),
@@ -31,6 +31,7 @@ def main() -> None:
         preload=(1, "1: workers start with torch in memory"),
         distributor=(1, "1: measure TorchDistributor too"),
     )
+    options = common.with_peers(parser, "ray").parse_args()
     folder = images(options.rows)
     found = Measurements()
     started = time.perf_counter()
@@ -49,9 +50,14 @@ def main() -> None:
         if options.distributor:
             common.wait_until_idle(options.patience)
             run_distributor(folder, options, found)
+        if options.ray:
+            common.wait_until_idle(options.patience)
+            run_ray(folder, options, found)
     found.ratio("fit / torchrun steps", "fit steps/s", "torchrun steps/s")
     if options.distributor:
         found.ratio("fit / TorchDistributor steps", "fit steps/s", "TorchDistributor steps/s")
+    if options.ray:
+        found.ratio("fit / Ray Train steps", "fit steps/s", "Ray Train steps/s")
     found.report("fit", options)
     spark.stop()
 
@@ -122,9 +128,19 @@ def run_distributor(folder: Path, options: argparse.Namespace, found: Measuremen
         note(found, "TorchDistributor", output, time.perf_counter() - started)
 
 
-def ddp(folder: Path, options: argparse.Namespace, output: Path) -> list[str]:
-    """The DDP script and its arguments."""
-    script = HERE / "ddp.py"
+def run_ray(folder: Path, options: argparse.Namespace, found: Measurements) -> None:
+    """One run of Ray Train, from nothing, its cluster too."""
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "seconds.json"
+        command = [str(options.ray), *ddp(folder, options, output, "ray_trainer.py")]
+        started = time.perf_counter()
+        subprocess.run(command, check=True)
+        note(found, "Ray Train", output, time.perf_counter() - started)
+
+
+def ddp(folder: Path, options: argparse.Namespace, output: Path, name: str = "ddp.py") -> list[str]:
+    """A script that trains with DDP, and its arguments."""
+    script = HERE / name
     return [str(word) for word in (script, folder, options.batch, options.epochs, output)]
 
 

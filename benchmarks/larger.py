@@ -80,7 +80,7 @@ def arguments() -> argparse.Namespace:
         3, spool=(4096, "MiB of rows"), limit=(1024, "MiB of memory"), batch=(64, "rows per batch"),
         seconds=(20, "after which a contender is stopped"),
     )  # fmt: skip
-    return common.with_peers(parser).parse_args()
+    return common.with_peers(parser, "petastorm", "streaming").parse_args()
 
 
 def peers(directory: Path, options: argparse.Namespace) -> dict[str, list[str]]:

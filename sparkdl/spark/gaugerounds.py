@@ -136,6 +136,9 @@ def stages_of(
 ) -> RoundsFound:
     """The costs of a round by rounds of two lengths; the very first of them is left out.
 
+    Of what they take beyond their steps the least counts: the driver's JVM is compiling what it
+    runs, and becomes faster by the round, as in a fit.
+
     Args:
         timed: rounds by number of steps.
         empty_seconds: a job that does nothing.
@@ -147,7 +150,9 @@ def stages_of(
     long = statistics.median(one.step_seconds for one in timed[many])
     more = min(many, most) - few
     step = max(0.0, long - short) / more if more > 0 else short
-    overhead = max(0.0, statistics.median(one.seconds for one in others) - few * step)
+    beyond = [one.seconds - few * step for one in others]
+    beyond += [one.seconds - min(many, most) * step for one in timed[many]]
+    overhead = max(0.0, min(beyond))
     carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
     return RoundsFound(
         stages=Stages(fixed_seconds=min(overhead, empty_seconds), byte_seconds=carried),
