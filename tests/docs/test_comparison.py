@@ -25,13 +25,22 @@ ROWS = {
         ("loop", "fit / torchrun, channels last", "{:.2f} ({:.2f} to {:.2f})"),
     ],
     "| steps per second in the loop, `TorchDistributor`": [
-        ("fit_distributor", "fit steps/s", "{:.1f}"),
-        ("fit_distributor", "TorchDistributor steps/s", "{:.1f}"),
-        ("fit_distributor", "fit / TorchDistributor steps", "{:.2f} ({:.2f} to {:.2f})"),
+        ("fit", "fit steps/s", "{:.1f}"),
+        ("fit", "TorchDistributor steps/s", "{:.1f}"),
+        ("fit", "fit / TorchDistributor steps", "{:.2f} ({:.2f} to {:.2f})"),
+    ],
+    "| steps per second in the loop, Ray Train": [
+        ("fit", "fit steps/s", "{:.1f}"),
+        ("fit", "Ray Train steps/s", "{:.1f}"),
+        ("fit", "fit / Ray Train steps", "{:.2f} ({:.2f} to {:.2f})"),
     ],
     "| seconds of everything but the loop, `TorchDistributor`": [
-        ("fit_distributor", "fit rest s", "{:.1f}"),
-        ("fit_distributor", "TorchDistributor rest s", "{:.1f}"),
+        ("fit", "fit rest s", "{:.1f}"),
+        ("fit", "TorchDistributor rest s", "{:.1f}"),
+    ],
+    "| seconds of everything but the loop, Ray Train": [
+        ("fit", "fit rest s", "{:.1f}"),
+        ("fit", "Ray Train rest s", "{:.1f}"),
     ],
     "| seconds of everything but the loop, `torchrun`": [
         ("fit", "fit rest s", "{:.1f}"),
