@@ -108,6 +108,11 @@ class TuneJob(TrainJob):
                 "a search leaves the rows of [test] alone; leave that section out, and measure "
                 "the best model with jobs/evaluate.py"
             )
+        if self.explain.given:
+            raise ConfigError(
+                "a search explains nothing, so [explain] has no place; leave that section out, and "
+                "try jobs/train.py --explain with the same data and model"
+            )
         if self.output.overwrite:
             raise ConfigError(
                 "a search goes on where an earlier one ended, so output.overwrite has no place; "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import load_job
+from sparkdl.jobfile import ExplainSection, load_job
 from sparkdl.studyfile import Space, StudySection, TuneJob
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +51,8 @@ def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
         replace(job, test=job.data)
     with pytest.raises(ConfigError, match=r"choose another output\.path"):
         replace(job, output=replace(job.output, overwrite=True))
+    with pytest.raises(ConfigError, match=r"\[explain\].*jobs/train\.py --explain"):
+        replace(job, explain=ExplainSection(num_rows=1000))
 
 
 @pytest.mark.parametrize(
