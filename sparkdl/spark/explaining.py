@@ -26,7 +26,8 @@ from sparkdl.explain.recommend import recommend, seconds_text
 from sparkdl.frozen import moving_buffers
 from sparkdl.spark.dryrun import check_empty_batches
 from sparkdl.spark.estimated import ExplainOptions, Found, from_sample, from_source
-from sparkdl.spark.gauge import Bench, Gauged, gauge, num_ranks, why_no_gang
+from sparkdl.spark.gauge import Gauged, gauge, num_ranks, why_no_gang
+from sparkdl.spark.gaugebench import Bench
 from sparkdl.spark.intake import Intake, check_plan_memory, replica_bytes, take_in
 from sparkdl.spark.interrupts import Cleanup, interruptible
 from sparkdl.spark.preflight import (

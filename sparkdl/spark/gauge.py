@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -27,37 +26,28 @@ from sparkdl.explain.calibrate import GangFound, found_by
 from sparkdl.explain.cost import Compute
 from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
 from sparkdl.packing import PackedModule, pack
-from sparkdl.plan import Column, TrainPlan, make_plan
+from sparkdl.plan import TrainPlan
 from sparkdl.progress import SilentView
-from sparkdl.spark.estimated import source_table
 from sparkdl.spark.gang import launch
+from sparkdl.spark.gaugebench import Bench, plan_of, table_of_one, table_of_ranks
 from sparkdl.spark.gaugerounds import RoundBench, RoundsFound, measure_rounds
 from sparkdl.spark.intake import Intake
 from sparkdl.spark.link import Link, open_link
 from sparkdl.spark.preflight import ClusterInfo, require_gang_support
-from sparkdl.spark.request import FitRequest
 from sparkdl.spark.sample import Sample
 from sparkdl.spark.session import conf
-from sparkdl.spark.shards import ShardTable, SpooledShard
+from sparkdl.spark.shards import ShardTable
 from sparkdl.spark.slots import Slots, threads_per_worker
 from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.supervise import Limits, supervise
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from sparkdl.compress.base import Compression
-
-logger = logging.getLogger(__name__)
 
 MOST_RANKS = 16
 """Of the gang that measures."""
 _RANKS_IN_THE_DARK = 2
 """Of rounds that are measured where the number of slots is not known."""
-_STEPS_OF_A_RANK = 6
-"""Batches that each rank shall have in the repeated sample."""
-_MOST_ROWS, _MOST_BYTES = 400_000, 128 << 20
-"""Of the repeated sample."""
 _MAX_INLINE_BYTES = 16 << 20
 """As of a fit: weights that travel in the task where there is no channel."""
 
@@ -95,29 +85,6 @@ class Gauged:
             stages=self.stages,
             fixed=self.fixed,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Where measurements are made."""
-
-    intake: Intake
-    request: FitRequest
-    info: ClusterInfo
-    module: nn.Module
-    """As the driver has tried it: lazy parameters have shapes."""
-    columns: Sequence[Column]
-    slots: Slots
-    """Of the gang that measures."""
-    seconds: float
-    no_gang: str | None
-    """Why no gang is measured, as a sentence; None: one is."""
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Three sizes of batches, the one that was asked for first."""
-        size = self.request.config.batch_size
-        return tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
 
 
 def num_ranks(slots: Slots, *, in_rounds: bool) -> int:
@@ -175,17 +142,17 @@ def gauge(
     )
     link_seconds = time.perf_counter() - began
     ranks = bench.slots.num_workers
-    table, fixed = _table(bench, sample, run_id, stack)
-    packed = pack(bench.module)
+    table, fixed = table_of_ranks(bench, sample, run_id, stack)
+    plan, packed = plan_of(bench, table.collect()), pack(bench.module)
     gang, launch_seconds = None, 0.0
     if no_gang is None:
-        plan = plan_of(bench, table.collect())
         gang, launch_seconds = _measure_gang(bench, link, table, plan, packed, compressions, run_id)
-    rounds = {ranks: _measure_rounds(bench, link, table, packed, run_id)}
+    rounds = {ranks: _measure_rounds(bench, link, table, plan, packed, run_id)}
     if ranks > 1:  # the first are with all tasks, as they start Spark's workers
         run_id = f"{run_id}-alone"
-        alone = _table_of_one(bench, sample, run_id, stack)
-        rounds[1] = _measure_rounds(bench, link, alone, packed, run_id)
+        alone = table_of_one(bench, sample, run_id, stack)
+        plan = plan_of(bench, alone.collect())
+        rounds[1] = _measure_rounds(bench, link, alone, plan, packed, run_id)
     return Gauged(
         gang=gang,
         no_gang=no_gang,
@@ -201,87 +168,19 @@ def gauge(
     )
 
 
-def _table(
-    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
-) -> tuple[ShardTable | SourceTable, Fixed]:
-    """A shard for every rank, what a spool takes, and what each row adds to it."""
-    ranks = bench.slots.num_workers
-    if sample is None:
-        return source_table(bench.intake, bench.request, ranks, None), Fixed()
-    most = _most_rows(sample)
-    wanted = min(max(_wanted_rows(bench, ranks), most // 2), most)
-    times = max(1, -(-wanted // sample.num_rows))
-    _, few_seconds = _spool(bench, sample, 1, ranks, f"{run_id}-1", stack)
-    table, seconds = _spool(bench, sample, times, ranks, f"{run_id}-2", stack)
-    rows = (times - 1) * sample.num_rows
-    slot_seconds = max(0.0, seconds - few_seconds) * ranks / rows if rows else 0.0
-    return table, Fixed(
-        spool_seconds=few_seconds, spool_row_seconds=slot_seconds + sample.read_row_seconds
-    )
-
-
-def _table_of_one(
-    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
-) -> ShardTable | SourceTable:
-    """A single shard, with rows for the steps of a round."""
-    if sample is None:
-        return source_table(bench.intake, bench.request, 1, None)
-    wanted = min(_wanted_rows(bench, 1), _most_rows(sample))
-    times = max(1, -(-wanted // sample.num_rows))
-    return _spool(bench, sample, times, 1, run_id, stack)[0]
-
-
-def _wanted_rows(bench: Bench, ranks: int) -> int:
-    return ranks * _STEPS_OF_A_RANK * bench.request.config.batch_size
-
-
-def _most_rows(sample: Sample) -> int:
-    return min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
-
-
-def _spool(
-    bench: Bench,
-    sample: Sample,
-    times: int,
-    num_shards: int,
-    run_id: str,
-    stack: contextlib.ExitStack,
-) -> tuple[ShardTable, float]:
-    """The sample's rows, so many times over, in shards; and the seconds that it took."""
-    table = ShardTable(
-        sample.repeated(times),
-        sample.prepared,
-        None,
-        num_shards=num_shards,
-        run_id=run_id,
-        profile=bench.slots.profile,
-        barrier=bench.no_gang is None,
-    )
-    stack.callback(table.close)
-    began = time.perf_counter()
-    table.collect()
-    return table, time.perf_counter() - began
-
-
-def plan_of(bench: Bench, shards: Sequence[SpooledShard]) -> TrainPlan:
-    """The plan of what is measured on; validation rows are left aside."""
-    return make_plan(
-        columns=bench.columns,
-        shards=[replace(part.shard, num_validation_rows=0) for part in shards],
-        world_size=len(shards),
-        batch_size=bench.request.config.batch_size,
-        epochs=1,
-    )
-
-
 def _measure_rounds(
-    bench: Bench, link: Link, table: ShardTable | SourceTable, packed: PackedModule, run_id: str
+    bench: Bench,
+    link: Link,
+    table: ShardTable | SourceTable,
+    plan: TrainPlan,
+    packed: PackedModule,
+    run_id: str,
 ) -> RoundsFound:
     """Rounds with a task for every shard of the table."""
     return measure_rounds(
         RoundBench(
             table=table,
-            plan=plan_of(bench, table.collect()),
+            plan=plan,
             config=bench.request.config,
             module=bench.module,
             packed=packed,
