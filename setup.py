@@ -87,7 +87,7 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["sparkdl", "sparkdl.*"]),
-    package_data={"sparkdl": ["py.typed"], "sparkdl.commands": ["starters/*.toml"]},
+    package_data={"sparkdl": ["py.typed", "*.pyi"], "sparkdl.commands": ["starters/*.toml"]},
     entry_points={"console_scripts": ["sparkdl = sparkdl.commands.main:main"]},
     python_requires=">=3.11",
     install_requires=CORE,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.public_names import current_path, public_module
 
 REMEDY = (
     "move it to a module, a .py file that driver and workers can import, and pass the class or "
@@ -113,16 +114,16 @@ def import_path(value: Any) -> str:
         raise DescribeError(f"{value!r} is not what its name says: {error}; {REMEDY}") from error
     if found is not value and not (isinstance(value, types.MethodType) and found == value):
         raise DescribeError(f"importing {path} gives another object than {value!r}; {REMEDY}")
-    return path
+    return f"{public_module(module, name, value)}:{name}"
 
 
 def import_object(path: Any) -> Any:
-    """Import ``package.module:name``.
+    """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
 
     Raises:
         ConfigError: the path is malformed, or module or name is missing here.
     """
-    module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
+    module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("", "", "")
     if not module or not name:
         raise ConfigError(f"an import path reads 'package.module:name'; received {path!r}")
     try:

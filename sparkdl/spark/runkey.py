@@ -21,6 +21,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.plan import TrainPlan
+from sparkdl.runtime.public_names import public_module
 
 _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")
 """What only says how long to train, or how to watch it: a finished run can be continued."""
@@ -153,7 +154,8 @@ def _tensor(tensor: torch.Tensor) -> Any:
 
 def _name(value: Any) -> str:
     name = getattr(value, "__qualname__", value.__name__)
-    return f"{getattr(value, '__module__', None)}:{name}"
+    module = getattr(value, "__module__", None)
+    return f"{public_module(module, name, value) if module else None}:{name}"
 
 
 def _content(cell: types.CellType) -> Any:

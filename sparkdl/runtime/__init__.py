@@ -1,0 +1,1 @@
+"""One Python process: its versions, hardware, threads and log, and the names of its objects."""
