@@ -44,7 +44,7 @@ def find_unlisted(module: nn.Module, again: nn.Module) -> dict[str, Any]:
     """
     ours, theirs = _buffers(module), _buffers(again)
     registered = {**_registered(module), **_registered(again)}
-    buffers = {n: value for n, value in ours.items() if not _is_same(value, theirs.get(n), {})}
+    buffers = {n: value for n, value in ours.items() if not _is_same_part(value, theirs.get(n), {})}
     attributes = list(_attributes(module, again, registered))
     return {"buffers": buffers, "attributes": attributes} if buffers or attributes else {}
 
@@ -86,7 +86,7 @@ def _attributes(
         made = vars(others[name]) if name in others else {}
         for key in sorted(vars(part).keys() - _OWN - derived(part)):
             value = vars(part)[key]
-            if key in made and _is_same(value, made[key], registered):
+            if key in made and _is_same_part(value, made[key], registered):
                 continue
             try:
                 pack(value)
@@ -99,7 +99,7 @@ def _attributes(
             yield name, key, value
 
 
-def _is_same(ours: Any, theirs: Any, registered: Mapping[int, str]) -> bool:
+def _is_same_part(ours: Any, theirs: Any, registered: Mapping[int, str]) -> bool:
     names = registered.get(id(ours)), registered.get(id(theirs))
     if names != (None, None):
         return names[0] == names[1]
@@ -113,7 +113,7 @@ def _is_same(ours: Any, theirs: Any, registered: Mapping[int, str]) -> bool:
         return bool(ours == theirs) or (ours != ours and theirs != theirs)
     pairs = _parts(ours), _parts(theirs)
     return pairs[0].keys() == pairs[1].keys() and all(
-        _is_same(value, pairs[1][key], registered) for key, value in pairs[0].items()
+        _is_same_part(value, pairs[1][key], registered) for key, value in pairs[0].items()
     )
 
 

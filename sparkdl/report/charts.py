@@ -45,7 +45,7 @@ def line_chart(title: str, curves: Sequence[Curve], x_label: str) -> Markup:
         return Markup("")
     frame = _Frame.around([x for x, _ in every], [y for _, y in every])
     lines = joined(
-        *(_line(curve, run, frame) for curve, run in zip(curves, points, strict=True) if run)
+        *(_polyline(curve, run, frame) for curve, run in zip(curves, points, strict=True) if run)
     )
     legend = joined(
         *(tag("span", tag("i", class_=f"key {c.style}"), c.name, class_="entry") for c in curves)
@@ -110,7 +110,7 @@ def _points(curve: Curve) -> list[tuple[float, float]]:
     return found[::step] if step == 1 else [*found[::step], found[-1]]
 
 
-def _line(curve: Curve, points: list[tuple[float, float]], frame: _Frame) -> Markup:
+def _polyline(curve: Curve, points: list[tuple[float, float]], frame: _Frame) -> Markup:
     places = [(frame.x(x), frame.y(y)) for x, y in points]
     data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
     line = tag("path", d=data, class_=f"line {curve.style}")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import sparkdl
-
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 _FORMER_MODULES = {
     "sparkdl.compress.base": "sparkdl",
@@ -75,8 +73,6 @@ def current_path(path: str) -> str:
 def _found(package: str, name: str) -> Any:
     """The object of a dotted name, if its first part is public in ``package``; else None."""
     first, *others = name.split(".")
-    if package == "sparkdl" and first not in sparkdl.__all__:
-        return None
     found = getattr(import_module(package), first, None)
     for part in others:
         found = getattr(found, part, None)

@@ -57,7 +57,7 @@ def run_member_stage(
     order = replace(order, is_population=True)
     table = table.where(F.col("shard_id").isin(list(parts)))
     if link.channel is None:
-        table = table.join(F.broadcast(_as_rows(table, parts)), "shard_id")
+        table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
         task = RoundTask(order=order, channel=None, state=None)
         return collected(table.mapInArrow(task, RESULT_SCHEMA, profile=profile))
     folder = f"members-{order.run_id}-{order.attempt}"
@@ -70,7 +70,7 @@ def run_member_stage(
         link.files.remove(folder)
 
 
-def _as_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) -> DataFrame:
+def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) -> DataFrame:
     """A row for every chunk of each state, each in a partition of its own."""
     frames = []
     for shard_id, own in parts.items():
