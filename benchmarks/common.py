@@ -229,7 +229,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def environment() -> Mapping[str, Any]:
     """Where and with what a benchmark ran."""
-    from sparkdl.process import cpu_model
+    from sparkdl.runtime.process import cpu_model
 
     packages = ("torch", "pyspark", "pyarrow", "numpy")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

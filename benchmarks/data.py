@@ -22,7 +22,7 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.mapped import ShardData
 from sparkdl.data.spool import open_spool
 from sparkdl.plan import TrainPlan, make_plan
-from sparkdl.process import tuned_allocator
+from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.checks import prepare_columns, shaped
 from sparkdl.spark.shards import ShardTable
 

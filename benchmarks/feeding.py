@@ -30,7 +30,7 @@ from data import from_spool, opened, prepared_table
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from sparkdl.plan import make_plan
-from sparkdl.process import tuned_allocator
+from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.checks import shaped
 
 

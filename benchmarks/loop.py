@@ -22,7 +22,7 @@ from sparkdl.comm import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, make_plan
-from sparkdl.process import torch_threads, tuned_allocator
+from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 

@@ -11,7 +11,7 @@ import ast
 from importlib import import_module
 from pkgutil import get_data
 
-from sparkdl.installation import refuse_mixed_installation
+from sparkdl.runtime.installation import refuse_mixed_installation
 
 __version__ = "0.1.0.dev0"
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from sparkdl.errors import SparkDLError
 from sparkdl.jobfile import load_job
-from sparkdl.log import log_to_console
+from sparkdl.runtime.console_log import log_to_console
 
 T = TypeVar("T")
 

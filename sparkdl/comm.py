@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sparkdl.environment import numbered
 from sparkdl.processgroup import peer_errors
+from sparkdl.runtime.versions import numbered
 
 
 class Communicator(Protocol):

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.describe import REMEDY, DescribeError, describe, import_object, import_path, restore
 from sparkdl.errors import ConfigError
-from sparkdl.process import borrowed_generator
+from sparkdl.runtime.json_objects import (
+    REMEDY,
+    DescribeError,
+    describe,
+    import_object,
+    import_path,
+    restore,
+)
+from sparkdl.runtime.process import borrowed_generator
 from sparkdl.unlisted import derived
 
 _FACTORY = "pass a factory instead: a function that other processes can import and that makes it"

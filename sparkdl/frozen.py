@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.patterns import check_fit, fits_any
+from sparkdl.runtime.name_patterns import check_fit, fits_any
 
 _HELD: WeakSet[nn.Module] = WeakSet()
 """Layers whose buffers do not change."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
-from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
 from sparkdl.gangworker import (
     GangOrder,
@@ -31,6 +30,7 @@ from sparkdl.gangworker import (
     live,
     say_what_differs,
 )
+from sparkdl.runtime.versions import WorkerEnvironment, versions
 
 if TYPE_CHECKING:
     import torch

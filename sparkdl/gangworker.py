@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.channel import ChannelClient, ChannelStorage
 from sparkdl.checkpoint.folders import Subfolder
 from sparkdl.checkpoint.storage import Storage, open_storage, without_password
-from sparkdl.environment import WorkerEnvironment, difference, local_rank, numbered, versions
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
-from sparkdl.hardware import hardware
-from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
+from sparkdl.runtime.hardware import hardware
+from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.runtime.versions import WorkerEnvironment, difference, local_rank, numbered, versions
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def _work(
         stack.enter_context(tuned_allocator())
         import torch  # after the allocator, so that torch's first blocks are tuned too
 
-        from sparkdl.device import choose_device
+        from sparkdl.runtime.hardware import choose_device
 
         place = local_rank(nodes, environment.rank)
         device = choose_device(order.device, environment.gpu_addresses, place, os.environ)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.checkpoint.storage import scheme_of, without_password
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.patterns import check_fit, fits_any
 from sparkdl.places import open_parent
+from sparkdl.runtime.name_patterns import check_fit, fits_any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,7 @@ class InitialWeights:
     """A fitted model, a module, a state dict, or the path or URL of a saved model or of a
     ``.safetensors`` file."""
     skip: tuple[str, ...] = ()
-    """Patterns (see `sparkdl.patterns`) of names that may be missing, left over or of another
+    """Patterns (see `sparkdl.runtime.name_patterns`) of names that may be missing, left over or of another
     shape: the module keeps its own values there. All other names and shapes must agree."""
 
     def __post_init__(self) -> None:

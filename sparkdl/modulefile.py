@@ -25,11 +25,11 @@ from sparkdl.checkpoint.format import decode, encode, views
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.checkpoint.tree import Snapshot, pack
 from sparkdl.data.example import Given
-from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.describe_module import find_difference
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.process import borrowed_generator
 from sparkdl.program import read_program, write_program
+from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.runtime.process import borrowed_generator
 from sparkdl.sealed import read_index, read_sealed, write_sealed
 from sparkdl.unlisted import find_unlisted, give_unlisted
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from sparkdl import __version__
 from sparkdl.checkpoint.storage import Storage, drop_password, without_password
 from sparkdl.data.example import example_of
-from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchModel
@@ -36,6 +35,7 @@ from sparkdl.modulefile import (
 )
 from sparkdl.params import OBJECT_PARAMS
 from sparkdl.plan import Column
+from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.spark.saving import (
     FORMAT,
     beside,

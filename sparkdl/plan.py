@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor
+from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.windows import Windows
 
 Role = Literal["feature", "label", "weight"]

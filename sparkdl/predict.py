@@ -25,13 +25,13 @@ from sparkdl.data.arrow import to_numpy
 from sparkdl.data.assemble import Arguments, arguments
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.readers import read_trained, read_trained_usable
-from sparkdl.device import choose_device
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
 from sparkdl.outputs import Forward, Source, check_rows, pick
 from sparkdl.packing import PackedModule, unpack
 from sparkdl.plan import Column
-from sparkdl.process import torch_threads, tuned_allocator
+from sparkdl.runtime.hardware import choose_device
+from sparkdl.runtime.process import torch_threads, tuned_allocator
 
 R = TypeVar("R", torch.Tensor, Ragged)
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]

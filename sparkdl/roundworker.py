@@ -22,13 +22,13 @@ import cloudpickle
 from sparkdl.channel import Address, ChannelClient
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.data.spool import Split
-from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.gangworker import describe_failure
-from sparkdl.hardware import hardware
 from sparkdl.plan import RoundPart, Shard, TrainPlan
-from sparkdl.process import torch_threads, tuned_allocator
 from sparkdl.reporter import Reporter, captured_output
+from sparkdl.runtime.hardware import hardware
+from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.runtime.versions import difference, versions
 
 if TYPE_CHECKING:
     from sparkdl.checkpoint.tree import Snapshot
@@ -197,8 +197,8 @@ class Warm:
     def __init__(self, place: RoundPlace, order: RoundOrder) -> None:
         import os
 
-        from sparkdl.device import choose_device
         from sparkdl.packing import PackedModule, unpack
+        from sparkdl.runtime.hardware import choose_device
         from sparkdl.train.rounds import RoundReplica
 
         problem = difference(order.versions, versions(), f"shard {place.shard.shard_id}'s worker")

@@ -19,11 +19,11 @@ from torch import nn
 
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.assemble import Arguments, example_arguments
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.places import open_place
 from sparkdl.plan import Column
+from sparkdl.runtime.json_objects import describe, restore
 
 Place = str | os.PathLike[str]
 

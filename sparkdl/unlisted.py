@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from sparkdl.checkpoint.tree import pack
-from sparkdl.describe import DescribeError
 from sparkdl.errors import CheckpointError
+from sparkdl.runtime.json_objects import DescribeError
 
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""

@@ -20,7 +20,6 @@ from sparkdl.channel import ChannelStorage
 from sparkdl.checkpoint.storage import Storage
 from sparkdl.config import TrainConfig
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.gangworker import (
     GangOrder,
     Member,
@@ -30,7 +29,8 @@ from sparkdl.gangworker import (
     say_what_differs,
 )
 from sparkdl.plan import TrainPlan
-from sparkdl.process import cpu_model
+from sparkdl.runtime.process import cpu_model
+from sparkdl.runtime.versions import WorkerEnvironment, versions
 from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:

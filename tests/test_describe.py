@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sparkdl.config import EarlyStopping
-from sparkdl.describe import DescribeError, describe, restore
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from tests import describable
 from tests.describable import Mutable, Options, Plain, add
 
@@ -147,7 +147,7 @@ def test_malformed_descriptions_are_configuration_errors(description: Any, words
 
 def test_describing_plain_values_does_not_import_torch() -> None:
     code = (
-        "import sys; from sparkdl.describe import describe, restore; "
+        "import sys; from sparkdl.runtime.json_objects import describe, restore; "
         "from sparkdl.config import EarlyStopping; "
         "assert restore(describe(EarlyStopping())) == EarlyStopping(); "
         "assert 'torch' not in sys.modules"

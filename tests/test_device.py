@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparkdl.device import choose_device, device_index
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.hardware import choose_device, device_index
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from sparkdl.environment import difference, local_rank, numbered, versions
+from sparkdl.runtime.versions import difference, local_rank, numbered, versions
 
 DRIVER = {"python": "3.12.3", "sparkdl": "1", "torch": "2.13.0", "pyspark": "4.3", "pyarrow": "26"}
 

@@ -22,9 +22,9 @@ from sparkdl import functionworker
 from sparkdl.channel import ChannelServer, Hub
 from sparkdl.checkpoint.format import latest
 from sparkdl.checkpoint.storage import open_storage
-from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import ConfigError
 from sparkdl.functionworker import FunctionOrder, Script, checkpoints, pickled, unpickled
+from sparkdl.runtime.versions import WorkerEnvironment, versions
 
 
 @dataclass

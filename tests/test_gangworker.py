@@ -14,9 +14,9 @@ import torch
 
 from sparkdl import comm, gangworker, processgroup
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
-from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import CommunicationError
 from sparkdl.gangworker import GangOrder, Member, Results, live
+from sparkdl.runtime.versions import WorkerEnvironment, versions
 
 
 @pytest.fixture

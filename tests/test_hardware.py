@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 
-from sparkdl.hardware import hardware
+from sparkdl.runtime.hardware import hardware
 
 
 def test_what_this_process_computes_on() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import sparkdl
-from sparkdl import installation
 from sparkdl.errors import SparkDLError
+from sparkdl.runtime import installation
 
 ROOT = Path(__file__).parent.parent
 MOST_MODULES = 40

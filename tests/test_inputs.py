@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sparkdl import Image, Sequence, Sparse, Tensor
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, check_names, named
+from sparkdl.runtime.json_objects import describe, restore
 
 
 def made(batch: Any) -> Any:

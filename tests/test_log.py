@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import logging
 
-from sparkdl.log import ConsoleHandler, log_to_console
+from sparkdl.runtime.console_log import ConsoleHandler, log_to_console
 
 
 def test_lines_name_level_and_logger() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.describe import describe, restore
 from sparkdl.errors import SparkDLError
 from sparkdl.initialweights import InitialWeights
 from sparkdl.listeners import RunStart
 from sparkdl.mlflow import MLflow
+from sparkdl.runtime.json_objects import describe, restore
 from tests.report.runs import record
 
 START = RunStart(

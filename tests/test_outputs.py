@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError
 from sparkdl.outputs import Forward, Output, check_rows, children, find_layer, pick
+from sparkdl.runtime.json_objects import describe, restore
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.patterns import check_fit, fits, fits_any
+from sparkdl.runtime.name_patterns import check_fit, fits, fits_any
 
 NAMES = ["encoder.0.weight", "encoder.0.bias", "encoder.10.weight", "head.weight", "scale"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkdl import process
-from sparkdl.process import (
+from sparkdl.runtime import process
+from sparkdl.runtime.process import (
     borrowed_generator,
     cpu_model,
     memory_bytes,

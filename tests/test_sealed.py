@@ -64,7 +64,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for way in ("factory", "description", "program"):
         saved(way)
     for name in ("sparkdl.modulefile.restore", "sparkdl.modulefile.read_program",
-                 "sparkdl.modulefile.views", "sparkdl.describe.import_object"):  # fmt: skip
+                 "sparkdl.modulefile.views", "sparkdl.runtime.json_objects.import_object"):  # fmt: skip
         monkeypatch.setattr(name, run)
 
 

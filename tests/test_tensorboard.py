@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from sparkdl.describe import describe, restore
 from sparkdl.errors import SparkDLError
 from sparkdl.listeners import RunStart
+from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.tensorboard import TensorBoard
 from tests.report.runs import record
 

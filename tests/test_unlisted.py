@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.describe import DescribeError
 from sparkdl.errors import ConfigError
 from sparkdl.initialweights import InitialWeights, load_initial_weights
 from sparkdl.modulefile import load_module_from, open_module, save_module
+from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.unlisted import find_unlisted
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import Drawn, Plain

@@ -25,10 +25,10 @@ from sparkdl.checkpoint.format import decode, latest
 from sparkdl.checkpoint.storage import open_storage
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
-from sparkdl.environment import WorkerEnvironment, versions
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.runtime.versions import WorkerEnvironment, versions
 from sparkdl.train.callbacks import Callback, CallbackState
 from sparkdl.windows import WINDOWS, Windows
 

@@ -1,1 +1,1 @@
-"""From record batches to batches of tensors."""
+"""Rows on their way into batches of tensors: plan, order, columns, collation."""

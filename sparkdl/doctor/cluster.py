@@ -218,7 +218,7 @@ def _link(
 
     The probe behind it compares versions as well.
     """
-    from sparkdl.environment import versions
+    from sparkdl.runtime.versions import versions
     from sparkdl.spark.link import open_link
 
     with contextlib.ExitStack() as stack:

@@ -1,1 +1,1 @@
-"""What will a fit do, how long will it take, and what would be better? See docs/explain.md."""
+"""The cost model: what a fit will do and how long it will take. It needs no Spark."""

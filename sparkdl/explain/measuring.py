@@ -22,9 +22,9 @@ import cloudpickle
 
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.environment import WorkerEnvironment
 from sparkdl.gangworker import GangOrder, Member, Results, live
 from sparkdl.plan import Shard, TrainPlan, make_plan
+from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.train.callbacks import NullObserver
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _level(
     level: LevelOrder, steps: StepTimer, order: MeasureOrder, member: Member
 ) -> dict[str, Any]:
     """Seconds of steps by size of the batch; empty on ranks that rest, or have no rows."""
-    from sparkdl.process import torch_threads
+    from sparkdl.runtime.process import torch_threads
 
     comm = member.comm
     works = at_work(order.plan, member.nodes, comm.rank, level.ranks_per_node)

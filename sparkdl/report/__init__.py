@@ -1,1 +1,1 @@
-"""What is left of a run for people to read? Its record, as JSON and as a page."""
+"""What a run tells people: its record, page, live views, listeners and server."""

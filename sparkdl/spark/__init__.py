@@ -1,1 +1,1 @@
-"""What sparkdl does with Spark: columns, shards, gang and supervision."""
+"""Everything that calls pyspark."""

@@ -26,7 +26,7 @@ from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Named, Sequence, Tensor
 from sparkdl.plan import Column
-from sparkdl.process import borrowed_generator
+from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.session import described, is_case_sensitive

@@ -11,8 +11,8 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.plan import Column, TrainPlan
-from sparkdl.process import borrowed_generator
 from sparkdl.report.graph import traced
+from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.request import FitRequest
 
 if TYPE_CHECKING:

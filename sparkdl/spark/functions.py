@@ -18,12 +18,12 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import functionworker
 from sparkdl.checkpoint.format import folders, latest
 from sparkdl.checkpoint.storage import Storage
-from sparkdl.environment import versions
 from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.listeners import Listener
 from sparkdl.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.checks import travelling
 from sparkdl.spark.gang import launch
 from sparkdl.spark.interrupts import Cleanup

@@ -17,7 +17,7 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
 from sparkdl.channel import Address, ChannelServer, Hub
-from sparkdl.environment import WorkerEnvironment
+from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.spark.session import unbracketed
 
 if TYPE_CHECKING:

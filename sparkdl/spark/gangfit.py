@@ -12,8 +12,8 @@ import cloudpickle
 
 from sparkdl import worker
 from sparkdl.checkpoint.format import decode
-from sparkdl.environment import versions
 from sparkdl.errors import ClusterError, ShardLost
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.gang import launch
 from sparkdl.spark.preflight import wait_for_slots
 from sparkdl.spark.resume import find_checkpoint

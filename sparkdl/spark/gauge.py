@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl import worker
-from sparkdl.environment import versions
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measuring
 from sparkdl.explain.calibrate import GangFound, found_by
@@ -28,6 +27,7 @@ from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import TrainPlan
 from sparkdl.progress import SilentView
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.gang import launch
 from sparkdl.spark.gaugebench import Bench, plan_of, table_of_one, table_of_ranks
 from sparkdl.spark.gaugerounds import RoundBench, RoundsFound, measure_rounds

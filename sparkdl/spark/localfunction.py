@@ -22,15 +22,14 @@ from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool import SpoolWriter
 from sparkdl.data.stats import no_rows
-from sparkdl.device import choose_device
 from sparkdl.errors import DataError
 from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
-from sparkdl.hardware import hardware
 from sparkdl.loader import DataSet, LocalSet
 from sparkdl.plan import Shard
 from sparkdl.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runcontext import Context, entered
+from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.functions import (
     RUN_KEY,

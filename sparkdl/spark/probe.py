@@ -13,8 +13,8 @@ from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelClient
 from sparkdl.checkpoint.storage import open_storage, without_password
-from sparkdl.environment import difference, versions
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
+from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.failures import raise_unless_loss, told_by
 from sparkdl.spark.session import described
 

@@ -12,9 +12,9 @@ from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 
 from sparkdl.checkpoint.storage import Storage, open_storage, without_password
-from sparkdl.environment import versions
-from sparkdl.hardware import hardware
 from sparkdl.report.recorder import Recorder, recording
+from sparkdl.runtime.hardware import hardware
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.interrupts import Cleanup, is_interrupted
 from sparkdl.spark.session import conf, is_connect

@@ -11,8 +11,8 @@ from typing import Any
 
 from sparkdl.checkpoint.format import load_shared
 from sparkdl.checkpoint.manager import CheckpointManager
-from sparkdl.environment import versions
-from sparkdl.process import cpu_model
+from sparkdl.runtime.process import cpu_model
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run
 from sparkdl.windows import WINDOWS, as_text

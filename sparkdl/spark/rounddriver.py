@@ -21,11 +21,11 @@ import torch
 from sparkdl import roundworker
 from sparkdl.checkpoint.format import encode
 from sparkdl.checkpoint.tree import Snapshot, snapshot
-from sparkdl.environment import versions
 from sparkdl.packing import pack_blank
 from sparkdl.plan import RoundPart
-from sparkdl.process import tuned_allocator
 from sparkdl.roundworker import RoundOrder
+from sparkdl.runtime.process import tuned_allocator
+from sparkdl.runtime.versions import versions
 from sparkdl.spark.roundcheckpoints import RoundCheckpoints
 from sparkdl.spark.roundtotals import RoundDone, Totals
 from sparkdl.spark.run import Run, Trained

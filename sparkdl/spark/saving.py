@@ -26,8 +26,8 @@ from sparkdl.checkpoint.storage import (
     scheme_of,
     without_password,
 )
-from sparkdl.describe import import_object
 from sparkdl.errors import StorageError
+from sparkdl.runtime.json_objects import import_object
 from sparkdl.sealed import digest
 from sparkdl.spark.failures import is_spark_error
 from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver

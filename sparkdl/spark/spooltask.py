@@ -22,7 +22,7 @@ from pyspark import BarrierTaskContext, TaskContext
 from sparkdl.data.disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
 from sparkdl.errors import SparkDLError
-from sparkdl.process import memory_bytes
+from sparkdl.runtime.process import memory_bytes
 
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])

@@ -1,4 +1,4 @@
-"""By which rule are replicas kept in agreement? One file per strategy, one row per name."""
+"""Synchronization strategies: the rules that keep replicas in agreement, one file each."""
 
 from __future__ import annotations
 

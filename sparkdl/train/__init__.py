@@ -1,1 +1,1 @@
-"""What a worker does between its first and its last batch. Needs torch, knows nothing of Spark."""
+"""The training loop of one rank: step, validation, callbacks, state."""

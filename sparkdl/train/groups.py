@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.patterns import check_fit, fits
+from sparkdl.runtime.name_patterns import check_fit, fits
 
 Groups = list[dict[str, Any]]
 """What torch's optimizers take: ``params`` and options of each group."""

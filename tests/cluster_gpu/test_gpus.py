@@ -12,8 +12,8 @@ import pytest
 
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.config import TrainConfig
-from sparkdl.environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.versions import WorkerEnvironment, local_rank, numbered
 from sparkdl.spark.fit import fit
 from sparkdl.spark.gang import launch
 from sparkdl.spark.preflight import (

@@ -20,8 +20,8 @@ from sparkdl.compress.threshold import ThresholdCompression
 from sparkdl.compress.topk import TopKCompression
 from sparkdl.compress.twobit import TwoBitCompression
 from sparkdl.config import TrainConfig
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.json_objects import describe, restore
 from tests.compress.ranks import (
     KEEPING,
     SHAPES,

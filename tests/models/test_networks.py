@@ -18,7 +18,6 @@ from torch import nn
 import sparkdl.models
 from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.data.example import example_of
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.jobfile import TrainJob
@@ -27,6 +26,7 @@ from sparkdl.modulefile import load_module_from, save_module
 from sparkdl.onnxfile import export_onnx
 from sparkdl.plan import Column
 from sparkdl.program import read_program, write_program
+from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.tomlvalues import build
 
 ROOT = Path(__file__).parent.parent.parent

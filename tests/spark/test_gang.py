@@ -13,7 +13,7 @@ import pytest
 from py4j.protocol import Py4JJavaError
 
 from sparkdl.channel import ChannelClient, ChannelServer, Hub
-from sparkdl.environment import WorkerEnvironment
+from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.spark.gang import _CHUNK_BYTES, launch
 
 if TYPE_CHECKING:

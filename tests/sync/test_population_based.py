@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sparkdl.config import TrainConfig
-from sparkdl.describe import describe, restore
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.sync.population import drawn
 from sparkdl.sync.population_based import Around, PopulationBasedTraining, Range
 from tests.sync.test_population import plan_of
