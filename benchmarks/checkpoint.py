@@ -15,9 +15,9 @@ from common import Measurements, seconds
 from torch import nn
 
 from sparkdl.channel import Hub
-from sparkdl.checkpoint.manager import CheckpointManager
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.config import CheckpointConfig
+from sparkdl.storage.checkpoint_writer import CheckpointManager
+from sparkdl.storage.storage import open_storage
 
 WIDTH = 1024
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.checkpoint.storage import Storage, without_password
 from sparkdl.data.example import example_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.modulefile import INDEX, WEIGHTS, SavedModule, prepare_program
-from sparkdl.places import open_parent
 from sparkdl.plan import Column
 from sparkdl.program import write_program
 from sparkdl.saved import ModelSignature, open_saved, signature_of
+from sparkdl.storage.locate import open_parent
+from sparkdl.storage.storage import Storage, without_password
 
 _FACTORY = "factory"
 """What a saved model says of its own code, among `SavedModule.extra`."""

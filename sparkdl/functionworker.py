@@ -35,10 +35,10 @@ from sparkdl.runtime.versions import WorkerEnvironment, versions
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.checkpoint.manager import CheckpointManager, KeyValue
-    from sparkdl.checkpoint.storage import Storage
     from sparkdl.loader import DataSet
     from sparkdl.runcontext import Context, Save
+    from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
+    from sparkdl.storage.storage import Storage
 
 FUNCTION = "function.pkl"
 """File of the driver that holds a function too large for the task."""
@@ -175,7 +175,7 @@ def _resumed(
     order: FunctionOrder, storage: Storage | None, member: Member
 ) -> Mapping[str, Any] | None:
     """The state of the newest checkpoint, which rank 0 reads and all ranks get."""
-    from sparkdl.checkpoint import format as layout
+    from sparkdl.storage import checkpoint_format as layout
 
     if order.resume_path is None:
         return None
@@ -224,8 +224,8 @@ def checkpoints(
     storage: Storage, keep: int, run_key: str, signal: KeyValue, timeout_seconds: float
 ) -> Iterator[CheckpointManager]:
     """Rank 0's manager; only its state is kept, so it waits for no other rank."""
-    from sparkdl.checkpoint.manager import CheckpointManager
     from sparkdl.config import CheckpointConfig
+    from sparkdl.storage.checkpoint_writer import CheckpointManager
 
     manager = CheckpointManager(
         storage,

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.channel import ChannelClient, ChannelStorage
-from sparkdl.checkpoint.folders import Subfolder
-from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.reporter import Reporter, captured_output
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import WorkerEnvironment, difference, local_rank, numbered, versions
+from sparkdl.storage.mounted import Subfolder
+from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import scheme_of, without_password
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.places import open_parent
 from sparkdl.runtime.name_patterns import check_fit, fits_any
+from sparkdl.storage.locate import open_parent
+from sparkdl.storage.storage import scheme_of, without_password
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.checkpoint.storage import Storage, check_writable, without_password
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.jobfile import (
     DataSection,
@@ -32,6 +31,7 @@ from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.outputs import vectors_to_arrays
 from sparkdl.spark.saving import check_place, is_there, load_instance
 from sparkdl.spark.session import is_case_sensitive
+from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -45,15 +45,15 @@ def unpack_parts(data: bytes) -> dict[str, bytes]:
 
 def encoded(tree: Any) -> bytes:
     """A tree of tensors as one part."""
-    from sparkdl.checkpoint.format import encode
-    from sparkdl.checkpoint.tree import snapshot
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.tensor_tree import snapshot
 
     return b"".join(encode(snapshot(tree)))
 
 
 def decoded(part: bytes) -> dict[str, Any]:
     """Inverse of `encoded`; nothing gives an empty dict."""
-    from sparkdl.checkpoint.format import decode
+    from sparkdl.storage.checkpoint_format import decode
 
     tree: dict[str, Any] = decode(part, "a member's state") if part else {}
     return tree

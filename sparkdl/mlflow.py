@@ -121,8 +121,8 @@ class _InOneRun(RunListener):
             self._client.set_terminated(self._run_id, "FINISHED" if is_good else "FAILED")
 
     def _add_weights(self, module: nn.Module) -> None:
-        from sparkdl.checkpoint.storage import open_storage
         from sparkdl.modulefile import prepare_weights
+        from sparkdl.storage.storage import open_storage
 
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             prepare_weights(module.state_dict()).write(open_storage(folder), "model")

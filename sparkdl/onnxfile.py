@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.example import Example, as_example, example_of
 from sparkdl.errors import ConfigError
-from sparkdl.places import open_parent
 from sparkdl.program import evaluating, export_program
 from sparkdl.saved import ModelSignature, open_saved, signature_of
+from sparkdl.storage.locate import open_parent
+from sparkdl.storage.storage import Storage
 
 TOLERANCES = {
     torch.float64: (1e-4, 1e-5),

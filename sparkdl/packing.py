@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.format import encode
-from sparkdl.checkpoint.tree import DTYPES, Snapshot
 from sparkdl.errors import ConfigError
+from sparkdl.storage.checkpoint_format import encode
+from sparkdl.storage.tensor_tree import DTYPES, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

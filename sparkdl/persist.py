@@ -20,7 +20,6 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import Storage, drop_password, without_password
 from sparkdl.data.example import example_of
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
@@ -49,6 +48,7 @@ from sparkdl.spark.saving import (
     write_metadata,
 )
 from sparkdl.spark.session import is_connect
+from sparkdl.storage.storage import Storage, drop_password, without_password
 from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import difference, versions
 
 if TYPE_CHECKING:
-    from sparkdl.checkpoint.tree import Snapshot
     from sparkdl.data.source import ShardRows
+    from sparkdl.storage.tensor_tree import Snapshot
     from sparkdl.train.rounds import RoundReplica
 
 _SILENT_SECONDS = 5.0
@@ -129,7 +129,7 @@ def _work(
     place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
 ) -> list[tuple[str, bytes]]:
     warm = _warmed_up(place, order)
-    from sparkdl.checkpoint.format import decode
+    from sparkdl.storage.checkpoint_format import decode
 
     reporter.rows = warm.rows.get(place.shard.shard_id, 0)
     if place.shard.shard_id not in warm.seen:
@@ -154,8 +154,8 @@ def _train(
     tree: dict[str, Any],
     reporter: Reporter,
 ) -> list[tuple[str, bytes]]:
-    from sparkdl.checkpoint.format import encode
-    from sparkdl.checkpoint.tree import snapshot
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.tensor_tree import snapshot
 
     reporter.phase("train")
     shard = place.shard

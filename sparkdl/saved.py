@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.data.assemble import Arguments, example_arguments
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
-from sparkdl.places import open_place
 from sparkdl.plan import Column
 from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.storage.locate import open_place
+from sparkdl.storage.storage import Storage
 
 Place = str | os.PathLike[str]
 

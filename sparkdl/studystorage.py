@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import LocalStorage, Storage
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.storage.storage import LocalStorage, Storage
 from sparkdl.studyfile import StudySection
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.checkpoint.storage import Storage, without_password
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.job import read_training_data
 from sparkdl.jobobjects import make_estimator
 from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.saving import check_place
 from sparkdl.spark.sharing import Spools
+from sparkdl.storage.storage import Storage, without_password
 from sparkdl.studyfile import Space, StudySection, TuneJob
 from sparkdl.studystorage import finished, first_number, import_optuna, open_study
 from sparkdl.summary import finite

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.tree import pack
 from sparkdl.errors import CheckpointError
 from sparkdl.runtime.json_objects import DescribeError
+from sparkdl.storage.tensor_tree import pack
 
 _OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 """What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""

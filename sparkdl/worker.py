@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.channel import ChannelStorage
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.config import TrainConfig
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.gangworker import (
@@ -31,13 +30,14 @@ from sparkdl.gangworker import (
 from sparkdl.plan import TrainPlan
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.storage.storage import Storage
 from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.checkpoint.manager import CheckpointManager
     from sparkdl.comm import Communicator
+    from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.train.loop import ResumePoint, TrainOutcome
 
 INITIAL = "initial.safetensors"
@@ -120,7 +120,7 @@ def _checkpoints(
     order: WorkOrder, config: TrainConfig, storage: Storage, member: Member
 ) -> Iterator[CheckpointManager]:
     """The manager; on success it ends what it has begun, after a failure it abandons it."""
-    from sparkdl.checkpoint.manager import CheckpointManager
+    from sparkdl.storage.checkpoint_writer import CheckpointManager
 
     manager = CheckpointManager(
         storage,
@@ -157,7 +157,7 @@ def _resume_point(
     order: WorkOrder, storage: Storage | None, comm: Communicator
 ) -> ResumePoint | None:
     """The checkpoint to go on from; rank 0 reads the shared part and all ranks get it."""
-    from sparkdl.checkpoint import format as layout
+    from sparkdl.storage import checkpoint_format as layout
     from sparkdl.train.loop import ResumePoint
 
     if order.resume_path is None:
@@ -195,8 +195,8 @@ def _report(
 
 def _deliver(module: nn.Module, files: ChannelStorage | None) -> Results:
     """Send the trained weights to the driver: over its channel, else as rows."""
-    from sparkdl.checkpoint.format import encode
-    from sparkdl.checkpoint.tree import snapshot
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.tensor_tree import snapshot
 
     chunks = encode(snapshot(module.state_dict()))
     if files is None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sparkdl.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.errors import CommunicationError, StorageError
+from sparkdl.storage.storage import open_storage
 from tests.checkpoint.contract import StorageContract
 
 

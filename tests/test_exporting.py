@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.commands.main import main
 from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.exporting import export_saved
 from sparkdl.modulefile import save_module
 from sparkdl.plan import Column
+from sparkdl.storage.storage import LocalStorage
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8))
 

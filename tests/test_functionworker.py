@@ -20,11 +20,11 @@ import torch.distributed as dist
 import sparkdl
 from sparkdl import functionworker
 from sparkdl.channel import ChannelServer, Hub
-from sparkdl.checkpoint.format import latest
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.errors import ConfigError
 from sparkdl.functionworker import FunctionOrder, Script, checkpoints, pickled, unpickled
 from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.storage.checkpoint_format import latest
+from sparkdl.storage.storage import open_storage
 
 
 @dataclass

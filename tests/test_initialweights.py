@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights, load_initial_weights
 from sparkdl.modulefile import save_module
+from sparkdl.storage.storage import LocalStorage
 
 
 def make(classes: int = 2, seed: int = 0) -> nn.ModuleDict:

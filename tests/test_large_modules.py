@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.modulefile import save_module
+from sparkdl.storage.storage import LocalStorage
 
 ROOT = Path(__file__).parent.parent
 NUM_ROWS = 2_300_000

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load
 from torch import nn
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import load_module_from, save_module
 from sparkdl.program import read_program
+from sparkdl.storage.storage import LocalStorage
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import NeedsWidth, Plain, Tied, make_net, not_a_module
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.data.example import example_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image, Sequence, Sparse, Tensor
@@ -20,6 +19,7 @@ from sparkdl.onnxfile import export_onnx
 from sparkdl.plan import Column
 from sparkdl.program import read_program, write_program
 from sparkdl.saved import ModelSignature
+from sparkdl.storage.storage import LocalStorage
 
 
 def column(

@@ -16,7 +16,6 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import persist
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
@@ -26,6 +25,7 @@ from sparkdl.plan import Column
 from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.spark import saving
 from sparkdl.spark.saving import load_instance
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark

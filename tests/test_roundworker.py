@@ -17,14 +17,14 @@ from torch import nn
 
 from sparkdl import roundworker
 from sparkdl.channel import Address, ChannelClient
-from sparkdl.checkpoint.format import decode, encode
-from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ShardLost
 from sparkdl.packing import pack
 from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.runtime.versions import versions
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
 from tests import test_worker
 from tests.test_worker import CONFIG, Driver
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.errors import StorageError
 from sparkdl.modulefile import load_module_from, open_module, prepare_module, save_module
-from sparkdl.sealed import digest, read_index, read_sealed, write_sealed
+from sparkdl.storage.atomic_folder import digest, read_index, read_sealed, write_sealed
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import NeedsWidth
 

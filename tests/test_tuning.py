@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.jobfile import (
     DataSection,
@@ -28,6 +27,7 @@ from sparkdl.jobfile import (
     ValidationSection,
 )
 from sparkdl.spark.shards import ShardTable
+from sparkdl.storage.storage import open_storage
 from sparkdl.studyfile import Space, StudySection, TuneJob
 from sparkdl.studystorage import open_study
 from sparkdl.tuning import _Watch, _write, run_tune

@@ -105,7 +105,7 @@ def test_an_attribute_that_cannot_be_written_takes_the_next_way() -> None:
 
 
 def test_initial_weights_are_those_of_the_state_dict(tmp_path: Any) -> None:
-    from sparkdl.checkpoint.storage import LocalStorage
+    from sparkdl.storage.storage import LocalStorage
 
     module, target = made(1), made(2)
     module(X)

@@ -21,14 +21,14 @@ from torch import nn
 
 from sparkdl import worker
 from sparkdl.channel import ChannelServer, Hub
-from sparkdl.checkpoint.format import decode, latest
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.packing import PackedModule, pack
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.storage.checkpoint_format import decode, latest
+from sparkdl.storage.storage import open_storage
 from sparkdl.train.callbacks import Callback, CallbackState
 from sparkdl.windows import WINDOWS, Windows
 

@@ -8,9 +8,9 @@ from sparkdl.jobfile import EvaluateJob
 
 def evaluate(job: EvaluateJob, form: Form) -> None:
     """Do the job; print the measures."""
-    from sparkdl.checkpoint.storage import without_password
     from sparkdl.job import run_evaluate
     from sparkdl.spark.starting import make_session
+    from sparkdl.storage.storage import without_password
 
     spark = make_session(job.spark, "sparkdl evaluate")
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyarrow import fs
 
-from sparkdl.checkpoint.storage import LocalStorage, open_storage, open_url, scheme_of
+from sparkdl.storage.storage import LocalStorage, open_storage, open_url, scheme_of
 
 
 def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]:

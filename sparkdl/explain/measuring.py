@@ -246,7 +246,7 @@ class StepTimer:
 
 
 def _state_bytes(shared: dict[str, Any]) -> dict[str, int]:
-    from sparkdl.checkpoint.tree import pack
+    from sparkdl.storage.tensor_tree import pack
 
     return {
         name: sum(tensor.nbytes for tensor in pack(shared[name])[1].values())

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.errors import ConfigError
 from sparkdl.prepare.options import SPLITS
 from sparkdl.prepare.plan import Part, difference
+from sparkdl.storage.storage import Storage
 
 FINISHED, LABELS, BAD_FILES = "prepare.json", "labels.json", "bad_files.jsonl"
 WORK = "_prepare"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkdl.checkpoint.storage import without_password
+from sparkdl.storage.storage import without_password
 
 
 def presentable(value: Any) -> Any:

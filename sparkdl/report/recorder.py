@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.checkpoint.storage import Storage, without_password
 from sparkdl.errors import SparkDLError, WorkerError
 from sparkdl.listeners import Listener, RunStart
 from sparkdl.report.audience import Audience
@@ -23,6 +22,7 @@ from sparkdl.report.presentable import presentable
 from sparkdl.report.record import Event, RecordBuilder, RunRecord
 from sparkdl.report.spans import Span, Spans
 from sparkdl.report.store import RunFolder, folder_name
+from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.errors import StorageError
 from sparkdl.report.record import Event, RecordBuilder, RunRecord
+from sparkdl.storage.storage import Storage
 from sparkdl.summary import finite
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import functionworker
-from sparkdl.checkpoint.format import folders, latest
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.listeners import Listener
@@ -35,10 +33,12 @@ from sparkdl.spark.session import conf, shares_console
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.slots import Slots, plan_gang, wait_again
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
+from sparkdl.storage.checkpoint_format import folders, latest
+from sparkdl.storage.storage import Storage
 from sparkdl.views import function_view, shows_lines
 
 if TYPE_CHECKING:
-    from sparkdl.checkpoint.format import CheckpointInfo
+    from sparkdl.storage.checkpoint_format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 

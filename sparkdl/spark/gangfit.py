@@ -11,7 +11,6 @@ from functools import partial
 import cloudpickle
 
 from sparkdl import worker
-from sparkdl.checkpoint.format import decode
 from sparkdl.errors import ClusterError, ShardLost
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.gang import launch
@@ -19,6 +18,7 @@ from sparkdl.spark.preflight import wait_for_slots
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, supervise
+from sparkdl.storage.checkpoint_format import decode
 
 logger = logging.getLogger(__name__)
 

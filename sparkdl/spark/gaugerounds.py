@@ -80,8 +80,8 @@ class RoundBench:
             WorkerError: the user's code failed.
             SparkDLError: what a task raised on purpose.
         """
-        from sparkdl.checkpoint.format import encode
-        from sparkdl.checkpoint.tree import snapshot
+        from sparkdl.storage.checkpoint_format import encode
+        from sparkdl.storage.tensor_tree import snapshot
 
         order = RoundOrder(
             run_id=f"{self.run_id}-rounds",

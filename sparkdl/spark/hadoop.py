@@ -16,7 +16,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparkdl.checkpoint.storage import (
+from sparkdl.spark.session import is_connect
+from sparkdl.storage.storage import (
     Data,
     Folder,
     checked,
@@ -26,7 +27,6 @@ from sparkdl.checkpoint.storage import (
     scheme_of,
     without_password,
 )
-from sparkdl.spark.session import is_connect
 
 _ERRORS: dict[str, Callable[[str], OSError]] = {
     "FileNotFoundException": lambda text: FileNotFoundError(errno.ENOENT, text),

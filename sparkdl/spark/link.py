@@ -13,8 +13,6 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelServer, Hub
-from sparkdl.checkpoint.folders import Mounted
-from sparkdl.checkpoint.storage import Storage, absolute, check_writable, open_storage
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.gangworker import RELAYED
 from sparkdl.spark.hadoop import HadoopStorage, open_on_driver
@@ -22,6 +20,8 @@ from sparkdl.spark.preflight import is_encrypted
 from sparkdl.spark.probe import Findings, probe
 from sparkdl.spark.session import conf, driver_address, is_connect
 from sparkdl.spark.settings import Settings
+from sparkdl.storage.mounted import Mounted
+from sparkdl.storage.storage import Storage, absolute, check_writable, open_storage
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

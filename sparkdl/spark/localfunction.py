@@ -17,8 +17,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.channel import Hub
-from sparkdl.checkpoint.format import latest, load_shared
-from sparkdl.checkpoint.storage import Storage, check_writable, open_storage
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool import SpoolWriter
 from sparkdl.data.stats import no_rows
@@ -41,6 +39,8 @@ from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.recorded import record_run
 from sparkdl.spark.rundata import Data, prepare_sets, source_table, warn_of_skipped
 from sparkdl.spark.shards import SpooledShard, columns_of, spool_columns
+from sparkdl.storage.checkpoint_format import latest, load_shared
+from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.views import function_view
 
 _SECONDS = 600.0

@@ -16,13 +16,13 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.checkpoint.storage import Folder
 from sparkdl.prepare.ledger import WORK, Record
 from sparkdl.prepare.options import ImageSection
 from sparkdl.prepare.plan import Part
 from sparkdl.prepare.source import Source
 from sparkdl.prepare.task import ConvertTask, ExplainTask
 from sparkdl.spark.imagefiles import read_files
+from sparkdl.storage.storage import Folder
 
 _STRUCT = "struct<origin string, height int, width int, nChannels int, mode int, data binary>"
 _STAGED = "staged-"

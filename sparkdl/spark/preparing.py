@@ -17,7 +17,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.checkpoint.storage import check_writable
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.prepare.labels import SHOWN, Labelled, by_folder, by_table
@@ -30,6 +29,7 @@ from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.imagefiles import Listed, list_files, qualified, tuned
 from sparkdl.spark.partwriter import PartWriter
 from sparkdl.spark.session import described, num_slots
+from sparkdl.storage.storage import check_writable
 
 logger = logging.getLogger(__name__)
 

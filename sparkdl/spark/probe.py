@@ -12,11 +12,11 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparkdl.channel import Address, ChannelClient
-from sparkdl.checkpoint.storage import open_storage, without_password
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.failures import raise_unless_loss, told_by
 from sparkdl.spark.session import described
+from sparkdl.storage.storage import open_storage, without_password
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 
-from sparkdl.checkpoint.storage import Storage, open_storage, without_password
 from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.interrupts import Cleanup, is_interrupted
 from sparkdl.spark.session import conf, is_connect
+from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
     from sparkdl.listeners import Listener

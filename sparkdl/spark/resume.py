@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sparkdl.checkpoint.format import CheckpointInfo, folders, has_other_runs, latest
-from sparkdl.checkpoint.storage import Storage
 from sparkdl.spark.run import Run
+from sparkdl.storage.checkpoint_format import CheckpointInfo, folders, has_other_runs, latest
+from sparkdl.storage.storage import Storage
 from sparkdl.train.state import TrainState
 
 logger = logging.getLogger(__name__)

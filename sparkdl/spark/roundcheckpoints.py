@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparkdl.checkpoint.format import load_shared
-from sparkdl.checkpoint.manager import CheckpointManager
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run
+from sparkdl.storage.checkpoint_format import load_shared
+from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.windows import WINDOWS, as_text
 
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 
 from sparkdl import roundworker
-from sparkdl.checkpoint.format import encode
-from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.packing import pack_blank
 from sparkdl.plan import RoundPart
 from sparkdl.roundworker import RoundOrder
@@ -31,6 +29,8 @@ from sparkdl.spark.roundtotals import RoundDone, Totals
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.stages import PATH, run_stage
 from sparkdl.spark.supervise import Limits, Rows, supervise
+from sparkdl.storage.checkpoint_format import encode
+from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.sync.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
 from sparkdl.train.divergence import LossWatch, diverged

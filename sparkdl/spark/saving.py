@@ -19,19 +19,19 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import __version__
-from sparkdl.checkpoint.storage import (
+from sparkdl.errors import StorageError
+from sparkdl.runtime.json_objects import import_object
+from sparkdl.spark.failures import is_spark_error
+from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
+from sparkdl.spark.session import is_connect
+from sparkdl.storage.atomic_folder import digest
+from sparkdl.storage.storage import (
     Storage,
     check_writable,
     open_storage,
     scheme_of,
     without_password,
 )
-from sparkdl.errors import StorageError
-from sparkdl.runtime.json_objects import import_object
-from sparkdl.sealed import digest
-from sparkdl.spark.failures import is_spark_error
-from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
-from sparkdl.spark.session import is_connect
 
 FORMAT = 2
 """Version of the layout; raised when an older sparkdl could not read it. All before are read."""

@@ -106,8 +106,8 @@ class MergeTask:
 
 def merge_payloads(payloads: Sequence[bytes]) -> bytes:
     """The weighted mean of states that `roundworker.run` gave, with the sum of their weights."""
-    from sparkdl.checkpoint.format import encode
-    from sparkdl.checkpoint.tree import snapshot
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.tensor_tree import snapshot
 
     if len(payloads) == 1:
         return payloads[0]
@@ -117,7 +117,7 @@ def merge_payloads(payloads: Sequence[bytes]) -> bytes:
 
 def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
     """As `merge_payloads`, decoded: the sum of weights, and the mean."""
-    from sparkdl.checkpoint.format import decode
+    from sparkdl.storage.checkpoint_format import decode
     from sparkdl.sync.merge import merge
 
     parts = [decode(payload, "a replica's state") for payload in payloads]

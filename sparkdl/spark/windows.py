@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sparkdl.checkpoint.format import folders, read_manifest
 from sparkdl.errors import CheckpointError
 from sparkdl.plan import TrainPlan
 from sparkdl.spark.preflight import ClusterInfo, Get, parse_bytes
 from sparkdl.spark.run import Run
 from sparkdl.spark.shards import SpooledShard
+from sparkdl.storage.checkpoint_format import folders, read_manifest
 from sparkdl.windows import WINDOWS, HostLoad, choose_windows, from_text
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from sparkdl.channel import Address
-from sparkdl.checkpoint.tree import unpack
 from sparkdl.comm import Communicator
 from sparkdl.errors import CommunicationError
+from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.base import MakeOptimizer
 from sparkdl.sync.gradients import Bucket, FlatGradients, make_buckets, zeros
 from sparkdl.sync.parameter_server import Push, ServerRules, ServerSlice, merge_states

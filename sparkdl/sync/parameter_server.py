@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.errors import CommunicationError
+from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.sync.base import MakeOptimizer
 from sparkdl.sync.compensation import Compensation
 from sparkdl.sync.gradients import Bucket, make_buckets, zeros

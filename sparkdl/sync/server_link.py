@@ -24,8 +24,8 @@ import pyarrow.flight as flight
 import torch
 
 from sparkdl.channel import Address, SecretFactory, call_options, location
-from sparkdl.checkpoint.format import decode, encode
 from sparkdl.errors import ClusterError, CommunicationError
+from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.sync.gradients import Bucket
 from sparkdl.sync.parameter_server import Push, ServerSlice
 

@@ -59,8 +59,8 @@ def serve(directory: str, host: str, port: int) -> int:
     Raises:
         SparkDLError: the directory cannot be opened, or the address cannot be listened at.
     """
-    from sparkdl.checkpoint.storage import open_storage
     from sparkdl.report.store import RunReader
+    from sparkdl.storage.storage import open_storage
     from sparkdl.ui.server import RunServer
 
     try:

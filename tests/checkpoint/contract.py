@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparkdl.checkpoint.storage import Folder, Storage, check_writable
 from sparkdl.errors import StorageError
+from sparkdl.storage.storage import Folder, Storage, check_writable
 
 
 class StorageContract:

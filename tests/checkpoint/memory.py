@@ -6,7 +6,7 @@ import builtins
 import errno
 import threading
 
-from sparkdl.checkpoint.storage import Data, checked, failure, pieces
+from sparkdl.storage.storage import Data, checked, failure, pieces
 
 
 class MemoryStorage:

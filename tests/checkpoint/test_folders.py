@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.checkpoint.folders import Mounted, Subfolder
-from sparkdl.checkpoint.storage import Storage
+from sparkdl.storage.mounted import Mounted, Subfolder
+from sparkdl.storage.storage import Storage
 from tests.checkpoint.contract import StorageContract
 from tests.checkpoint.memory import MemoryStorage
 

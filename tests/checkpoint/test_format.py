@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from sparkdl.checkpoint.format import (
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
     Recorder,
@@ -26,8 +27,7 @@ from sparkdl.checkpoint.format import (
     views,
     write_manifest,
 )
-from sparkdl.checkpoint.tree import DTYPES, snapshot
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.storage.tensor_tree import DTYPES, snapshot
 from tests.checkpoint.memory import MemoryStorage
 
 

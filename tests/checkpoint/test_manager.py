@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.checkpoint.format import latest, load_rank, load_shared
-from sparkdl.checkpoint.manager import CheckpointManager
-from sparkdl.checkpoint.storage import Data, LocalStorage, Storage, pieces
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CheckpointError, CommunicationError, StorageError
+from sparkdl.storage.checkpoint_format import latest, load_rank, load_shared
+from sparkdl.storage.checkpoint_writer import CheckpointManager
+from sparkdl.storage.storage import Data, LocalStorage, Storage, pieces
 from tests.checkpoint.memory import MemoryStorage
 
 
@@ -269,8 +269,8 @@ def test_what_cannot_be_stored_is_refused_on_the_training_thread() -> None:
 
 KILLED = """
 import sys, torch
-from sparkdl.checkpoint.manager import CheckpointManager
-from sparkdl.checkpoint.storage import LocalStorage
+from sparkdl.storage.checkpoint_writer import CheckpointManager
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.config import CheckpointConfig
 
 class Keys(dict):

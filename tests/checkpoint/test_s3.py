@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint import s3
-from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.errors import StorageError
+from sparkdl.storage import s3
+from sparkdl.storage.storage import Storage, open_storage
 from tests.checkpoint.contract import FolderContract
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.checkpoint.storage import (
+from sparkdl.errors import StorageError
+from sparkdl.storage.storage import (
     Folder,
     FsspecStorage,
     LocalStorage,
@@ -17,7 +18,6 @@ from sparkdl.checkpoint.storage import (
     drop_password,
     open_storage,
 )
-from sparkdl.errors import StorageError
 from tests.checkpoint.contract import FolderContract
 from tests.checkpoint.memory import MemoryStorage
 

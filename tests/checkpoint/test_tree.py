@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.format import decode, encode
-from sparkdl.checkpoint.tree import Snapshot, pack, snapshot, unpack
 from sparkdl.errors import CheckpointError
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import Snapshot, pack, snapshot, unpack
 
 
 def same(a: Any, b: Any) -> bool:

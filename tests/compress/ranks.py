@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from sparkdl.checkpoint.tree import snapshot, unpack
 from sparkdl.comm import LocalCommunicator, Pending
 from sparkdl.compress.base import Compression, Compressor
 from sparkdl.compress.int8 import Int8Compression
@@ -22,6 +21,7 @@ from sparkdl.compress.powersgd import PowerSGD
 from sparkdl.compress.threshold import ThresholdCompression
 from sparkdl.compress.topk import TopKCompression
 from sparkdl.compress.twobit import TwoBitCompression
+from sparkdl.storage.tensor_tree import snapshot, unpack
 
 Shapes = Sequence[tuple[int, ...]]
 

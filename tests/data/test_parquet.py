@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from sparkdl.checkpoint.storage import open_storage
 from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.parquet import ParquetSource
 from sparkdl.data.source import Contents, Source, Wanted
@@ -22,6 +21,7 @@ from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.inputs import Tensor
 from sparkdl.plan import TrainPlan, make_plan
+from sparkdl.storage.storage import open_storage
 
 FEATURES = SpoolColumn(name="x", role="feature", dtype="float32")
 LABEL = SpoolColumn(name="y", role="label", dtype="int64", as_classes=True)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from torch import nn
 
-    from sparkdl.checkpoint.storage import Storage
     from sparkdl.model import TorchClassifierModel
+    from sparkdl.storage.storage import Storage
 
     Models = dict[str, TorchClassifierModel]
 
@@ -156,8 +156,8 @@ class DataNodeKiller:
 def test_a_data_node_that_dies_in_mid_fit_changes_no_bit(
     spark: SparkSession, df: DataFrame, hdfs: Hdfs, undisturbed: Models, url: str, mode: str
 ) -> None:
-    from sparkdl.checkpoint.format import latest, load_rank, load_shared
     from sparkdl.spark.hadoop import open_on_driver
+    from sparkdl.storage.checkpoint_format import latest, load_rank, load_shared
 
     storage = open_on_driver(spark, url)
     with contextlib.closing(DataNodeKiller(hdfs, storage)) as killer:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.channel import ChannelServer, ChannelStorage, Hub
-from sparkdl.checkpoint.folders import Mounted, Subfolder
-from sparkdl.checkpoint.storage import Storage, open_storage
 from sparkdl.errors import StorageError
+from sparkdl.storage.mounted import Mounted, Subfolder
+from sparkdl.storage.storage import Storage, open_storage
 from tests.checkpoint.contract import FolderContract, StorageContract
 from tests.checkpoint.memory import MemoryStorage
 from tests.hdfs.daemons import Hdfs

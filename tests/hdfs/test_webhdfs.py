@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from sparkdl.checkpoint.storage import FsspecStorage, Storage, open_storage
 from sparkdl.errors import StorageError
+from sparkdl.storage.storage import FsspecStorage, Storage, open_storage
 from tests.checkpoint.contract import FolderContract
 from tests.hdfs.daemons import Hdfs
 
@@ -35,7 +35,7 @@ def test_what_a_data_node_refuses_is_no_content(
 
 
 def test_nobody_waits_for_ever(storage: FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.checkpoint import webhdfs
+    from sparkdl.storage import webhdfs
 
     seen = []
 

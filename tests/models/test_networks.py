@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import sparkdl.models
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.data.example import example_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
@@ -27,6 +26,7 @@ from sparkdl.onnxfile import export_onnx
 from sparkdl.plan import Column
 from sparkdl.program import read_program, write_program
 from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.tomlvalues import build
 
 ROOT = Path(__file__).parent.parent.parent

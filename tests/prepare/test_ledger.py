@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import ConfigError
 from sparkdl.prepare.ledger import Ledger, Record
 from sparkdl.prepare.plan import Part
+from sparkdl.storage.storage import LocalStorage
 from tests.checkpoint.memory import MemoryStorage
 
 PLAN: dict[str, Any] = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.listeners import Listener, RunListener, RunStart
 from sparkdl.report import recorder as module
 from sparkdl.report.record import RunRecord
 from sparkdl.report.recorder import Recorder, described, recording
 from sparkdl.report.store import RunReader
+from sparkdl.storage.storage import LocalStorage
 
 
 def start(storage: Any = None, listeners: Any = (), **known: Any) -> Any:

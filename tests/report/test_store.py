@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.errors import StorageError
 from sparkdl.report.page import page
 from sparkdl.report.store import PAGE, RECORD, RunFolder, RunReader, folder_name
+from sparkdl.storage.storage import LocalStorage
 from tests.report.runs import events, record
 
 

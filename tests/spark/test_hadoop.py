@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from sparkdl.checkpoint.storage import FsspecStorage, LocalStorage, Storage, open_storage
 from sparkdl.errors import StorageError
-from sparkdl.places import open_place
 from sparkdl.plan import Column
 from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
+from sparkdl.storage.locate import open_place
+from sparkdl.storage.storage import FsspecStorage, LocalStorage, Storage, open_storage
 from tests.checkpoint.contract import FolderContract
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
@@ -27,6 +26,7 @@ from sparkdl.report.record import RunRecord
 from sparkdl.report.store import RunFolder, RunReader
 from sparkdl.runcontext import context
 from sparkdl.runner import TorchRunner
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.train.callbacks import Callback, CallbackState
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.format import (
+from sparkdl.spark.resume import find_checkpoint
+from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
     Recorder,
@@ -17,8 +18,7 @@ from sparkdl.checkpoint.format import (
     rank_file,
     write_manifest,
 )
-from sparkdl.checkpoint.tree import snapshot
-from sparkdl.spark.resume import find_checkpoint
+from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.state import TrainState
 from tests.checkpoint.memory import MemoryStorage
 

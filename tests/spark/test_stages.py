@@ -6,10 +6,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.checkpoint.format import decode, encode
-from sparkdl.checkpoint.tree import snapshot
 from sparkdl.spark import stages
 from sparkdl.spark.stages import MergeTask, merge_states, tree_levels
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
 
 
 def payload(weight: float, value: float, size: int = 3) -> bytes:

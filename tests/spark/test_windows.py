@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.format import CheckpointInfo, folder_name, write_manifest
 from sparkdl.data.stats import SpoolSummary
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.preflight import ClusterInfo
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.spark.windows import as_begun, host_loads, with_windows
+from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
 from sparkdl.windows import WINDOWS, HostLoad, Windows
 from tests.checkpoint.memory import MemoryStorage
 

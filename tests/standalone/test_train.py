@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.storage import open_storage
+from sparkdl.storage.storage import open_storage
 from tests.hdfs.daemons import Hdfs
 from tests.standalone.topology import GPU, ROOT, Topology, ask
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparkdl.checkpoint.format import decode, encode
-from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.loop import ResumePoint
 from tests.train.runs import Keeper, make_data, plan_for, run, seeded, weights
 

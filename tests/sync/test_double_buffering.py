@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.format import decode, encode
-from sparkdl.checkpoint.tree import snapshot
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.mapped import ShardData
 from sparkdl.errors import ConfigError
+from sparkdl.storage.checkpoint_format import decode, encode
+from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights

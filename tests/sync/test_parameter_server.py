@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.tree import unpack
 from sparkdl.errors import CommunicationError
+from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.parameter_server import Push, ServerRules, ServerSlice, merge_states
 
 RATE = 0.1

@@ -5,8 +5,8 @@ import json
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.tree import pack
 from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.storage.tensor_tree import pack
 from tests.train.runs import NUM_FEATURES, make_data, run, seeded
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.checkpoint.storage import LocalStorage
 from sparkdl.report.page import page
 from sparkdl.report.store import RunFolder, RunReader, folder_name
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.ui.server import RunServer
 from tests.browser import dom
 from tests.report.runs import events, record

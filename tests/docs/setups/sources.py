@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl import DatasetSource
-from sparkdl.checkpoint.storage import open_storage
+from sparkdl.storage.storage import open_storage
 from tests.s3 import make_bucket
 
 _SHAPE = (3, 64, 64)

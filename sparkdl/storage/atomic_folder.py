@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sparkdl.checkpoint.format import FileRecord, Recorder
-from sparkdl.checkpoint.storage import Storage, pieces
 from sparkdl.errors import CheckpointError, StorageError
+from sparkdl.storage.checkpoint_format import FileRecord, Recorder
+from sparkdl.storage.storage import Storage, pieces
 
 _SEAL = "sha256"
 _REMEDY = "save it again, or take an intact copy"

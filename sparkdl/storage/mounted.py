@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 
-from sparkdl.checkpoint.storage import Data, Storage, checked
+from sparkdl.storage.storage import Data, Storage, checked
 
 
 class Mounted:

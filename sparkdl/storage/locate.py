@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from sparkdl.checkpoint.storage import Storage, open_storage, scheme_of
+from sparkdl.storage.storage import Storage, open_storage, scheme_of
 
 
 def open_place(path_or_url: str | os.PathLike[str]) -> Storage:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from sparkdl.checkpoint import format as layout
-from sparkdl.checkpoint.format import CheckpointInfo, FileRecord, Recorder
-from sparkdl.checkpoint.storage import Storage
-from sparkdl.checkpoint.tree import Snapshot, snapshot
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CommunicationError, GangError, StorageError
+from sparkdl.storage import checkpoint_format as layout
+from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord, Recorder
+from sparkdl.storage.storage import Storage
+from sparkdl.storage.tensor_tree import Snapshot, snapshot
 
 logger = logging.getLogger(__name__)
 

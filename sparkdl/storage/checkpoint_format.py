@@ -25,9 +25,9 @@ import safetensors
 import torch
 from safetensors.torch import load as load_safetensors
 
-from sparkdl.checkpoint.storage import Storage
-from sparkdl.checkpoint.tree import DTYPES, Snapshot, unpack
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
+from sparkdl.storage.storage import Storage
+from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 
 logger = logging.getLogger(__name__)
 

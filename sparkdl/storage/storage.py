@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from sparkdl.checkpoint import s3, webhdfs
 from sparkdl.errors import StorageError
+from sparkdl.storage import s3, webhdfs
 
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
 """What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""

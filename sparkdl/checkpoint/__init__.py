@@ -1,1 +1,0 @@
-"""Checkpoints: what they hold, where they lie, and how a running gang writes them."""
