@@ -11,8 +11,8 @@ import torch
 from common import Measurements
 from pair import run_pairs, timed
 
-from sparkdl.comm import ProcessGroupCommunicator
-from sparkdl.topology import arrange
+from sparkdl.comm.communicator import ProcessGroupCommunicator
+from sparkdl.comm.topology import arrange
 
 SIZES = {"4 KB": 4 << 10, "64 KB": 64 << 10, "4 MB": 4 << 20, "100 MB": 100 << 20}
 CONTENDERS = ("ring", "tree", "shared")

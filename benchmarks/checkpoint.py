@@ -14,7 +14,7 @@ import torch
 from common import Measurements, seconds
 from torch import nn
 
-from sparkdl.channel import Hub
+from sparkdl.comm.channel import Hub
 from sparkdl.config import CheckpointConfig
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.storage import open_storage

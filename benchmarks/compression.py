@@ -16,15 +16,15 @@ import common
 import torch
 from common import Measurements
 
-from sparkdl.comm import LocalCommunicator
-from sparkdl.compress import threshold
-from sparkdl.compress.base import Compression
-from sparkdl.compress.int8 import Int8Codec
-from sparkdl.compress.onebit import OneBitCodec
-from sparkdl.compress.powersgd import PowerSGD
-from sparkdl.compress.scatter import Codec
-from sparkdl.compress.topk import TopKCompression
-from sparkdl.compress.twobit import CountCodec, TwoBitCodec
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.compression import threshold
+from sparkdl.comm.compression.compression import Compression
+from sparkdl.comm.compression.dense_reduce_scatter import Codec
+from sparkdl.comm.compression.int8 import Int8Codec
+from sparkdl.comm.compression.onebit import OneBitCodec
+from sparkdl.comm.compression.powersgd import PowerSGD
+from sparkdl.comm.compression.topk import TopKCompression
+from sparkdl.comm.compression.twobit import CountCodec, TwoBitCodec
 
 COLUMNS = 1024
 SIZES = {4: 1024, 100: 25 * 1024}

@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing as mp
 from common import Measurements, SmallCNN, images, read_images, spark_session
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, make_plan

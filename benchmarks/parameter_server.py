@@ -16,7 +16,7 @@ from common import Measurements
 from pair import WORLD_SIZE, run_pairs, timed
 from torch import nn
 
-from sparkdl.comm import ProcessGroupCommunicator
+from sparkdl.comm.communicator import ProcessGroupCommunicator
 from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
 
 SIZES = {"4 KB": 4 << 10, "4 MB": 4 << 20, "100 MB": 100 << 20}

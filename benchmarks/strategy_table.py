@@ -20,8 +20,8 @@ class Contender:
 
 def contenders() -> dict[str, Contender]:
     """Name -> strategy; imported here, so that one that is broken is named by its error."""
-    from sparkdl import compress
-    from sparkdl.compress.onebit import OneBitCompression
+    from sparkdl.comm import compression
+    from sparkdl.comm.compression.onebit import OneBitCompression
     from sparkdl.sync.adasum import Adasum
     from sparkdl.sync.allreduce import AllReduce
     from sparkdl.sync.async_sgd import AsyncSGD
@@ -35,7 +35,7 @@ def contenders() -> dict[str, Contender]:
     from sparkdl.sync.slowmo import SlowMo
 
     compressed = {
-        f"all-reduce, {name}": Contender(AllReduce(compression=compress.resolve(name)))
+        f"all-reduce, {name}": Contender(AllReduce(compression=compression.resolve(name)))
         for name in ("fp16", "bf16", "int8", "twobit", "threshold", "powersgd")
     }
     return {

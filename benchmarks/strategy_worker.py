@@ -17,7 +17,7 @@ import torchmetrics
 from strategy_table import STRATEGIES, Contender
 from torch import nn
 
-from sparkdl.comm import ProcessGroupCommunicator, process_group
+from sparkdl.comm.communicator import ProcessGroupCommunicator, process_group
 from sparkdl.config import TrainConfig
 from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, make_plan

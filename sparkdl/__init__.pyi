@@ -1,16 +1,16 @@
 """The public names of sparkdl and the module of each. This is the one list of them."""
 
-from sparkdl.comm import Communicator as Communicator
-from sparkdl.compress.base import Compression as Compression
-from sparkdl.compress.base import Compressor as Compressor
-from sparkdl.compress.cast import BF16Compression as BF16Compression
-from sparkdl.compress.cast import FP16Compression as FP16Compression
-from sparkdl.compress.int8 import Int8Compression as Int8Compression
-from sparkdl.compress.onebit import OneBitCompression as OneBitCompression
-from sparkdl.compress.powersgd import PowerSGD as PowerSGD
-from sparkdl.compress.threshold import ThresholdCompression as ThresholdCompression
-from sparkdl.compress.topk import TopKCompression as TopKCompression
-from sparkdl.compress.twobit import TwoBitCompression as TwoBitCompression
+from sparkdl.comm.communicator import Communicator as Communicator
+from sparkdl.comm.compression.cast import BF16Compression as BF16Compression
+from sparkdl.comm.compression.cast import FP16Compression as FP16Compression
+from sparkdl.comm.compression.compression import Compression as Compression
+from sparkdl.comm.compression.compression import Compressor as Compressor
+from sparkdl.comm.compression.int8 import Int8Compression as Int8Compression
+from sparkdl.comm.compression.onebit import OneBitCompression as OneBitCompression
+from sparkdl.comm.compression.powersgd import PowerSGD as PowerSGD
+from sparkdl.comm.compression.threshold import ThresholdCompression as ThresholdCompression
+from sparkdl.comm.compression.topk import TopKCompression as TopKCompression
+from sparkdl.comm.compression.twobit import TwoBitCompression as TwoBitCompression
 from sparkdl.config import CheckpointConfig as CheckpointConfig
 from sparkdl.config import EarlyStopping as EarlyStopping
 from sparkdl.data.dataset import DatasetShard as DatasetShard

@@ -250,7 +250,7 @@ def default_group(device: torch.device, timeout_seconds: float) -> Iterator[None
     """Let torch.distributed be initialized also where there is but one rank."""
     import torch.distributed as dist
 
-    from sparkdl.processgroup import process_group
+    from sparkdl.comm.process_group import process_group
 
     if dist.is_initialized():
         yield

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.channel import ChannelClient, ChannelStorage
+from sparkdl.comm.channel import ChannelClient, ChannelStorage
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.reporter import Reporter, captured_output
 from sparkdl.runtime.hardware import hardware
@@ -28,7 +28,7 @@ from sparkdl.storage.storage import Storage, open_storage, without_password
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.comm import Communicator
+    from sparkdl.comm.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -291,9 +291,9 @@ def _communicator(
     device: torch.device,
     nodes: tuple[int, ...],
 ) -> Iterator[Communicator]:
-    from sparkdl.comm import LocalCommunicator, ProcessGroupCommunicator
-    from sparkdl.processgroup import process_group
-    from sparkdl.store import ChannelStore
+    from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
+    from sparkdl.comm.process_group import process_group
+    from sparkdl.comm.rendezvous_store import ChannelStore
 
     if environment.world_size == 1:
         yield LocalCommunicator()

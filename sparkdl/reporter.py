@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from sparkdl.channel import ChannelClient
+from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import CommunicationError
 
 logger = logging.getLogger(__name__)

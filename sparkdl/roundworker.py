@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from sparkdl.channel import Address, ChannelClient
+from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.data.spool import Split
 from sparkdl.errors import ClusterError, DataError, ShardLost

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from sparkdl.channel import ChannelStorage
+from sparkdl.comm.channel import ChannelStorage
 from sparkdl.config import TrainConfig
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.gangworker import (
@@ -36,7 +36,7 @@ from sparkdl.windows import WINDOWS, as_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.comm import Communicator
+    from sparkdl.comm.communicator import Communicator
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.train.loop import ResumePoint, TrainOutcome
 

@@ -87,8 +87,8 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
     """One rank's life: run what comes until the connection closes."""
     import torch.distributed as dist
 
-    from sparkdl.comm import ProcessGroupCommunicator
-    from sparkdl.processgroup import process_group
+    from sparkdl.comm.communicator import ProcessGroupCommunicator
+    from sparkdl.comm.process_group import process_group
 
     connection = Client(address, "AF_UNIX", authkey=bytes.fromhex(os.environ["SPARKDL_TEST_KEY"]))
     connection.send(rank)

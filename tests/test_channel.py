@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
 from sparkdl.errors import CommunicationError, StorageError
 from sparkdl.storage.storage import open_storage
 from tests.checkpoint.contract import StorageContract
@@ -186,9 +186,9 @@ def test_a_channel_without_files_says_so(hub: Hub) -> None:
 def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int, float]]) -> None:
     import torch
 
-    from sparkdl.comm import ProcessGroupCommunicator
-    from sparkdl.processgroup import process_group
-    from sparkdl.store import ChannelStore
+    from sparkdl.comm.communicator import ProcessGroupCommunicator
+    from sparkdl.comm.process_group import process_group
+    from sparkdl.comm.rendezvous_store import ChannelStore
 
     client = ChannelClient(address, scope="run/0/")
     store = ChannelStore(client, timeout_seconds=30)
@@ -209,7 +209,7 @@ def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
     """As `_meet`; before, rank 0 has waited in vain for another peer."""
     import torch.distributed as dist
 
-    from sparkdl.processgroup import process_group
+    from sparkdl.comm.process_group import process_group
 
     if rank == 0:
         alone = process_group(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
-from sparkdl.processgroup import process_group
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.process_group import process_group
 from tests.gang import Gang
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import sparkdl
 from sparkdl import functionworker
-from sparkdl.channel import ChannelServer, Hub
+from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ConfigError
 from sparkdl.functionworker import FunctionOrder, Script, checkpoints, pickled, unpickled
 from sparkdl.runtime.versions import WorkerEnvironment, versions

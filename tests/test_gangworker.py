@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl import comm, gangworker, processgroup
-from sparkdl.channel import ChannelClient, ChannelServer, Hub
+from sparkdl import gangworker
+from sparkdl.comm import communicator, process_group
+from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.errors import CommunicationError
 from sparkdl.gangworker import GangOrder, Member, Results, live
 from sparkdl.runtime.versions import WorkerEnvironment, versions
@@ -102,8 +103,8 @@ def test_nobody_begins_before_all_have_connected(
         with gangworker._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
             begun.append(rank)
 
-    monkeypatch.setattr(processgroup, "process_group", connect)
-    monkeypatch.setattr(comm, "ProcessGroupCommunicator", lambda **_: None)
+    monkeypatch.setattr(process_group, "process_group", connect)
+    monkeypatch.setattr(communicator, "ProcessGroupCommunicator", lambda **_: None)
     peers = [threading.Thread(target=enter, args=(rank,)) for rank in (0, 1)]
     for peer in peers:
         peer.start()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sparkdl import reporter as module
-from sparkdl.channel import Address, ChannelClient, ChannelServer, Event, Hub
+from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, Event, Hub
 from sparkdl.errors import CommunicationError
 from sparkdl.reporter import Reporter, captured_output
 

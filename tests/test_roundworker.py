@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl import roundworker
-from sparkdl.channel import Address, ChannelClient
+from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ShardLost
 from sparkdl.packing import pack

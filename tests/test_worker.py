@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sparkdl import worker
-from sparkdl.channel import ChannelServer, Hub
+from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.spool import SpoolColumn, SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError

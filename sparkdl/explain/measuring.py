@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sparkdl.comm import Communicator
-    from sparkdl.compress.base import Compression
-    from sparkdl.topology.base import Topology
+    from sparkdl.comm.communicator import Communicator
+    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.topology.topology import Topology
 
 _MOST_STEPS, _FEWEST_STEPS = 60, 3
 _STEPS_OF_AN_EPOCH = 3
@@ -207,7 +207,7 @@ class StepTimer:
 
     def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
         """Rows and seconds of steps, but the first one, which is not timed."""
-        from sparkdl.comm import LocalCommunicator
+        from sparkdl.comm.communicator import LocalCommunicator
         from sparkdl.train.loop import train
 
         shards, batch_size = self._repeated(batch_size)
@@ -282,7 +282,7 @@ def _exchanges(order: MeasureOrder, comm: Communicator, device: torch.device) ->
     """Seconds of sums by their bytes, along a ring and as the topology ``auto`` forms them."""
     import torch
 
-    from sparkdl.topology import arrange, choose
+    from sparkdl.comm.topology import arrange, choose
 
     sizes = sorted({*_SMALL_BYTES, min(_LARGEST_BYTES, max(1, order.gradient_bytes))})
     found: dict[str, Any] = {"topology": choose("auto", comm.nodes, device.type)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
-from sparkdl.channel import Address
+from sparkdl.comm.channel import Address
 
 _COMPARED = ("sparkdl", "torch", "pyspark", "pyarrow")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame
 
-from sparkdl import compress
+from sparkdl.comm import compression
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
@@ -45,7 +45,7 @@ from sparkdl.train.callbacks import make_stopper
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _gauged(
 
 def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compression]:
     """Those whose time is wanted and that fit the configuration."""
-    named = [compress.resolve(name) for name in _COMPARED]
+    named = [compression.resolve(name) for name in _COMPARED]
     if isinstance(intake.strategy, CollectiveStrategy):
         named.append(intake.strategy.resolved_compression())
     found: dict[str, Compression] = {}

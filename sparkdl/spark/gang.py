@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
-from sparkdl.channel import Address, ChannelServer, Hub
+from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.spark.session import unbracketed
 

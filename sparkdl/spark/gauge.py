@@ -42,7 +42,7 @@ from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.supervise import Limits, supervise
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 MOST_RANKS = 16
 """Of the gang that measures."""

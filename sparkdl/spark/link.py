@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from sparkdl.channel import Address, ChannelServer, Hub
+from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.gangworker import RELAYED
 from sparkdl.spark.hadoop import HadoopStorage, open_on_driver

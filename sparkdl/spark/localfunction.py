@@ -16,7 +16,7 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.channel import Hub
+from sparkdl.comm.channel import Hub
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool import SpoolWriter
 from sparkdl.data.stats import no_rows

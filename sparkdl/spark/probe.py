@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
-from sparkdl.channel import Address, ChannelClient
+from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.failures import raise_unless_loss, told_by

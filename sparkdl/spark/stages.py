@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl import roundworker
-from sparkdl.channel import Address, ChannelStorage
+from sparkdl.comm.channel import Address, ChannelStorage
 from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.spark.failures import TaskLost, told_by
 from sparkdl.spark.session import is_connect

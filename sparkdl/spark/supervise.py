@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
 
-from sparkdl.channel import Event, Hub
+from sparkdl.comm.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed
 from sparkdl.progress import View
 from sparkdl.report.recorder import Recorder

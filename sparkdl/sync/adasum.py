@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.sync.base import MakeOptimizer, SyncStrategy
 from sparkdl.sync.collective import counting_anew

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.collective import CollectiveStrategy, counting_anew
 from sparkdl.sync.gradients import Bucket, FlatGradients, bucket_shapes
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
 from sparkdl.sync.exchange import SliceExchange

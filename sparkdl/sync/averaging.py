@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import exchange_bytes
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
 from sparkdl.sync.base import MakeOptimizer, Reduced
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
 
 MAX_LAG = 4

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sparkdl.comm import Communicator
+    from sparkdl.comm.communicator import Communicator
     from sparkdl.config import TrainConfig
     from sparkdl.plan import TrainPlan
 

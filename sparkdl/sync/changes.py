@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.sync.gradients import make_buckets
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 BUCKET_BYTES = 25 << 20
 """Size from which on parameters travel in several messages."""

@@ -6,12 +6,12 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparkdl import topology as topologies
+from sparkdl.comm import topology as topologies
 from sparkdl.sync.base import SyncStrategy
 
 if TYPE_CHECKING:
-    from sparkdl.comm import Communicator
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.communicator import Communicator
+    from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
 
 
@@ -36,9 +36,9 @@ class CollectiveStrategy(SyncStrategy):
         """The compression as an object."""
         if self.compression is None:
             return None
-        from sparkdl import compress
+        from sparkdl.comm import compression
 
-        return compress.resolve(self.compression)
+        return compression.resolve(self.compression)
 
 
 def counting_anew(comm: Communicator) -> Communicator:

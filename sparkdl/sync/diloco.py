@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import exchange_bytes
 from sparkdl.sync.averaging import ApartSynchronizer, AveragingStrategy, OptimizerState

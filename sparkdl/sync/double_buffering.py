@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.allreduce import AllReduceSynchronizer
 from sparkdl.sync.base import MakeOptimizer, Reduced
 from sparkdl.sync.gradients import FlatGradients
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 
 class DoubleBufferingSynchronizer(AllReduceSynchronizer):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.channel import Address
-from sparkdl.comm import Communicator
+from sparkdl.comm.channel import Address
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.base import MakeOptimizer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.base import MakeOptimizer, SyncStrategy
 from sparkdl.sync.collective import counting_anew

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.allreduce import exchange_bytes
 from sparkdl.sync.averaging import ApartSynchronizer
@@ -24,7 +25,6 @@ from sparkdl.sync.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.period import check_period
 from sparkdl.sync.share import BatchShare
 from sparkdl.sync.slices import check_learning_rates
-from sparkdl.topology.memory import NoSharedMemory, map_together
 
 if TYPE_CHECKING:
     from sparkdl.config import TrainConfig

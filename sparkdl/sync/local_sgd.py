@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology import arrange
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import AllReduce
 from sparkdl.sync.averaging import (
@@ -26,10 +27,9 @@ from sparkdl.sync.averaging import (
 from sparkdl.sync.base import MakeOptimizer, Reduced, Synchronizer
 from sparkdl.sync.mean import MeanOfReplicas
 from sparkdl.sync.period import AdaptivePeriod, FixedPeriod, Period, check_period
-from sparkdl.topology import arrange
 
 if TYPE_CHECKING:
-    from sparkdl.topology.base import Topology
+    from sparkdl.comm.topology.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

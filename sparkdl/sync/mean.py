@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.frozen import moving_buffers
 from sparkdl.sync.changes import Changes
 from sparkdl.sync.merge import STEP
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 SHARE_BYTES = 24
 """What a rank tells each other one before a mean: its weight, whether its optimizer has a state,

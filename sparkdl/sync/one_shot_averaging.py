@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.averaging import Weighting, check_weighting
 from sparkdl.sync.base import MakeOptimizer
 from sparkdl.sync.collective import counting_anew

@@ -22,7 +22,7 @@ from sparkdl.sync.period import check_period
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.comm import Communicator
+    from sparkdl.comm.communicator import Communicator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import torch
 
-from sparkdl.channel import Address, SecretFactory, call_options, location
+from sparkdl.comm.channel import Address, SecretFactory, call_options, location
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.sync.gradients import Bucket

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 
 
 class BatchShare:

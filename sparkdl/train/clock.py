@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from sparkdl.comm import Communicator, LocalCommunicator
+from sparkdl.comm.communicator import Communicator, LocalCommunicator
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
 """What time is spent on: ``data``, until a batch is there; ``compute``; ``communication``, the

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
 from sparkdl.frozen import moving_buffers
 from sparkdl.train.loss import LossFunction

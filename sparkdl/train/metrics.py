@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
 from sparkdl.train.confusion import Confusion, added

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sparkdl.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.versions import WorkerEnvironment, local_rank, numbered

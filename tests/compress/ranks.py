@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import LocalCommunicator, Pending
-from sparkdl.compress.base import Compression, Compressor
-from sparkdl.compress.int8 import Int8Compression
-from sparkdl.compress.onebit import OneBitCompression
-from sparkdl.compress.powersgd import PowerSGD
-from sparkdl.compress.threshold import ThresholdCompression
-from sparkdl.compress.topk import TopKCompression
-from sparkdl.compress.twobit import TwoBitCompression
+from sparkdl.comm.communicator import LocalCommunicator, Pending
+from sparkdl.comm.compression.compression import Compression, Compressor
+from sparkdl.comm.compression.int8 import Int8Compression
+from sparkdl.comm.compression.onebit import OneBitCompression
+from sparkdl.comm.compression.powersgd import PowerSGD
+from sparkdl.comm.compression.threshold import ThresholdCompression
+from sparkdl.comm.compression.topk import TopKCompression
+from sparkdl.comm.compression.twobit import TwoBitCompression
 from sparkdl.storage.tensor_tree import snapshot, unpack
 
 Shapes = Sequence[tuple[int, ...]]

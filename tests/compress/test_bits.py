@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.compress.bits import pack, packed_size, unpack
+from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
-from sparkdl.compress.cast import BF16Compression, FP16Compression
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.compression.cast import BF16Compression, FP16Compression
 from tests.compress.ranks import Threads, random_share
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from sparkdl.compress.columns import BLOCK, Layout, column_shapes, lay_out
-from sparkdl.compress.onebit import OneBitCodec
-from sparkdl.compress.scatter import cut
+from sparkdl.comm.compression.column_scales import BLOCK, Layout, column_shapes, lay_out
+from sparkdl.comm.compression.dense_reduce_scatter import cut
+from sparkdl.comm.compression.onebit import OneBitCodec
 
 
 def lengths(layout: Layout) -> list[int]:

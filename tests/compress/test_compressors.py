@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl import compress
-from sparkdl.comm import LocalCommunicator
-from sparkdl.compress.base import Compression
-from sparkdl.compress.cast import BF16Compression, FP16Compression
-from sparkdl.compress.onebit import OneBitCompression
-from sparkdl.compress.powersgd import PowerSGD
-from sparkdl.compress.threshold import ThresholdCompression
-from sparkdl.compress.topk import TopKCompression
-from sparkdl.compress.twobit import TwoBitCompression
+from sparkdl.comm import compression
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.compression.cast import BF16Compression, FP16Compression
+from sparkdl.comm.compression.compression import Compression
+from sparkdl.comm.compression.onebit import OneBitCompression
+from sparkdl.comm.compression.powersgd import PowerSGD
+from sparkdl.comm.compression.threshold import ThresholdCompression
+from sparkdl.comm.compression.topk import TopKCompression
+from sparkdl.comm.compression.twobit import TwoBitCompression
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.json_objects import describe, restore
@@ -263,7 +263,7 @@ def test_options_travel_and_are_described(compression: Compression) -> None:
 CONVERGES: dict[str, tuple[Compression, float]] = {
     "fp16": (FP16Compression(), 1.001),
     "bf16": (BF16Compression(), 1.001),
-    "int8": (compress.resolve("int8"), 1.001),  # type: ignore[dict-item]
+    "int8": (compression.resolve("int8"), 1.001),  # type: ignore[dict-item]
     "onebit": (OneBitCompression(warmup_steps=10), 1.001),
     "twobit": (TwoBitCompression(), 1.001),
     "threshold": (ThresholdCompression(max_sparsity=0.03), 1.01),

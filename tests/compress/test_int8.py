@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparkdl.compress.int8 import Int8Codec, Int8Compression
+from sparkdl.comm.compression.int8 import Int8Codec, Int8Compression
 from sparkdl.errors import ConfigError
 
 

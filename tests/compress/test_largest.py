@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparkdl.compress.largest import WIDE, Peaks, num_largest
+from sparkdl.comm.compression.topk import WIDE, Peaks, num_largest
 
 
 def found(values: torch.Tensor, k: int, block: int = 10 * WIDE) -> list[int]:

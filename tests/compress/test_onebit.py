@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.compress.onebit import OneBitCodec, OneBitCompression
+from sparkdl.comm.compression.onebit import OneBitCodec, OneBitCompression
 from sparkdl.errors import ConfigError
 from tests.compress.ranks import Threads, make, random_share
 

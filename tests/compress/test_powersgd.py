@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.compress.powersgd import Plan, PowerSGD, orthonormal
+from sparkdl.comm.compression.powersgd import Plan, PowerSGD, orthonormal
 from sparkdl.errors import ConfigError
 from tests.compress.ranks import Threads, exchange, make, random_share
 from tests.gang import Gang

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.compress.bits import packed_size
-from sparkdl.compress.threshold import (
+from sparkdl.comm.compression.bit_packing import packed_size
+from sparkdl.comm.compression.threshold import (
     ThresholdCompression,
     decode_add,
     encode,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.compress.topk import TopKCompression, read, write
+from sparkdl.comm.compression.topk import TopKCompression, read, write
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from tests.compress.ranks import Threads, make, random_share

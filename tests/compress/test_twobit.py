@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.compress.twobit import CountCodec, TwoBitCodec, TwoBitCompression
+from sparkdl.comm.compression.twobit import CountCodec, TwoBitCodec, TwoBitCompression
 from sparkdl.errors import ConfigError
 from tests.compress.ranks import Threads, make, random_share
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.frozen import freeze
 from sparkdl.sync.adasum import Adasum

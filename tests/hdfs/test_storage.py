@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sparkdl.channel import ChannelServer, ChannelStorage, Hub
+from sparkdl.comm.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.errors import StorageError
 from sparkdl.storage.mounted import Mounted, Subfolder
 from sparkdl.storage.storage import Storage, open_storage

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from py4j.protocol import Py4JJavaError
 
-from sparkdl.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.spark.gang import _CHUNK_BYTES, launch
 

@@ -17,7 +17,7 @@ from pyspark.errors import (
     PythonException,
 )
 
-from sparkdl.channel import Event, Hub
+from sparkdl.comm.channel import Event, Hub
 from sparkdl.errors import (
     CheckpointError,
     ClusterError,

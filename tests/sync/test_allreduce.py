@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm import LocalCommunicator, Pending
+from sparkdl.comm.communicator import LocalCommunicator, Pending
 from sparkdl.errors import ConfigError
 from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
 

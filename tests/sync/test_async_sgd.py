@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync import resolve

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.sync.changes import Changes
 from sparkdl.sync.mean import MeanOfReplicas
 from tests.gang import Gang

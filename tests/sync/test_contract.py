@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
-from sparkdl.compress.onebit import OneBitCompression
-from sparkdl.compress.threshold import ThresholdCompression
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.compression.onebit import OneBitCompression
+from sparkdl.comm.compression.threshold import ThresholdCompression
 from sparkdl.config import TrainConfig
 from sparkdl.sync.allreduce import AllReduce
 from sparkdl.sync.base import SyncStrategy

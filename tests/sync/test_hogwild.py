@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from sparkdl.comm.topology.shared_memory import NoSharedMemory
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync import hogwild, resolve
 from sparkdl.sync.hogwild import Hogwild
 from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.topology.memory import NoSharedMemory
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits, train_and_resume
 from tests.topology.placing import placed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.sync.population import Competition, best_first, drawn, members_of

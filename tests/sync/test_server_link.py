@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_is_noticed_at_once(served: Served, end: str) -> None
 
 def test_a_killed_rank_is_noticed(served: Served) -> None:
     program = (
-        "import sys, time; from sparkdl.channel import Address;"
+        "import sys, time; from sparkdl.comm.channel import Address;"
         "from sparkdl.sync.server_link import SliceLink;"
         "link = SliceLink(Address(**eval(sys.argv[1])), 0); link.step(None, [], []);"
         "print('pushed', flush=True); time.sleep(60)"

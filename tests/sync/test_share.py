@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.sync.share import BatchShare
 from tests.gang import Gang
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.diloco import DiLoCo
 from sparkdl.sync.mean import SHARE_BYTES

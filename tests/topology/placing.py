@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sparkdl.topology import arrange
-from sparkdl.topology.base import Topology
+from sparkdl.comm.topology import arrange
+from sparkdl.comm.topology.topology import Topology
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.comm.topology import TOPOLOGIES, arrange, choose
 from sparkdl.errors import ConfigError
-from sparkdl.topology import TOPOLOGIES, arrange, choose
 from tests.gang import Gang, started_gang
 from tests.topology.placing import CPU, arranged
 

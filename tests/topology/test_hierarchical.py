@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sparkdl.topology.hierarchical import (
+from sparkdl.comm.topology.hierarchical import (
     HierarchicalMessages,
     HierarchicalShared,
     groups_of,

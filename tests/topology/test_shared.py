@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from sparkdl.comm.topology.shared_sum import PIECE_BYTES, Shared
+from sparkdl.comm.topology.topology import Topology
 from sparkdl.errors import CommunicationError
-from sparkdl.topology.base import Topology
-from sparkdl.topology.shared import PIECE_BYTES, Shared
 from tests.gang import Gang, started_gang
 from tests.topology.placing import CPU, arranged
 
@@ -241,7 +241,7 @@ def open_files() -> set[str]:
 def fall_back(comm: Any, name: str) -> tuple[int, int]:
     rank, refusal = REFUSALS[name]
     before = open_files()
-    with mock.patch("sparkdl.topology.logger") as logger:
+    with mock.patch("sparkdl.comm.topology.logger") as logger:
         if comm.rank == rank:
             with refusal():
                 topology = arranged(comm, "auto")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.topology.tree import children, parent, sent_bytes
+from sparkdl.comm.topology.tree import children, parent, sent_bytes
 from tests.gang import Gang
 from tests.topology.placing import arranged
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.comm import Communicator, LocalCommunicator
+from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.mapped import ShardData
 from sparkdl.plan import Column, Shard, TrainPlan, make_plan

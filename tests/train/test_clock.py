@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.train.clock import SPENT_ON, Clock
 
 

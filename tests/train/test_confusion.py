@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.train.confusion import Confusion, added
 from sparkdl.train.metrics import Metrics
 from tests.gang import Gang

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.mapped import ShardData

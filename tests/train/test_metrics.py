@@ -7,7 +7,7 @@ import torch
 import torchmetrics
 from torchmetrics import classification
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
 from sparkdl.train.metrics import Metrics

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm import LocalCommunicator
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.errors import ConfigError
 from sparkdl.train.sync_batch_norm import batch_norms, synchronized
 from tests.gang import Gang

@@ -1,4 +1,4 @@
-"""How is that which travels between ranks made smaller? One file per method, one row per name."""
+"""Compressions: smaller forms of what travels between ranks, one file each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from sparkdl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
 __all__ = ["COMPRESSIONS", "resolve"]
 
 COMPRESSIONS = {
-    "bf16": "sparkdl.compress.cast:BF16Compression",
-    "fp16": "sparkdl.compress.cast:FP16Compression",
-    "int8": "sparkdl.compress.int8:Int8Compression",
-    "onebit": "sparkdl.compress.onebit:OneBitCompression",
-    "powersgd": "sparkdl.compress.powersgd:PowerSGD",
-    "threshold": "sparkdl.compress.threshold:ThresholdCompression",
-    "topk": "sparkdl.compress.topk:TopKCompression",
-    "twobit": "sparkdl.compress.twobit:TwoBitCompression",
+    "bf16": "sparkdl.comm.compression.cast:BF16Compression",
+    "fp16": "sparkdl.comm.compression.cast:FP16Compression",
+    "int8": "sparkdl.comm.compression.int8:Int8Compression",
+    "onebit": "sparkdl.comm.compression.onebit:OneBitCompression",
+    "powersgd": "sparkdl.comm.compression.powersgd:PowerSGD",
+    "threshold": "sparkdl.comm.compression.threshold:ThresholdCompression",
+    "topk": "sparkdl.comm.compression.topk:TopKCompression",
+    "twobit": "sparkdl.comm.compression.twobit:TwoBitCompression",
 }
 """Name -> where the class is; classes are imported when they are asked for."""
 
@@ -36,7 +36,7 @@ def resolve(compression: str | Compression | type[Compression] | None) -> Compre
     Raises:
         ConfigError: there is no such compression.
     """
-    from sparkdl.compress.base import Compression
+    from sparkdl.comm.compression.compression import Compression
 
     if compression is None or isinstance(compression, Compression):
         return compression

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending
 
 
 class Topology:

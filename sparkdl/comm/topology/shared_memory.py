@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import GangError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparkdl.compress.bits import pack, packed_size, unpack
-from sparkdl.compress.scatter import BLOCK
+from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
+from sparkdl.comm.compression.dense_reduce_scatter import BLOCK
 
 BITS = 2
 

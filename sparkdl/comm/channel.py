@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from sparkdl.chunks import SCHEMA, received, sent
+from sparkdl.comm.file_chunks import SCHEMA, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 
 _HEADER = "authorization"

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from sparkdl.comm import Communicator
-from sparkdl.compress.base import Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.compress.columns import ColumnCodec, Scratch
-from sparkdl.compress.scatter import ScatterCompressor, scatter_bytes
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.column_scales import ColumnCodec, Scratch
+from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
+from sparkdl.comm.compression.dense_reduce_scatter import ScatterCompressor, scatter_bytes
 from sparkdl.errors import ConfigError
 
 LARGEST = 127

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.compress.base import After, Compressor
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import After, Compressor
 
 BLOCK = 1 << 20
 """Values that are worked on at a time. All passes but the first meet them in the cache; in fewer,

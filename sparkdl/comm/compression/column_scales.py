@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.compress.base import Shapes, count
-from sparkdl.compress.bits import packed_size
-from sparkdl.compress.scatter import BLOCK, Codec, cut
+from sparkdl.comm.compression.bit_packing import packed_size
+from sparkdl.comm.compression.compression import Shapes, count
+from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, Codec, cut
 
 MIN_COLUMN = 16
 """The scales of shorter columns would take more bytes than their values save."""

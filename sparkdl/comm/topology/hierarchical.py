@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.topology.base import DeferredTopology
-from sparkdl.topology.shared import Shared, SharedSum, is_summable
-from sparkdl.topology.tree import spread_from_first, sum_at_first
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.topology.shared_sum import Shared, SharedSum, is_summable
+from sparkdl.comm.topology.topology import DeferredTopology
+from sparkdl.comm.topology.tree import spread_from_first, sum_at_first
 
 
 def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.topology.base import Topology
-from sparkdl.topology.memory import NoSharedMemory, map_together
-from sparkdl.topology.signals import DONE, READY, Signals
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
+from sparkdl.comm.topology.signals import DONE, READY, Signals
+from sparkdl.comm.topology.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,15 @@ from typing import ClassVar
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.compress.base import After, Compression, Compressor, Shapes, all_reduce_bytes, count
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import (
+    After,
+    Compression,
+    Compressor,
+    Shapes,
+    all_reduce_bytes,
+    count,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

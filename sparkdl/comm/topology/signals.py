@@ -21,9 +21,9 @@ import os
 import time
 from collections.abc import Sequence
 
-from sparkdl.comm import Communicator
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology.shared_memory import agree, map_together
 from sparkdl.errors import CommunicationError
-from sparkdl.topology.memory import agree, map_together
 
 READY, DONE = range(2)
 """What can be signalled: this rank's summands are there; its share of the sum is made."""

@@ -1,4 +1,4 @@
-"""Along which ways is a sum over all ranks formed? One file per topology."""
+"""Topologies: the ways along which a sum over all ranks is formed, one file each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sparkdl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.comm import Communicator
-    from sparkdl.topology.base import Topology
+    from sparkdl.comm.communicator import Communicator
+    from sparkdl.comm.topology.topology import Topology
 
 __all__ = ["TOPOLOGIES", "arrange", "check", "choose"]
 
@@ -37,8 +37,8 @@ def arrange(comm: Communicator, topology: str, *, device: torch.device) -> Topol
     Raises:
         ConfigError: there is no such topology, or the ranks are not where it needs them.
     """
-    from sparkdl.topology.base import Topology
-    from sparkdl.topology.tree import Tree
+    from sparkdl.comm.topology.topology import Topology
+    from sparkdl.comm.topology.tree import Tree
 
     chosen = choose(topology, comm.nodes, device.type)
     if chosen == "tree":
@@ -90,9 +90,9 @@ def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:
 
 
 def _shared(comm: Communicator) -> Topology:
-    from sparkdl.topology.base import Topology
-    from sparkdl.topology.memory import NoSharedMemory
-    from sparkdl.topology.shared import Shared, SharedSum
+    from sparkdl.comm.topology.shared_memory import NoSharedMemory
+    from sparkdl.comm.topology.shared_sum import Shared, SharedSum
+    from sparkdl.comm.topology.topology import Topology
 
     try:
         return Shared(comm, SharedSum(comm, comm, ranks=range(comm.world_size)))
@@ -102,14 +102,14 @@ def _shared(comm: Communicator) -> Topology:
 
 
 def _hierarchical(comm: Communicator, device: torch.device) -> Topology:
-    from sparkdl.topology.hierarchical import (
+    from sparkdl.comm.topology.hierarchical import (
         HierarchicalMessages,
         HierarchicalShared,
         groups_of,
         is_even,
     )
-    from sparkdl.topology.memory import NoSharedMemory
-    from sparkdl.topology.shared import SharedSum
+    from sparkdl.comm.topology.shared_memory import NoSharedMemory
+    from sparkdl.comm.topology.shared_sum import SharedSum
 
     inside, between = groups_of(comm.nodes)
     local, across = comm.split(inside), comm.split(between)

@@ -20,11 +20,18 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.compress.base import After, Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.compress.bits import packed_size
-from sparkdl.compress.gather import gather_ragged
-from sparkdl.compress.ternary import BITS, Ternary, nonzero, packed_place
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.bit_packing import packed_size
+from sparkdl.comm.compression.compression import (
+    After,
+    Compression,
+    Compressor,
+    Shapes,
+    count,
+    shapes_of,
+)
+from sparkdl.comm.compression.sparse_all_gather import gather_ragged
+from sparkdl.comm.compression.ternary import BITS, Ternary, nonzero, packed_place
 from sparkdl.errors import ConfigError
 
 HEADER_BYTES = 16

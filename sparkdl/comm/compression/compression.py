@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import ConfigError
 
 if TYPE_CHECKING:

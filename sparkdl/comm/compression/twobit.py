@@ -14,11 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.comm import Communicator
-from sparkdl.compress.base import Compression, Compressor, Shapes, count, shapes_of
-from sparkdl.compress.bits import pack, packed_size, unpack
-from sparkdl.compress.scatter import BLOCK, Codec, ScatterCompressor, cut, scatter_bytes
-from sparkdl.compress.ternary import BITS, Ternary, packed_place
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
+from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
+from sparkdl.comm.compression.dense_reduce_scatter import (
+    BLOCK,
+    Codec,
+    ScatterCompressor,
+    cut,
+    scatter_bytes,
+)
+from sparkdl.comm.compression.ternary import BITS, Ternary, packed_place
 from sparkdl.errors import ConfigError
 
 FLAG_BYTES = 8

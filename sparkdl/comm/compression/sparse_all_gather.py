@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.compress.base import After
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import After
 
 Finish = Callable[[Sequence[torch.Tensor]], None]
 """Takes the messages of all ranks, in rank order."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from sparkdl.comm import Communicator, Pending
-from sparkdl.compress.base import (
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.compression.compression import (
     After,
     Compression,
     Compressor,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from sparkdl.comm import Communicator
-from sparkdl.topology.base import DeferredTopology
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology.topology import DeferredTopology
 
 
 class Tree(DeferredTopology):

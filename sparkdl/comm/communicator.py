@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sparkdl.processgroup import peer_errors
+from sparkdl.comm.process_group import peer_errors
 from sparkdl.runtime.versions import numbered
 
 

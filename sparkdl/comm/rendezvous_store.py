@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # torch does not export it
 
-from sparkdl.channel import ChannelClient
+from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import CommunicationError
 
 

@@ -1,0 +1,1 @@
+"""Messages between the ranks of a gang, and between them and the driver."""
