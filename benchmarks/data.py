@@ -19,9 +19,9 @@ from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images,
 
 from sparkdl import TorchClassifier
 from sparkdl.data.batches import Batches
-from sparkdl.data.mapped import ShardData
-from sparkdl.data.spool import open_spool
-from sparkdl.plan import TrainPlan, make_plan
+from sparkdl.data.plan import TrainPlan, make_plan
+from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.writer import open_spool
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.checks import prepare_columns, shaped
 from sparkdl.spark.shards import ShardTable

@@ -29,7 +29,7 @@ from common import PEERS, PIXELS, Measurements, images, read_images, seconds
 from data import from_spool, opened, prepared_table
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from sparkdl.plan import make_plan
+from sparkdl.data.plan import make_plan
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.checks import shaped
 

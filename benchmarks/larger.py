@@ -25,10 +25,10 @@ from common import DATA, PEERS, Measurements
 from steady import watched
 
 from sparkdl.data.batches import Batches
-from sparkdl.data.mapped import ShardData
-from sparkdl.data.spool import column_path, open_spool
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.windows import HostLoad, choose_windows
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import HostLoad, choose_windows
+from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.writer import column_path, open_spool
 
 PIXELS = 3072
 ROW_BYTES = PIXELS + 8

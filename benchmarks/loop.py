@@ -20,8 +20,8 @@ from common import Measurements, SmallCNN, images, read_images, spark_session
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.data.mapped import ShardData
-from sparkdl.plan import Column, Shard, make_plan
+from sparkdl.data.plan import Column, Shard, make_plan
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train

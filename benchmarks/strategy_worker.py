@@ -19,8 +19,8 @@ from torch import nn
 
 from sparkdl.comm.communicator import ProcessGroupCommunicator, process_group
 from sparkdl.config import TrainConfig
-from sparkdl.data.mapped import ShardData
-from sparkdl.plan import Column, Shard, make_plan
+from sparkdl.data.plan import Column, Shard, make_plan
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 

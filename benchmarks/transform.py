@@ -27,9 +27,9 @@ from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import DoubleType
 from torch import nn
 
+from sparkdl.data.plan import Column
 from sparkdl.model import TorchClassifierModel
 from sparkdl.outputs import Output
-from sparkdl.plan import Column
 from sparkdl.predict import input_rows
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(PIXELS,))

@@ -13,10 +13,10 @@ from sparkdl.comm.compression.topk import TopKCompression as TopKCompression
 from sparkdl.comm.compression.twobit import TwoBitCompression as TwoBitCompression
 from sparkdl.config import CheckpointConfig as CheckpointConfig
 from sparkdl.config import EarlyStopping as EarlyStopping
-from sparkdl.data.dataset import DatasetShard as DatasetShard
-from sparkdl.data.dataset import DatasetSource as DatasetSource
-from sparkdl.data.parquet import ParquetSource as ParquetSource
-from sparkdl.data.petastorm import PetastormSource as PetastormSource
+from sparkdl.data.sources.parquet import ParquetSource as ParquetSource
+from sparkdl.data.sources.petastorm import PetastormSource as PetastormSource
+from sparkdl.data.sources.torch_dataset import DatasetShard as DatasetShard
+from sparkdl.data.sources.torch_dataset import DatasetSource as DatasetSource
 from sparkdl.errors import CheckpointError as CheckpointError
 from sparkdl.errors import ClusterError as ClusterError
 from sparkdl.errors import ConfigError as ConfigError

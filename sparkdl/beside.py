@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from sparkdl.data import assemble
-from sparkdl.data.arrow import to_numpy
+from sparkdl.data import collate
+from sparkdl.data.arrow_arrays import to_numpy
+from sparkdl.data.column_readers import BadRows, read
+from sparkdl.data.column_stats import bad_values, made_dtype
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.readers import BadRows, read
-from sparkdl.data.stats import bad_values, made_dtype
 from sparkdl.errors import DataError
 from sparkdl.inputs import Specification
-from sparkdl.plan import Column
 
 
 @dataclass(frozen=True)
@@ -122,4 +122,4 @@ class NamedLabel:
             argument=self.name,
             specification=self.specification,
         )
-        return assemble.arguments([column], [rows]).values[0]
+        return collate.arguments([column], [rows]).values[0]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.data.example import example_of
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.modulefile import INDEX, WEIGHTS, SavedModule, prepare_program
-from sparkdl.plan import Column
 from sparkdl.program import write_program
 from sparkdl.saved import ModelSignature, open_saved, signature_of
 from sparkdl.storage.locate import open_parent

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import ShardRows, ShardSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.windows import Windows
 
 
 @dataclass(frozen=True, kw_only=True)

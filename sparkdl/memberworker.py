@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.data.plan import RoundPart, Shard
 from sparkdl.errors import TrainingDiverged
-from sparkdl.plan import RoundPart, Shard
 
 if TYPE_CHECKING:
     from sparkdl.reporter import Reporter

@@ -22,7 +22,8 @@ from torch import nn
 from sparkdl import packing, predict, scoring
 from sparkdl.config import Task
 from sparkdl.converters import to_metrics
-from sparkdl.data.assemble import example_arguments
+from sparkdl.data.collate import example_arguments
+from sparkdl.data.plan import Column
 from sparkdl.dataparams import labels_of, loss_of_labels, loss_weights
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inputs import Named
@@ -31,7 +32,6 @@ from sparkdl.modelparams import UNKNOWN_LOSS, PredictParams
 from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams
-from sparkdl.plan import Column
 from sparkdl.scores import Evaluation
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require

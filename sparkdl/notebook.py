@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
 from sparkdl.livecurves import Curves, panels_of, picture, sketch
-from sparkdl.plan import TrainPlan
 from sparkdl.progress import Speeds
 
 _STATUS_SECONDS = 0.25

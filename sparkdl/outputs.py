@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from sparkdl.data.assemble import Arguments
+from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 
 Key = str | int

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sparkdl import __version__
 from sparkdl.data.example import example_of
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchModel
@@ -33,7 +34,6 @@ from sparkdl.modulefile import (
     prepare_weights,
 )
 from sparkdl.params import OBJECT_PARAMS
-from sparkdl.plan import Column
 from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.spark.saving import (
     FORMAT,

@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from sparkdl.config import DEVICES
-from sparkdl.data.arrow import to_numpy
-from sparkdl.data.assemble import Arguments, arguments
+from sparkdl.data.arrow_arrays import to_numpy
+from sparkdl.data.collate import Arguments, arguments
+from sparkdl.data.column_readers import read_trained, read_trained_usable
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.readers import read_trained, read_trained_usable
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
 from sparkdl.outputs import Forward, Source, check_rows, pick
 from sparkdl.packing import PackedModule, unpack
-from sparkdl.plan import Column
 from sparkdl.runtime.hardware import choose_device
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 

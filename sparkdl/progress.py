@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sparkdl.plan import TrainPlan
+from sparkdl.data.plan import TrainPlan
 
 logger = logging.getLogger(__name__)
 

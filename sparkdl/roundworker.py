@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.data.plan import RoundPart, Shard, TrainPlan
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.data.spool import Split
+from sparkdl.data.spool.writer import Split
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.gangworker import describe_failure
-from sparkdl.plan import RoundPart, Shard, TrainPlan
 from sparkdl.reporter import Reporter, captured_output
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
@@ -243,7 +243,7 @@ class Warm:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
         if planned.num_rows == shard.num_rows:
             return self.source.open(self.plan, [shard], split)
-        from sparkdl.data.mapped import MappedRows
+        from sparkdl.data.spool.mapped import MappedRows
 
         whole = self.source.open(self.plan, [shard], "train")
         assert isinstance(whole, MappedRows), "fit has refused to set rows of other sources aside"

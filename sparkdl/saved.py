@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.data.assemble import Arguments, example_arguments
+from sparkdl.data.collate import Arguments, example_arguments
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
-from sparkdl.plan import Column
 from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.storage.locate import open_place
 from sparkdl.storage.storage import Storage

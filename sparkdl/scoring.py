@@ -24,7 +24,7 @@ from torch import nn
 
 from sparkdl.beside import Beside, NamedLabel
 from sparkdl.config import Task
-from sparkdl.data.assemble import Arguments
+from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.measure import (
     Evaluator,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparkdl.data.plan import TrainPlan
 from sparkdl.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.plan import TrainPlan
 from sparkdl.progress import ProgressView, ReportView, SilentView, View
 
 

@@ -18,6 +18,8 @@ import cloudpickle
 
 from sparkdl.comm.channel import ChannelStorage
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.gangworker import (
     GangOrder,
@@ -27,11 +29,9 @@ from sparkdl.gangworker import (
     live,
     say_what_differs,
 )
-from sparkdl.plan import TrainPlan
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import WorkerEnvironment, versions
 from sparkdl.storage.storage import Storage
-from sparkdl.windows import WINDOWS, as_text
 
 if TYPE_CHECKING:
     from torch import nn

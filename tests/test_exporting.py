@@ -11,11 +11,11 @@ from torch import nn
 
 import sparkdl
 from sparkdl.commands.main import main
+from sparkdl.data.plan import Column
 from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.exporting import export_saved
 from sparkdl.modulefile import save_module
-from sparkdl.plan import Column
 from sparkdl.storage.storage import LocalStorage
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8))

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl import job
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
 from sparkdl.estimator import TorchEstimator
 from sparkdl.job import (
@@ -41,7 +42,6 @@ from sparkdl.jobfile import (
     load_job,
 )
 from sparkdl.model import TorchClassifierModel
-from sparkdl.plan import Column
 from sparkdl.spark.saving import _parent, check_place
 
 pytestmark = pytest.mark.spark

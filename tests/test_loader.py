@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.data.plan import Column, Shard
 from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
 from sparkdl.loader import DataSet, Loader, LocalSet
-from sparkdl.plan import Column, Shard
 
 COLUMNS = (
     Column(name="x", role="feature", dtype="float32", shape=(2,), argument="x"),

@@ -13,6 +13,7 @@ import torch
 
 from sparkdl import roundworker
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import TrainPlan
 from sparkdl.memberworker import (
     MODEL,
     OPTIONS,
@@ -24,7 +25,6 @@ from sparkdl.memberworker import (
     pack_parts,
     unpack_parts,
 )
-from sparkdl.plan import TrainPlan
 from sparkdl.sync.tournament import Tournament
 from tests import test_worker
 from tests.test_roundworker import PART, Net, order, place

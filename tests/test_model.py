@@ -14,10 +14,10 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl import predict
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Forward
-from sparkdl.plan import Column
 from sparkdl.spark.sending import ARTIFACT_BYTES
 from sparkdl.summary import TrainingSummary
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from sparkdl.data.example import example_of
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image, Sequence, Sparse, Tensor
 from sparkdl.modulefile import load_module_from, save_module
 from sparkdl.onnxfile import export_onnx
-from sparkdl.plan import Column
 from sparkdl.program import read_program, write_program
 from sparkdl.saved import ModelSignature
 from sparkdl.storage.storage import LocalStorage

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from sparkdl import onnxfile
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.modulefile import save_module
 from sparkdl.onnxfile import export_onnx
-from sparkdl.plan import Column
 from sparkdl.storage.storage import LocalStorage
 
 # onnxruntime is asked for first: the others do without it only half of the work.

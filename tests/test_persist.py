@@ -17,11 +17,11 @@ from torch import nn
 
 from sparkdl import persist
 from sparkdl.config import EarlyStopping
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.plan import Column
 from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.spark import saving
 from sparkdl.spark.saving import load_instance

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import (
+from sparkdl.data.plan import (
     Column,
     Shard,
     TrainPlan,
@@ -16,6 +15,7 @@ from sparkdl.plan import (
     make_plan,
     steps_per_epoch,
 )
+from sparkdl.errors import ConfigError, DataError
 
 FEATURE = Column(name="x", role="feature", dtype="float32", shape=(2,))
 

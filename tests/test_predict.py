@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from sparkdl import predict
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.outputs import Forward, Source
 from sparkdl.packing import SentByValue, pack
-from sparkdl.plan import Column
 from sparkdl.predict import Leaf, Make, PredictTask
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)

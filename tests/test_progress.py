@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from sparkdl import progress
-from sparkdl.plan import Column, Shard, make_plan
+from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.progress import ProgressView, SilentView, View
 
 PLAN = make_plan(

@@ -18,9 +18,9 @@ from torch import nn
 from sparkdl import roundworker
 from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ShardLost
 from sparkdl.packing import pack
-from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.runtime.versions import versions
 from sparkdl.storage.checkpoint_format import decode, encode

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
 from sparkdl.inputs import Sequence
 from sparkdl.modulefile import save_module
-from sparkdl.plan import Column
 from sparkdl.saved import load_module, load_signature
 from sparkdl.storage.storage import LocalStorage, open_storage
 from tests.describable import NeedsWidth, make_net, tokenize

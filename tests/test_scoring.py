@@ -17,11 +17,11 @@ from torch import nn
 from torchmetrics import classification
 
 from sparkdl import measure, scoring
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.measure import Evaluator, Measures, Part
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Output
-from sparkdl.plan import Column
 from sparkdl.scores import ClassificationScores, RegressionScores
 
 pytestmark = pytest.mark.spark

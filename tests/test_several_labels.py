@@ -14,8 +14,8 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
 from sparkdl import Sequence, TorchClassifierModel, TorchEstimator, TorchModel
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Column
 
 pytestmark = pytest.mark.spark
 

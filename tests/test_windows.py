@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.errors import CheckpointError
-from sparkdl.windows import (
+from sparkdl.data.shuffle_windows import (
     GROUP_BYTES,
     HostLoad,
     Windows,
@@ -14,6 +13,7 @@ from sparkdl.windows import (
     from_text,
     make_windows,
 )
+from sparkdl.errors import CheckpointError
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -22,15 +22,15 @@ from torch import nn
 from sparkdl import worker
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
-from sparkdl.data.spool import SpoolColumn, SpoolWriter
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import WINDOWS, Windows
+from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.packing import PackedModule, pack
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.runtime.versions import WorkerEnvironment, versions
 from sparkdl.storage.checkpoint_format import decode, latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.train.callbacks import Callback, CallbackState
-from sparkdl.windows import WINDOWS, Windows
 
 ROWS = 40
 COLUMNS = (

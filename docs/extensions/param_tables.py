@@ -33,7 +33,7 @@ def _instance(name: str) -> Params:
         return cls()
     from torch import nn
 
-    from sparkdl.plan import Column
+    from sparkdl.data.plan import Column
 
     column = Column(name="features", role="feature", shape=(1,), dtype="float32")
     return cls(nn.Identity(), [column], num_classes=2)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkdl.data import assemble
-from sparkdl.data.assemble import Arguments, Rows
+from sparkdl.data import collate
+from sparkdl.data.collate import Arguments, Rows
 from sparkdl.data.gather import Buffer
-from sparkdl.data.mapped import MappedRows, ShardData
+from sparkdl.data.plan import TrainPlan, batch_bounds
 from sparkdl.data.source import ShardRows
-from sparkdl.plan import TrainPlan, batch_bounds
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 
 Shards = Sequence[ShardData] | ShardRows
 """A rank's rows: shards that are mapped into memory, or what another source gives."""
@@ -57,7 +57,7 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """The samples from ``start`` to ``stop``, as views unless they are sparse."""
-        return self._map(lambda value: assemble.narrow(value, start, stop), stop - start)
+        return self._map(lambda value: collate.narrow(value, start, stop), stop - start)
 
     def map(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with ``convert`` applied to each of its tensors, once to each."""
@@ -178,7 +178,7 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
     Pieces = list[tuple[str | None, Sequence[torch.Tensor]]]
     by_role: dict[str, Pieces] = {"feature": [], "label": [], "weight": []}
     for column in plan.columns:
-        by_role[column.role] += assemble.split(column, columns[column.key], sizes)
+        by_role[column.role] += collate.split(column, columns[column.key], sizes)
     names = tuple(name for name, _ in by_role["feature"])
     inputs = list(zip(*(pieces for _, pieces in by_role["feature"]), strict=True))
     targets: Sequence[Target]

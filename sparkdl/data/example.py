@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import torch
 
-from sparkdl.data.assemble import Arguments, example_arguments
+from sparkdl.data.collate import Arguments, example_arguments
+from sparkdl.data.plan import Column
 from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.plan import Column
 
 Given: TypeAlias = "tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | Example"
 """Inputs by position, by name, or with what is known of their sizes."""

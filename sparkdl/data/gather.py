@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sparkdl.data import assemble
-from sparkdl.data.assemble import Rows
+from sparkdl.data import collate
+from sparkdl.data.collate import Rows
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged, gather
 from sparkdl.data.shuffle import Order
-from sparkdl.plan import Column
 
 
 class Buffer:
@@ -38,7 +38,7 @@ def gather_column(
 ) -> Rows:
     """The rows of one column at ``positions`` of the concatenation of ``sources``, in order."""
     if not sources:
-        return assemble.no_rows(column)
+        return collate.no_rows(column)
     if column.kind.num_parts:
         return gather([rows for rows in sources if isinstance(rows, Ragged)], positions)
     tensors = [rows for rows in sources if isinstance(rows, torch.Tensor)]

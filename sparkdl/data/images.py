@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.arrow import Findings, NotUniform
+from sparkdl.data.arrow_arrays import Findings, NotUniform
 from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image

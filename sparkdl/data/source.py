@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from sparkdl.data.spool import Split, SpoolColumn, open_spool
-from sparkdl.plan import Column, Shard, TrainPlan
+from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.spool.writer import Split, SpoolColumn, open_spool
 
 if TYPE_CHECKING:
-    from sparkdl.data.assemble import Rows
+    from sparkdl.data.collate import Rows
     from sparkdl.data.gather import Buffer
 
 
@@ -151,7 +151,7 @@ class SpoolSource:
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `ShardSource.open`: maps the files into memory."""
-        from sparkdl.data.mapped import MappedRows, ShardData
+        from sparkdl.data.spool.mapped import MappedRows, ShardData
 
         opened = []
         for shard in shards:

@@ -24,7 +24,7 @@ def look_around() -> dict[str, Any]:
     import torch.distributed as dist
 
     from sparkdl import context
-    from sparkdl.data.disk import free_bytes, roomiest
+    from sparkdl.data.spool.local_disk import free_bytes, roomiest
 
     place = context()
     values = torch.full((NUM_FLOATS,), float(place.rank), device=place.device)
@@ -109,7 +109,7 @@ def disk_finding(seen: Sequence[Mapping[str, Any]]) -> Finding:
         f"{least['host']}"
     )
     if int(least["free_bytes"]) < _LITTLE_BYTES:
-        from sparkdl.data.disk import DISK_REMEDY
+        from sparkdl.data.spool.local_disk import DISK_REMEDY
 
         return note("disk", f"only {text}; {DISK_REMEDY}")
     return ok("disk", text)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.config import CheckpointConfig, TrainConfig
+from sparkdl.data.plan import Shard, TrainPlan, make_plan
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.gangworker import GangOrder, Member, Results, live
-from sparkdl.plan import Shard, TrainPlan, make_plan
 from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.train.callbacks import NullObserver
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sparkdl.comm.topology import choose
+from sparkdl.data.plan import steps_per_epoch
 from sparkdl.explain.cost import (
     Layout,
     Network,
@@ -20,7 +21,6 @@ from sparkdl.explain.cost import (
 )
 from sparkdl.explain.pattern import Pattern
 from sparkdl.explain.rates import Calibration, Fixed
-from sparkdl.plan import steps_per_epoch
 
 _BACKWARD_SHARE = 0.6
 """Part of a step in which gradients come; of forward, backward and update backward is the most."""

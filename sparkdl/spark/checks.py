@@ -21,11 +21,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import merge_stats
+from sparkdl.data.plan import Column
 from sparkdl.data.source import Source
-from sparkdl.data.stats import merge_stats
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Named, Sequence, Tensor
-from sparkdl.plan import Column
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.columns import Prepared, prepare, quoted, validation_indicator
 from sparkdl.spark.request import FitRequest

@@ -17,9 +17,9 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.data.plan import Role
 from sparkdl.errors import DataError
 from sparkdl.inputs import Specification
-from sparkdl.plan import Role
 
 _INTEGERS: dict[type[T.DataType], str] = {
     T.ByteType: "int8",

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparkdl.data.plan import RoundPart
 from sparkdl.memberworker import RIVAL_MODEL, RIVAL_REST, decoded
-from sparkdl.plan import RoundPart
 from sparkdl.spark.populations import CompetitionDriver, Parts, PopulationDriver
 from sparkdl.spark.rounddriver import run_rounds
 from sparkdl.spark.run import Run, Trained

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparkdl.data.stats import no_rows
+from sparkdl.data.column_stats import no_rows
 from sparkdl.errors import DataError
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.shards import (

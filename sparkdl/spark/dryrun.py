@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.plan import Column, TrainPlan
 from sparkdl.report.graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.request import FitRequest
@@ -57,7 +57,7 @@ def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> S
     """
     import torch
 
-    from sparkdl.data.assemble import example_arguments
+    from sparkdl.data.collate import example_arguments
     from sparkdl.train.losses import loss_of
     from sparkdl.train.training_step import StepLoss, objective_of, taken
 
@@ -97,7 +97,7 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
 
     A function of the user's is not tried: it may refuse zeros that the data does not hold.
     """
-    from sparkdl.data.assemble import example_arguments
+    from sparkdl.data.collate import example_arguments
     from sparkdl.train.loss import ModuleLoss
     from sparkdl.train.losses import LossSum
 
@@ -157,7 +157,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     """
     import torch
 
-    from sparkdl.data.assemble import example_arguments
+    from sparkdl.data.collate import example_arguments
     from sparkdl.train.evaluate import evaluation_mode
 
     smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sparkdl.data.stats import SpoolSummary
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
 from sparkdl.explain.skew import shard_rows, shared_rows
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import check_labels, shaped
 from sparkdl.spark.dryrun import dry_run
 from sparkdl.spark.intake import Intake

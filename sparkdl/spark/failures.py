@@ -23,7 +23,7 @@ from pyspark.errors import (
     UnsupportedOperationException,
 )
 
-from sparkdl.data.disk import DISK_REMEDY
+from sparkdl.data.spool.local_disk import DISK_REMEDY
 from sparkdl.errors import DataError, SparkDLError, StorageError, TrainingFailed
 
 _WOULD_COME_AGAIN = (

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.data.column_stats import skipped_rows
+from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.data.source import Source
-from sparkdl.data.stats import skipped_rows
 from sparkdl.frozen import thaw
 from sparkdl.packing import pack
-from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.progress import SharedView, View, WatchedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.checks import check_labels, shaped

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl import worker
+from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measuring
 from sparkdl.explain.calibrate import GangFound, found_by
 from sparkdl.explain.cost import Compute
 from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
 from sparkdl.packing import PackedModule, pack
-from sparkdl.plan import TrainPlan
 from sparkdl.progress import SilentView
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.gang import launch

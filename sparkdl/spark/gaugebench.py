@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.explain.rates import Fixed
-from sparkdl.plan import Column, TrainPlan, make_plan
 from sparkdl.spark.estimated import source_table
 from sparkdl.spark.intake import Intake
 from sparkdl.spark.preflight import ClusterInfo

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ClusterError
 from sparkdl.explain.measuring import for_measuring
 from sparkdl.explain.rates import Stages
-from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.roundworker import RoundOrder, pack_payload
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.stages import PATH, STATE, merge_states, run_stage

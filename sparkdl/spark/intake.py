@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
     from torch import nn
 
-    from sparkdl.plan import TrainPlan
+    from sparkdl.data.plan import TrainPlan
     from sparkdl.spark.columns import Prepared
 
 logger = logging.getLogger(__name__)

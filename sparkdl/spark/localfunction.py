@@ -17,13 +17,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.comm.channel import Hub
+from sparkdl.data.column_stats import no_rows
+from sparkdl.data.plan import Shard
 from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool import SpoolWriter
-from sparkdl.data.stats import no_rows
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
 from sparkdl.loader import DataSet, LocalSet
-from sparkdl.plan import Shard
 from sparkdl.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runcontext import Context, entered

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl.data.assemble import Arguments
+from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.outputs import Forward, Key, Output, Source, check_rows, children, pick
 from sparkdl.predict import Leaf, Make

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, TrainingDiverged
 from sparkdl.memberworker import MODEL, OPTIONS, REST, decoded, encoded, pack_parts
-from sparkdl.plan import RoundPart
 from sparkdl.roundworker import RoundOrder
 from sparkdl.spark.memberstages import run_member_stage
 from sparkdl.spark.rounddriver import RoundsDriver

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Column
 from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named
 from sparkdl.listeners import Listener
-from sparkdl.plan import Column
 from sparkdl.summary import TrainingSummary
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run
 from sparkdl.storage.checkpoint_format import load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
-from sparkdl.windows import WINDOWS, as_text
 
 
 class RoundCheckpoints:

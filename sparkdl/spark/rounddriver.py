@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from sparkdl import roundworker
+from sparkdl.data.plan import RoundPart
 from sparkdl.packing import pack_blank
-from sparkdl.plan import RoundPart
 from sparkdl.roundworker import RoundOrder
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.runtime.versions import versions

@@ -13,7 +13,7 @@ import json
 import math
 from typing import Any
 
-from sparkdl.plan import RoundPart
+from sparkdl.data.plan import RoundPart
 from sparkdl.spark.rounddriver import RoundsDriver, run_rounds
 from sparkdl.spark.roundtotals import RoundDone
 from sparkdl.spark.run import Run, Trained

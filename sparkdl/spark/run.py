@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import SparkSession
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import TrainPlan
 from sparkdl.packing import PackedModule
-from sparkdl.plan import TrainPlan
 from sparkdl.progress import View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.link import Link

@@ -9,8 +9,8 @@ from functools import partial
 
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.source import Source, SpoolSource
-from sparkdl.data.stats import skipped_rows
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.loader import DataSet

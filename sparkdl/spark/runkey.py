@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.plan import TrainPlan
+from sparkdl.data.plan import TrainPlan
 from sparkdl.runtime.public_names import public_module
 
 _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")

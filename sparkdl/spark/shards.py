@@ -16,17 +16,17 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool import SpoolColumn
-from sparkdl.data.stats import (
+from sparkdl.data.column_stats import (
     ColumnStats,
     SpoolSummary,
     bad_values_message,
     merge_stats,
     no_rows,
 )
+from sparkdl.data.plan import Column, Shard
+from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.plan import Column, Shard
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.spooltable import SpoolTable
 from sparkdl.spark.spooltask import TABLE_SCHEMA, SpoolTask

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from sparkdl.plan import Role
+from sparkdl.data.plan import Role
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.shards import ShardTable
 from sparkdl.spark.turns import Turns

@@ -20,10 +20,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
-from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ClusterError, ConfigError, DataError
-from sparkdl.plan import Column
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.runkey import identity
 from sparkdl.spark.shards import SpooledShard, require_same, spool_columns

@@ -17,9 +17,9 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.data.images import require_pillow
+from sparkdl.data.plan import Column, Role
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification, Tensor
-from sparkdl.plan import Column, Role
 from sparkdl.spark.columns import (
     FLOATS,
     Prepared,

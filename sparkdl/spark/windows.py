@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, choose_windows, from_text
 from sparkdl.errors import CheckpointError
-from sparkdl.plan import TrainPlan
 from sparkdl.spark.preflight import ClusterInfo, Get, parse_bytes
 from sparkdl.spark.run import Run
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.storage.checkpoint_format import folders, read_manifest
-from sparkdl.windows import WINDOWS, HostLoad, choose_windows, from_text
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 
+from sparkdl.data.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.sync.base import MakeOptimizer, SyncStrategy
 from sparkdl.sync.period import check_period
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError
-from sparkdl.plan import TrainPlan
 from sparkdl.sync.population import Competition, best_first, drawn, members_of
 
 if TYPE_CHECKING:

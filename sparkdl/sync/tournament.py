@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import TrainPlan
 from sparkdl.sync.population import Competition, drawn, members_of
 
 logger = logging.getLogger(__name__)

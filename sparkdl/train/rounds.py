@@ -20,8 +20,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
+from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.frozen import still_names, training_mode
-from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.clock import Clock

@@ -17,7 +17,7 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
-from sparkdl.plan import batch_bounds
+from sparkdl.data.plan import batch_bounds
 from sparkdl.sync.base import Synchronizer
 from sparkdl.train.augment import augmented
 from sparkdl.train.clock import Clock

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from sparkdl.data.batches import Batches, sequential_batches
-from sparkdl.data.mapped import ShardData
-from sparkdl.data.spool import open_spool
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.windows import Windows
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.writer import open_spool
 
 
 def main() -> None:

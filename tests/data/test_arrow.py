@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparkdl.data.arrow import Findings, NotUniform, examine, to_numpy, uniform
+from sparkdl.data.arrow_arrays import Findings, NotUniform, examine, to_numpy, uniform
 from sparkdl.errors import DataError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.data.assemble import (
+from sparkdl.data.collate import (
     Arguments,
     arguments,
     copied,
@@ -17,9 +17,9 @@ from sparkdl.data.assemble import (
     no_rows,
     split,
 )
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged, offsets_of
 from sparkdl.inputs import Image, Sequence, Sparse, Specification
-from sparkdl.plan import Column
 
 
 def column(

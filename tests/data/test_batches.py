@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from sparkdl.data import batches
-from sparkdl.data.assemble import Rows
 from sparkdl.data.batches import Batch, Batches, sequential_batches
+from sparkdl.data.collate import Rows
 from sparkdl.data.gather import gather_rows
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.windows import Windows
+from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.spool.mapped import ShardData
 
 COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),

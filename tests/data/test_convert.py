@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as pillow
 
-from sparkdl.data.convert import as_spark, checked_rows, column_at
-from sparkdl.data.parquet import ParquetSource
-from sparkdl.data.readers import Rows
+from sparkdl.data.column_readers import Rows
+from sparkdl.data.plan import Column, make_plan
 from sparkdl.data.source import Wanted
-from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.sources.column_conversion import as_spark, checked_rows, column_at
+from sparkdl.data.sources.parquet import ParquetSource
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Specification
-from sparkdl.plan import Column, make_plan
 
 WANTED = SpoolColumn(name="x", role="feature", dtype="float32")
 

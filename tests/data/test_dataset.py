@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.dataset import DatasetShard, DatasetSource
+from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.source import Contents, Source, Wanted
-from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.sources.torch_dataset import DatasetShard, DatasetSource
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
-from sparkdl.plan import TrainPlan, make_plan
 
 FEATURES = SpoolColumn(name="features", role="feature", dtype="float32")
 LABEL = SpoolColumn(name="label", role="label", dtype="int64", as_classes=True)

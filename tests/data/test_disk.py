@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.data.disk import (
+from sparkdl.data.spool.local_disk import (
     DiskFull,
     disk_errors,
     free_bytes,

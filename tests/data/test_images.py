@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image as pillow
 
-from sparkdl.data.arrow import NotUniform
+from sparkdl.data.arrow_arrays import NotUniform
 from sparkdl.data.images import decode_rows, encoded, read_images
 from sparkdl.inputs import Image
 

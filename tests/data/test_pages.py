@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sparkdl.data.batches import GATHER_BYTES
-from sparkdl.data.pages import EqualRows, MappedFile, Pages, RaggedRows
-from sparkdl.windows import Windows, make_windows
+from sparkdl.data.shuffle_windows import Windows, make_windows
+from sparkdl.data.spool.page_cache import EqualRows, MappedFile, Pages, RaggedRows
 
 READER = Path(__file__).with_name("read_windows.py")
 MIB = 1 << 20

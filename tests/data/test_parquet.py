@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.parquet import ParquetSource
+from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.source import Contents, Source, Wanted
-from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.sources.parquet import ParquetSource
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.inputs import Tensor
-from sparkdl.plan import TrainPlan, make_plan
 from sparkdl.storage.storage import open_storage
 
 FEATURES = SpoolColumn(name="x", role="feature", dtype="float32")

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdl.data.pages import Pages
-from sparkdl.data.places import Places, PlacesByLength, WholePlaces, WindowedPlaces
 from sparkdl.data.shuffle import LengthGroups, cut_rows, epoch_order, windowed_order
+from sparkdl.data.spool.page_cache import Pages
+from sparkdl.data.spool.read_ahead import Places, PlacesByLength, WholePlaces, WindowedPlaces
 
 
 class Watched(Pages):

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from sparkdl.data.column_readers import BadRows, read, read_trained
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.readers import BadRows, read, read_trained
 from sparkdl.errors import DataError
 from sparkdl.inputs import Sequence, Sparse, Specification, Tensor
-from sparkdl.plan import Column
 
 
 def struct(**columns: Any) -> pa.StructArray:

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.data.column_stats import SpoolSummary, no_rows, skipped_rows
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool import SpoolColumn, SpoolWriter, open_spool
-from sparkdl.data.stats import SpoolSummary, no_rows, skipped_rows
+from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter, open_spool
 from sparkdl.inputs import Image
-from sparkdl.plan import Column
 from tests.prepare.trees import png
 
 LABEL = SpoolColumn(name="y", role="label", dtype="int64")

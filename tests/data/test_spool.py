@@ -12,18 +12,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.data.disk import DiskFull
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool import (
+from sparkdl.data.spool.local_disk import DiskFull
+from sparkdl.data.spool.writer import (
     SpoolColumn,
     SpoolWriter,
     column_path,
     open_spool,
 )
-from sparkdl.data.stats import SpoolSummary
 from sparkdl.errors import ShardLost, StorageError
 from sparkdl.inputs import Sequence, Tensor
-from sparkdl.plan import Column
 
 FEATURE = SpoolColumn(name="f", role="feature", dtype="float32")
 LABEL = SpoolColumn(name="y", role="label", dtype="int64", as_classes=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.data.assemble import Rows
 from sparkdl.data.batches import Batches, sequential_batches
-from sparkdl.data.streamed import StreamedRows
+from sparkdl.data.collate import Rows
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.sources.streamed import StreamedRows
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import TrainPlan
 from tests.data.test_batches import COLUMNS, columns_of, copied, make_test_plan
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.parquet import ParquetSource
 from sparkdl.data.source import Contents
-from sparkdl.data.spool import SpoolColumn
-from sparkdl.data.streamed import StreamedRows
+from sparkdl.data.sources.parquet import ParquetSource
+from sparkdl.data.sources.streamed import StreamedRows
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.inputs import Sequence
 from tests.data.test_parquet import FEATURES, epoch_of, joined, plan_of, wanted
 from tests.data.test_parquetfiles import write_all

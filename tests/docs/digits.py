@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sparkdl import TorchClassifierModel
-from sparkdl.plan import Column
+from sparkdl.data.plan import Column
 
 
 def saved_model(

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.sync.adasum import Adasum
 from sparkdl.sync.allreduce import AllReduce
 from sparkdl.sync.async_sgd import AsyncSGD

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Shard, TrainPlan
 from sparkdl.explain.measuring import StepTimer, at_work, for_measuring
-from sparkdl.plan import Shard, TrainPlan
 from tests.train.runs import NUM_FEATURES, make_data, plan_for
 
 

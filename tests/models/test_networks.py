@@ -17,13 +17,13 @@ from torch import nn
 
 import sparkdl.models
 from sparkdl.data.example import example_of
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
 from sparkdl.jobfile import TrainJob
 from sparkdl.jobobjects import import_object, make_estimator
 from sparkdl.modulefile import load_module_from, save_module
 from sparkdl.onnxfile import export_onnx
-from sparkdl.plan import Column
 from sparkdl.program import read_program, write_program
 from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.storage.storage import LocalStorage

@@ -17,10 +17,10 @@ import torch
 from sparkdl import PetastormSource, TorchClassifier
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import Batch, Batches, sequential_batches
+from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.source import Contents, Wanted
-from sparkdl.data.spool import SpoolColumn
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import TrainPlan, make_plan
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.spool import ColumnStats, SpoolSummary
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.spool.writer import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.checks import (
     check_labels,
     check_sync_batch_norm,

@@ -11,9 +11,9 @@ import pytest
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql.types import LongType, StructField, StructType
 
-from sparkdl.data.arrow import examine, uniform
+from sparkdl.data.arrow_arrays import examine, uniform
+from sparkdl.data.plan import Role
 from sparkdl.errors import DataError
-from sparkdl.plan import Role
 from sparkdl.spark.columns import Prepared, prepare, require, validation_indicator
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from pyspark.errors import ArithmeticException
 from torchmetrics.classification import BinaryAccuracy
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
 from sparkdl.spark import preflight, spooltask
 from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
-from sparkdl.windows import HostLoad
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -471,7 +471,7 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
         with monkeypatch.context() as patch:
             patch.setattr("sparkdl.spark.windows.host_loads", loads)
             # So small that the few rows of this test need several of them.
-            patch.setattr("sparkdl.windows._LEAST_WINDOW", 200)
+            patch.setattr("sparkdl.data.shuffle_windows._LEAST_WINDOW", 200)
             directory = str(tmp_path / directory)
             return fit(df, request(directory=directory, epochs=epochs))
 

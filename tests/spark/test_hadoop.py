@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
+from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
-from sparkdl.plan import Column
 from sparkdl.spark.hadoop import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.locate import open_place
 from sparkdl.storage.storage import FsspecStorage, LocalStorage, Storage, open_storage

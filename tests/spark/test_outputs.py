@@ -13,11 +13,11 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl.data.assemble import Arguments
+from sparkdl.data.collate import Arguments
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.outputs import Forward, Output
-from sparkdl.plan import Column
 from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type, vectors_to_arrays
 
 ZEROS = Arguments((torch.zeros(2, 3),))

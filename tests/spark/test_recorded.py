@@ -386,7 +386,7 @@ def test_params_are_shown_without_passwords(df: DataFrame) -> None:
 
 @pytest.mark.classic
 def test_what_a_runner_is_given_is_shown_without_secrets_and_jobs(df: DataFrame) -> None:
-    from sparkdl.data.petastorm import PetastormSource
+    from sparkdl.data.sources.petastorm import PetastormSource
     from sparkdl.runner import _shown
 
     spark = df.sparkSession

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 from sparkdl.config import TrainConfig
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.runkey import run_key
 from sparkdl.sync.parameter_averaging import ParameterAveraging
 

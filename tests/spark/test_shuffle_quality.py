@@ -18,10 +18,10 @@ import torch
 from pyspark.sql import functions as F
 
 from sparkdl.data.shuffle import WindowedOrder, cut_rows, epoch_order, windowed_order
-from sparkdl.data.spool import open_spool
+from sparkdl.data.shuffle_windows import make_windows
+from sparkdl.data.spool.writer import open_spool
 from sparkdl.spark.columns import prepare
 from sparkdl.spark.shards import ShardTable
-from sparkdl.windows import make_windows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

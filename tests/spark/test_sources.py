@@ -26,11 +26,11 @@ from sparkdl import (
 )
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import sequential_batches
+from sparkdl.data.plan import make_plan
 from sparkdl.data.source import Contents, Wanted
-from sparkdl.data.spool import Split
+from sparkdl.data.spool.writer import Split
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
-from sparkdl.plan import make_plan
 from sparkdl.spark.checks import prepare_columns, shaped
 from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sparkdl.data.stats import SpoolSummary
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
 from sparkdl.spark.preflight import ClusterInfo
 from sparkdl.spark.shards import SpooledShard
 from sparkdl.spark.windows import as_begun, host_loads, with_windows
 from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
-from sparkdl.windows import WINDOWS, HostLoad, Windows
 from tests.checkpoint.memory import MemoryStorage
 
 GIB = 1 << 30

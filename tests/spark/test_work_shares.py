@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.spool import open_spool
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.spool.writer import open_spool
 from sparkdl.errors import ConfigError
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark import fit as module
 from sparkdl.spark.columns import prepare
 from sparkdl.spark.fit import fit

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sparkdl.comm.communicator import LocalCommunicator
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.sync.population import Competition, best_first, drawn, members_of
 from sparkdl.sync.population_based import PopulationBasedTraining
 from sparkdl.sync.tournament import Tournament

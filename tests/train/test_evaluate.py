@@ -9,7 +9,7 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.train.evaluate import evaluate, evaluation_mode
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.metrics import Metrics

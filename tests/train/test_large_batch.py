@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.train.large_batch import LAMB, LARS
 from sparkdl.train.warmup import warmup

@@ -11,10 +11,10 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
-from sparkdl.data.mapped import ShardData
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.ragged import Ragged, offsets_of
+from sparkdl.data.spool.mapped import ShardData
 from sparkdl.inputs import Sequence
-from sparkdl.plan import Column, Shard, TrainPlan, make_plan
 from tests.train.runs import Keeper, but, run, seeded, weights
 
 ROWS = (23, 14)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.frozen import freeze
-from sparkdl.plan import RoundPart, TrainPlan
 from sparkdl.sync.averaging import ApartSynchronizer
 from sparkdl.sync.base import SyncStrategy
 from sparkdl.train.callbacks import NullObserver

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.convert import checked_rows, column_at, owned
-from sparkdl.data.parquetfiles import DataFile, Reader
+from sparkdl.data.plan import Column, Shard, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.data.sources.column_conversion import checked_rows, column_at, owned
+from sparkdl.data.sources.parquet_files import DataFile, Reader
+from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.plan import Column, Shard, TrainPlan
 
 if TYPE_CHECKING:
-    from sparkdl.data.assemble import Rows
+    from sparkdl.data.collate import Rows
     from sparkdl.data.source import ShardRows
 
 
@@ -213,7 +213,7 @@ class RowGroupShards:
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `source.ShardSource.open`."""
-        from sparkdl.data.streamed import StreamedRows
+        from sparkdl.data.sources.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
         return StreamedRows(

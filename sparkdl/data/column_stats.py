@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.data.arrow import Findings
+from sparkdl.data.arrow_arrays import Findings
+from sparkdl.data.plan import Role
 from sparkdl.data.ragged import Array
-from sparkdl.plan import Role
 
 
 @dataclass(kw_only=True)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.arrow import Findings, NotUniform, examine, offsets, uniform
+from sparkdl.data.arrow_arrays import Findings, NotUniform, examine, offsets, uniform
 from sparkdl.data.images import encoded, read_images, usable_images
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Sequence, Sparse, Specification, Tensor
-from sparkdl.plan import Column
 
 Rows = Array | Ragged
 

@@ -17,11 +17,11 @@ from typing import Generic, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.assemble import Rows, no_rows
+from sparkdl.data.collate import Rows, no_rows
 from sparkdl.data.gather import Buffer, gather_column
+from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle import Order, WindowedOrder, windowed_order
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import TrainPlan
 
 P = TypeVar("P")
 

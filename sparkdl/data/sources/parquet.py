@@ -14,9 +14,11 @@ from dataclasses import KW_ONLY, dataclass
 
 import pyarrow as pa
 
-from sparkdl.data.convert import as_spark, path_of
-from sparkdl.data.parquetfiles import Listing, Reader, list_files
-from sparkdl.data.rowgroups import (
+from sparkdl.data.source import Contents, Wanted, with_shapes
+from sparkdl.data.sources.column_conversion import as_spark, path_of
+from sparkdl.data.sources.parquet_files import Listing, Reader, list_files
+from sparkdl.data.sources.parquet_statistics import ColumnSurvey
+from sparkdl.data.sources.row_groups import (
     Group,
     RowGroupShards,
     ShardPieces,
@@ -28,8 +30,6 @@ from sparkdl.data.rowgroups import (
     pieces_together,
     place,
 )
-from sparkdl.data.source import Contents, Wanted, with_shapes
-from sparkdl.data.survey import ColumnSurvey
 from sparkdl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)

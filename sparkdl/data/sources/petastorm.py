@@ -18,8 +18,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkdl.data.parquetfiles import DataFile, Listing, list_files
-from sparkdl.data.rowgroups import (
+from sparkdl.data.plan import Shard, TrainPlan
+from sparkdl.data.source import Contents, Wanted, with_shapes
+from sparkdl.data.sources.dataset_rows import (
+    Fields,
+    Sampler,
+    check_kinds,
+    column_of,
+    element_type,
+    named,
+    nested,
+    row_bytes,
+)
+from sparkdl.data.sources.parquet_files import DataFile, Listing, list_files
+from sparkdl.data.sources.row_groups import (
     Group,
     Piece,
     ShardPieces,
@@ -30,23 +42,11 @@ from sparkdl.data.rowgroups import (
     pieces_together,
     place,
 )
-from sparkdl.data.samples import (
-    Fields,
-    Sampler,
-    check_kinds,
-    column_of,
-    element_type,
-    named,
-    nested,
-    row_bytes,
-)
-from sparkdl.data.source import Contents, Wanted, with_shapes
-from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
-from sparkdl.plan import Shard, TrainPlan
 
 if TYPE_CHECKING:
-    from sparkdl.data.assemble import Rows
+    from sparkdl.data.collate import Rows
     from sparkdl.data.source import ShardRows
 
 _READERS = ("make_batch_reader", "make_reader")
@@ -185,7 +185,7 @@ class PetastormShards:
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `source.ShardSource.open`."""
-        from sparkdl.data.streamed import StreamedRows
+        from sparkdl.data.sources.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
         read: Callable[[Piece], Mapping[str, Rows]] = partial(

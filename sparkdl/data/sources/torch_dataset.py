@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.samples import Fields, check_kinds, column_of, element_type, named, nested
+from sparkdl.data.plan import Shard, TrainPlan
 from sparkdl.data.source import Contents, Wanted, rows_of, with_shapes
-from sparkdl.data.spool import Split, SpoolColumn
+from sparkdl.data.sources.dataset_rows import (
+    Fields,
+    check_kinds,
+    column_of,
+    element_type,
+    named,
+    nested,
+)
+from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.plan import Shard, TrainPlan
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -179,7 +186,7 @@ class DatasetShards:
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `source.ShardSource.open`."""
-        from sparkdl.data.samples import IterableRows, MapRows, Sampler
+        from sparkdl.data.sources.dataset_rows import IterableRows, MapRows, Sampler
 
         which = 0 if split == "train" else 1
         sampler = Sampler(plan.columns, self.wanted, self.names)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.data.column_stats import bad_values, bad_values_message
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array
-from sparkdl.data.spool import SpoolColumn
-from sparkdl.data.stats import bad_values, bad_values_message
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Tensor
-from sparkdl.plan import Column
 
 if TYPE_CHECKING:
-    from sparkdl.data.assemble import Rows
+    from sparkdl.data.collate import Rows
     from sparkdl.data.gather import Buffer
 
 Fields = dict[str, Array]
@@ -232,7 +232,7 @@ class _SampledRows:
         return sum(rows for _, rows in self._parts)
 
     def _make(self, shard_id: int, epoch: int, seed: int) -> Any:
-        from sparkdl.data.dataset import DatasetShard, make, takes_part
+        from sparkdl.data.sources.torch_dataset import DatasetShard, make, takes_part
 
         part = DatasetShard(shard_id=shard_id, num_shards=self._num_shards, epoch=epoch, seed=seed)
         if takes_part(self._factory):

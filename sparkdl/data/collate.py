@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from sparkdl.data.images import decode_rows
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool import stored_parts
+from sparkdl.data.spool.writer import stored_parts
 from sparkdl.inputs import Image, Sparse
 from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.plan import Column
 
 Rows = torch.Tensor | Ragged
 R = TypeVar("R")

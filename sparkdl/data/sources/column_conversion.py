@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparkdl.data.column_readers import BadRows, Rows, read
+from sparkdl.data.column_stats import bad_values, bad_values_message, made_dtype
+from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.readers import BadRows, Rows, read
-from sparkdl.data.spool import SpoolColumn
-from sparkdl.data.stats import bad_values, bad_values_message, made_dtype
+from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Sequence, Sparse, Tensor
-from sparkdl.plan import Column
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,9 +17,26 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from sparkdl.data.convert import as_spark
-from sparkdl.data.files import open_files
+from sparkdl.data.sources.column_conversion import as_spark
 from sparkdl.errors import DataError, StorageError
+from sparkdl.storage.storage import LocalStorage, open_storage, open_url, scheme_of
+
+
+def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]:
+    """The file system, and the path in it; URLs are those of `open_storage`.
+
+    Raises:
+        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    """
+    text = os.fspath(path_or_url)
+    if scheme_of(text) in (None, "file"):
+        local = open_storage(text)
+        assert isinstance(local, LocalStorage)
+        return fs.LocalFileSystem(), str(Path(str(local)).absolute())
+    files, path = open_url(text)
+    # That of pyarrow's own is used as it is.
+    return getattr(files, "fs", None) or fs.PyFileSystem(fs.FSSpecHandler(files)), path
+
 
 _FOOTERS_AT_ONCE = 16
 _INSTANT = pa.timestamp("us", tz="UTC")

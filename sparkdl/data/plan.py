@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.runtime.json_objects import describe, restore
-from sparkdl.windows import Windows
 
 Role = Literal["feature", "label", "weight"]
 

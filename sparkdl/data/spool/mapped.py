@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkdl.data import assemble
-from sparkdl.data.assemble import Rows
+from sparkdl.data import collate
+from sparkdl.data.collate import Rows
 from sparkdl.data.gather import Buffer, gather_column
-from sparkdl.data.pages import Pages
-from sparkdl.data.places import Places, PlacesByLength, WholePlaces, WindowedPlaces
+from sparkdl.data.plan import TrainPlan
 from sparkdl.data.ragged import Ragged, lengths_at
 from sparkdl.data.shuffle import LengthGroups, Order, cut_rows, epoch_order, windowed_order
+from sparkdl.data.spool.page_cache import Pages
+from sparkdl.data.spool.read_ahead import Places, PlacesByLength, WholePlaces, WindowedPlaces
 from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class MappedRows:
                 behind = _move_on(shard, self._plan, behind, start, stop)
                 # Copies: a model that changes its input in place must not reach the spool's pages.
                 yield {
-                    column.key: assemble.copied(shard.columns[column.key][start:stop])
+                    column.key: collate.copied(shard.columns[column.key][start:stop])
                     for column in self._plan.columns
                 }
             if self._plan.windows is not None and shard.pages is not None:

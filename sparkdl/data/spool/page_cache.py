@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sparkdl.data.disk import disk_errors
+from sparkdl.data.spool.local_disk import disk_errors
 
 Array = npt.NDArray[Any]
 

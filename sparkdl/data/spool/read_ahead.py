@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from sparkdl.data.pages import Pages
 from sparkdl.data.shuffle import LengthGroups, Order, WindowedOrder
+from sparkdl.data.spool.page_cache import Pages
 
 
 class Places(Protocol):

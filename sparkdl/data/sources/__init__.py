@@ -1,0 +1,1 @@
+"""Sources whose rows the workers read by themselves, without a DataFrame."""
