@@ -17,7 +17,7 @@ from pair import WORLD_SIZE, run_pairs, timed
 from torch import nn
 
 from sparkdl.comm.communicator import ProcessGroupCommunicator
-from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD, AsyncSynchronizer
 
 SIZES = {"4 KB": 4 << 10, "4 MB": 4 << 20, "100 MB": 100 << 20}
 STRATEGIES = {"asynchronous": AsyncSGD(), "bound 0": AsyncSGD(staleness_bound=0)}

@@ -17,7 +17,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.spark.rounddriver import RoundsDriver
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 
 def main() -> None:

@@ -22,17 +22,17 @@ def contenders() -> dict[str, Contender]:
     """Name -> strategy; imported here, so that one that is broken is named by its error."""
     from sparkdl.comm import compression
     from sparkdl.comm.compression.onebit import OneBitCompression
-    from sparkdl.sync.adasum import Adasum
-    from sparkdl.sync.allreduce import AllReduce
-    from sparkdl.sync.async_sgd import AsyncSGD
-    from sparkdl.sync.block_momentum import BlockMomentum
-    from sparkdl.sync.diloco import DiLoCo
-    from sparkdl.sync.elastic_averaging import ElasticAveraging
-    from sparkdl.sync.gossip import Gossip
-    from sparkdl.sync.hogwild import Hogwild
-    from sparkdl.sync.local_sgd import LocalSGD
-    from sparkdl.sync.parameter_averaging import ParameterAveraging
-    from sparkdl.sync.slowmo import SlowMo
+    from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+    from sparkdl.sync.asynchronous.hogwild import Hogwild
+    from sparkdl.sync.averaging.adasum import Adasum
+    from sparkdl.sync.averaging.block_momentum import BlockMomentum
+    from sparkdl.sync.averaging.diloco import DiLoCo
+    from sparkdl.sync.averaging.local_sgd import LocalSGD
+    from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+    from sparkdl.sync.averaging.slowmo import SlowMo
+    from sparkdl.sync.gradients.allreduce import AllReduce
+    from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
+    from sparkdl.sync.own_weights.gossip import Gossip
 
     compressed = {
         f"all-reduce, {name}": Contender(AllReduce(compression=compression.resolve(name)))

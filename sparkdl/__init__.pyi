@@ -52,25 +52,27 @@ from sparkdl.saved import load_module as load_module
 from sparkdl.saved import load_signature as load_signature
 from sparkdl.scores import Evaluation as Evaluation
 from sparkdl.summary import TrainingSummary as TrainingSummary
-from sparkdl.sync.adasum import Adasum as Adasum
-from sparkdl.sync.allreduce import AllReduce as AllReduce
-from sparkdl.sync.async_sgd import AsyncSGD as AsyncSGD
-from sparkdl.sync.base import Reduced as Reduced
-from sparkdl.sync.base import Synchronizer as Synchronizer
-from sparkdl.sync.base import SyncStrategy as SyncStrategy
-from sparkdl.sync.block_momentum import BlockMomentum as BlockMomentum
-from sparkdl.sync.diloco import DiLoCo as DiLoCo
-from sparkdl.sync.elastic_averaging import ElasticAveraging as ElasticAveraging
-from sparkdl.sync.gossip import Gossip as Gossip
-from sparkdl.sync.hogwild import Hogwild as Hogwild
-from sparkdl.sync.local_sgd import LocalSGD as LocalSGD
-from sparkdl.sync.one_shot_averaging import OneShotAveraging as OneShotAveraging
-from sparkdl.sync.parameter_averaging import ParameterAveraging as ParameterAveraging
-from sparkdl.sync.population_based import Around as Around
-from sparkdl.sync.population_based import PopulationBasedTraining as PopulationBasedTraining
-from sparkdl.sync.population_based import Range as Range
-from sparkdl.sync.slowmo import SlowMo as SlowMo
-from sparkdl.sync.tournament import Tournament as Tournament
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD as AsyncSGD
+from sparkdl.sync.asynchronous.hogwild import Hogwild as Hogwild
+from sparkdl.sync.averaging.adasum import Adasum as Adasum
+from sparkdl.sync.averaging.block_momentum import BlockMomentum as BlockMomentum
+from sparkdl.sync.averaging.diloco import DiLoCo as DiLoCo
+from sparkdl.sync.averaging.local_sgd import LocalSGD as LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging as ParameterAveraging
+from sparkdl.sync.averaging.slowmo import SlowMo as SlowMo
+from sparkdl.sync.gradients.allreduce import AllReduce as AllReduce
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging as ElasticAveraging
+from sparkdl.sync.own_weights.gossip import Gossip as Gossip
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging as OneShotAveraging
+from sparkdl.sync.population.population_based_training import Around as Around
+from sparkdl.sync.population.population_based_training import (
+    PopulationBasedTraining as PopulationBasedTraining,
+)
+from sparkdl.sync.population.population_based_training import Range as Range
+from sparkdl.sync.population.tournament import Tournament as Tournament
+from sparkdl.sync.strategy import Reduced as Reduced
+from sparkdl.sync.strategy import Synchronizer as Synchronizer
+from sparkdl.sync.strategy import SyncStrategy as SyncStrategy
 from sparkdl.tensorboard import TensorBoard as TensorBoard
 from sparkdl.train.callbacks import Callback as Callback
 from sparkdl.train.callbacks import CallbackState as CallbackState

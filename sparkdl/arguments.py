@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from sparkdl.config import EarlyStopping
 from sparkdl.inputs import Specification
 from sparkdl.listeners import Listener
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 
 class EstimatorArguments(TypedDict, total=False):

@@ -20,7 +20,7 @@ from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.listeners import Listener
 from sparkdl.outputs import Output
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 
 def to_callable(value: Any) -> Any:

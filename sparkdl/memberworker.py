@@ -141,7 +141,7 @@ def _train(
 
 def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
     """Measure both on this shard's tournament set."""
-    from sparkdl.sync.tournament import has_won
+    from sparkdl.sync.population.tournament import has_won
 
     losses = []
     for state in (own, rival):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.frozen import freeze, moving_buffers, still_names, thaw, training_mode
+from sparkdl.sync.frozen_layers import freeze, moving_buffers, still_names, thaw, training_mode
 
 
 class Averaged(nn.Module):

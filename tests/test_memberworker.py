@@ -25,7 +25,7 @@ from sparkdl.memberworker import (
     pack_parts,
     unpack_parts,
 )
-from sparkdl.sync.tournament import Tournament
+from sparkdl.sync.population.tournament import Tournament
 from tests import test_worker
 from tests.test_roundworker import PART, Net, order, place
 

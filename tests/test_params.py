@@ -23,7 +23,7 @@ from sparkdl.params import (
     OBJECT_PARAMS,
     training_values,
 )
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.tensorboard import TensorBoard
 
 ESTIMATORS = [TorchEstimator, TorchClassifier, TorchRegressor]
@@ -269,7 +269,7 @@ def test_metrics_of_a_list_are_named_by_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "AllReduce", "sparkdl.sync.allreduce:AllReduce", AllReduce]
+    "strategy", ["allreduce", "AllReduce", "sparkdl.sync.gradients.allreduce:AllReduce", AllReduce]
 )
 def test_strategies_by_name(strategy: Any) -> None:
     assert TorchClassifier(syncStrategy=strategy).getSyncStrategy() == AllReduce()

@@ -186,7 +186,7 @@ def period_for_share(merge_seconds: float, step_seconds: float, share: float) ->
 
     The same as `sync.period.AutoPeriod` follows while it trains.
     """
-    from sparkdl.sync.period import steps_for_share
+    from sparkdl.sync.averaging.period import steps_for_share
 
     return max(1, round(steps_for_share(merge_seconds, step_seconds, share)))
 

@@ -15,20 +15,20 @@ from sparkdl.explain.pattern import ModelSize, pattern_of
 from sparkdl.explain.predict import Prediction, Workload, predict
 from sparkdl.explain.rates import Calibration
 from sparkdl.explain.recommend import SMALL_SHARE, Option
-from sparkdl.sync.adasum import Adasum
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.async_sgd import AsyncSGD
-from sparkdl.sync.base import SyncStrategy
-from sparkdl.sync.block_momentum import BlockMomentum
-from sparkdl.sync.diloco import DiLoCo
-from sparkdl.sync.elastic_averaging import ElasticAveraging
-from sparkdl.sync.gossip import Gossip
-from sparkdl.sync.hogwild import Hogwild
-from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.sync.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.parameter_averaging import ParameterAveraging
-from sparkdl.sync.slowmo import SlowMo
-from sparkdl.sync.tournament import Tournament
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.asynchronous.hogwild import Hogwild
+from sparkdl.sync.averaging.adasum import Adasum
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
+from sparkdl.sync.averaging.diloco import DiLoCo
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.slowmo import SlowMo
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
+from sparkdl.sync.own_weights.gossip import Gossip
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.population.tournament import Tournament
+from sparkdl.sync.strategy import SyncStrategy
 
 PLAIN = (
     AllReduce(),

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparkdl.sync.adasum import Adasum
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.async_sgd import AsyncSGD
-from sparkdl.sync.averaging import AveragingStrategy
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.asynchronous.hogwild import Hogwild
+from sparkdl.sync.averaging.adasum import Adasum
+from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.collective import CollectiveStrategy
-from sparkdl.sync.elastic_averaging import ElasticAveraging
-from sparkdl.sync.gossip import Gossip
-from sparkdl.sync.gradients import bucket_shapes
-from sparkdl.sync.hogwild import Hogwild
-from sparkdl.sync.parameter_averaging import ParameterAveraging
-from sparkdl.sync.population import Competition, PopulationStrategy
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.gradients.buckets import bucket_shapes
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
+from sparkdl.sync.own_weights.gossip import Gossip
+from sparkdl.sync.population.population import Competition, PopulationStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 Kind = Literal["sum", "server", "pairs", "stages", "nodes"]
 Shapes = Sequence[tuple[int, ...]]

@@ -33,8 +33,8 @@ from sparkdl.spark.session import described, is_case_sensitive
 from sparkdl.spark.shards import ShardTable, SpooledShard
 from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.specified import prepare_named
-from sparkdl.sync.base import SyncStrategy
-from sparkdl.sync.population import PopulationStrategy
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,14 +13,14 @@ from sparkdl.memberworker import RIVAL_MODEL, RIVAL_REST, decoded
 from sparkdl.spark.populations import CompetitionDriver, Parts, PopulationDriver
 from sparkdl.spark.rounddriver import run_rounds
 from sparkdl.spark.run import Run, Trained
-from sparkdl.sync.merge import merge
-from sparkdl.sync.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.period import FixedPeriod
-from sparkdl.sync.population import PopulationStrategy
-from sparkdl.sync.population_based import PopulationBasedTraining
-from sparkdl.sync.tournament import Tournament
+from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.period import FixedPeriod
+from sparkdl.sync.population.hyperparameters import first_values
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.population.population_based_training import PopulationBasedTraining
+from sparkdl.sync.population.tournament import Tournament
 from sparkdl.train.divergence import LossWatch
-from sparkdl.train.hyperparameters import first_values
 from sparkdl.train.optim import resolve_optimizer
 from sparkdl.train.state import Record
 

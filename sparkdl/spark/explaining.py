@@ -23,7 +23,6 @@ from sparkdl.explain.outlook import Outlook, Places, strategy_text, world_sizes
 from sparkdl.explain.pattern import ModelSize
 from sparkdl.explain.predict import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.frozen import moving_buffers
 from sparkdl.spark.dryrun import check_empty_batches
 from sparkdl.spark.estimated import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.gauge import Gauged, gauge, num_ranks, why_no_gang
@@ -40,6 +39,7 @@ from sparkdl.spark.request import FitRequest
 from sparkdl.spark.slots import Slots, plan_gang
 from sparkdl.spark.sourcetable import active_session
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.data.source import Source
-from sparkdl.frozen import thaw
 from sparkdl.packing import pack
 from sparkdl.progress import SharedView, View, WatchedView
 from sparkdl.report.recorder import Recorder
@@ -43,9 +42,10 @@ from sparkdl.spark.slots import Slots, wait_again
 from sparkdl.spark.sourcetable import SourceTable, active_session
 from sparkdl.spark.supervise import persistently
 from sparkdl.spark.windows import as_begun, with_windows
-from sparkdl.sync.averaging import AveragingStrategy
-from sparkdl.sync.base import SyncStrategy
-from sparkdl.sync.population import PopulationStrategy
+from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.frozen_layers import thaw
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import make_stopper
 from sparkdl.views import fit_view, shows_lines
 

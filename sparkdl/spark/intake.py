@@ -11,7 +11,6 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
 from sparkdl.data.source import Source
-from sparkdl.frozen import freeze
 from sparkdl.spark.checks import (
     check_source,
     check_sync_batch_norm,
@@ -27,7 +26,8 @@ from sparkdl.spark.session import conf
 from sparkdl.spark.settings import Settings, read_settings
 from sparkdl.spark.slots import Slots, plan_gang, plan_rounds
 from sparkdl.spark.sourcetable import active_session, empty_frame, require_source
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 MODES = ("auto", "gang", "rounds")
 

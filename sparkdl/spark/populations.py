@@ -26,8 +26,8 @@ from sparkdl.spark.rounddriver import RoundsDriver
 from sparkdl.spark.roundtotals import RoundDone
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.stages import Rows, run_stage
-from sparkdl.sync.period import Period
-from sparkdl.sync.population import best_first, members_of
+from sparkdl.sync.averaging.period import Period
+from sparkdl.sync.population.population import best_first, members_of
 from sparkdl.train.state import Record
 
 _MEASURED_BYTES = 64 << 20

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparkdl.listeners import Listener
     from sparkdl.spark.request import FitRequest
     from sparkdl.spark.run import Run
-    from sparkdl.sync.base import SyncStrategy
+    from sparkdl.sync.strategy import SyncStrategy
 
 _LONGEST_VALUE = 500
 """Characters of a Param's value that are kept."""

@@ -31,7 +31,7 @@ from sparkdl.spark.stages import PATH, run_stage
 from sparkdl.spark.supervise import Limits, Rows, supervise
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
-from sparkdl.sync.period import Period, RoundReport
+from sparkdl.sync.averaging.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
 from sparkdl.train.divergence import LossWatch, diverged
 from sparkdl.train.evaluate import record as evaluation_record

@@ -18,7 +18,7 @@ from sparkdl.spark.rounddriver import RoundsDriver, run_rounds
 from sparkdl.spark.roundtotals import RoundDone
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.stages import STATE, merge_states
-from sparkdl.sync.averaging import AveragingStrategy
+from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.train.state import Record
 
 

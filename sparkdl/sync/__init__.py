@@ -5,25 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.base import Synchronizer, SyncStrategy
+from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 
 STRATEGIES = {
-    "adasum": "sparkdl.sync.adasum:Adasum",
-    "allreduce": "sparkdl.sync.allreduce:AllReduce",
-    "asyncsgd": "sparkdl.sync.async_sgd:AsyncSGD",
-    "blockmomentum": "sparkdl.sync.block_momentum:BlockMomentum",
-    "diloco": "sparkdl.sync.diloco:DiLoCo",
-    "elasticaveraging": "sparkdl.sync.elastic_averaging:ElasticAveraging",
-    "gossip": "sparkdl.sync.gossip:Gossip",
-    "hogwild": "sparkdl.sync.hogwild:Hogwild",
-    "localsgd": "sparkdl.sync.local_sgd:LocalSGD",
-    "oneshotaveraging": "sparkdl.sync.one_shot_averaging:OneShotAveraging",
-    "parameteraveraging": "sparkdl.sync.parameter_averaging:ParameterAveraging",
-    "populationbasedtraining": "sparkdl.sync.population_based:PopulationBasedTraining",
-    "slowmo": "sparkdl.sync.slowmo:SlowMo",
-    "tournament": "sparkdl.sync.tournament:Tournament",
+    "adasum": "sparkdl.sync.averaging.adasum:Adasum",
+    "allreduce": "sparkdl.sync.gradients.allreduce:AllReduce",
+    "asyncsgd": "sparkdl.sync.asynchronous.async_sgd:AsyncSGD",
+    "blockmomentum": "sparkdl.sync.averaging.block_momentum:BlockMomentum",
+    "diloco": "sparkdl.sync.averaging.diloco:DiLoCo",
+    "elasticaveraging": "sparkdl.sync.own_weights.elastic_averaging:ElasticAveraging",
+    "gossip": "sparkdl.sync.own_weights.gossip:Gossip",
+    "hogwild": "sparkdl.sync.asynchronous.hogwild:Hogwild",
+    "localsgd": "sparkdl.sync.averaging.local_sgd:LocalSGD",
+    "oneshotaveraging": "sparkdl.sync.population.one_shot_averaging:OneShotAveraging",
+    "parameteraveraging": "sparkdl.sync.averaging.parameter_averaging:ParameterAveraging",
+    "populationbasedtraining": "sparkdl.sync.population.population_based_training:PopulationBasedTraining",
+    "slowmo": "sparkdl.sync.averaging.slowmo:SlowMo",
+    "tournament": "sparkdl.sync.population.tournament:Tournament",
 }
 """Name -> where the class is; classes are imported when they are asked for.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparkdl.comm import topology as topologies
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
-from sparkdl.frozen import moving_buffers
+from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.loss import LossFunction
 from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
 from sparkdl.train.metrics import Metrics

@@ -16,8 +16,8 @@ from sparkdl.comm.topology import arrange
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.data.plan import TrainPlan
-from sparkdl.frozen import training_mode
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
 from sparkdl.train.clock import Clock
 from sparkdl.train.divergence import diverged

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.sync.base import MakeOptimizer
+from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.train.groups import ParameterGroups
 from sparkdl.train.large_batch import LAMB, LARS
 from sparkdl.train.lightning import OwnOptimizer, is_lightning

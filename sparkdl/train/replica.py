@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sparkdl.sync.base import Synchronizer
+from sparkdl.sync.strategy import Synchronizer
 from sparkdl.train.callbacks import EarlyStopper
 from sparkdl.train.divergence import LossWatch
 from sparkdl.train.precision import NumberFormat

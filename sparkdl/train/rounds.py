@@ -21,12 +21,12 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.frozen import still_names, training_mode
-from sparkdl.sync.averaging import ApartSynchronizer
+from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.frozen_layers import still_names, training_mode
+from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.clock import Clock
 from sparkdl.train.evaluate import measure
-from sparkdl.train.hyperparameters import set_values
 from sparkdl.train.losses import part_names
 from sparkdl.train.memory_format import in_memory_format
 from sparkdl.train.metrics import Metrics

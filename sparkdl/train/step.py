@@ -18,7 +18,7 @@ import torch
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
-from sparkdl.sync.base import Synchronizer
+from sparkdl.sync.strategy import Synchronizer
 from sparkdl.train.augment import augmented
 from sparkdl.train.clock import Clock
 from sparkdl.train.divergence import LossWatch

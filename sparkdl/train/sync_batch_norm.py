@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.strategy import SyncStrategy
 
 
 def check(module: nn.Module, strategy: SyncStrategy, world_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, nothing_is_left, request, training_rows
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.fit import fit
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows
 

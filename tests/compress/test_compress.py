@@ -9,7 +9,7 @@ from sparkdl.comm.compression.compression import Compression
 from sparkdl.comm.compression.powersgd import PowerSGD
 from sparkdl.comm.compression.topk import TopKCompression
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 
 @pytest.mark.parametrize("name", compression.COMPRESSIONS)

@@ -11,11 +11,11 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
-from sparkdl.frozen import freeze
-from sparkdl.sync.adasum import Adasum
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.async_sgd import AsyncSGD
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.averaging.adasum import Adasum
+from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.loop import ResumePoint
 from tests.gang import Gang
 from tests.sync.apart import ROWS, assert_equal_bits
@@ -122,7 +122,7 @@ def train_whole(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
 
 @pytest.mark.gang
 def test_bytes_of_rounds_are_those_of_what_trains(gang3: Gang) -> None:
-    from sparkdl.sync.local_sgd import LocalSGD
+    from sparkdl.sync.averaging.local_sgd import LocalSGD
 
     strategy = LocalSGD(averaging_period=3, optimizer_state="reset")
     config = but(CONFIG, sync_strategy=strategy, epochs=1)

@@ -11,7 +11,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import batch_bounds
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, plan_for, run, seeded
 

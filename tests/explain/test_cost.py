@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.explain import cost
 from sparkdl.explain.cost import Compute, Layout, Link, Network, expected_order, fit_line
-from sparkdl.sync.period import AutoPeriod, RoundReport
+from sparkdl.sync.averaging.period import AutoPeriod, RoundReport
 
 LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
 

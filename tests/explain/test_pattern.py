@@ -10,11 +10,11 @@ from sparkdl.explain.outlook import PLAIN, strategy_text
 from sparkdl.explain.pattern import ModelSize, pattern_of
 from sparkdl.explain.predict import sent_bytes
 from sparkdl.sync import STRATEGIES, resolve
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.async_sgd import AsyncSGD
-from sparkdl.sync.base import MakeOptimizer, Synchronizer, SyncStrategy
-from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer, SyncStrategy
 
 SIZE = ModelSize(
     shapes=((512, 512), (512,), (10, 512), (10,)), element_size=4,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.explain.test_recommend import outlook
 
 

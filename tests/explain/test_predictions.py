@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from sparkdl.estimator import TorchClassifier
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from sparkdl.explain.pattern import ModelSize
 from sparkdl.explain.predict import Workload
 from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
 from sparkdl.explain.recommend import Recommendation, recommend, seconds_text
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 GIGABIT, SLOW = 1 / 110e6, 1 / 11e6
 """Seconds per byte of networks of 1 Gbit/s and of 100 Mbit/s."""

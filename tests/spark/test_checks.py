@@ -26,7 +26,7 @@ from sparkdl.spark.checks import (
 from sparkdl.spark.dryrun import check_empty_batches, dry_run, watched_run
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.shards import SpooledShard
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -321,7 +321,7 @@ def test_rows_are_counted_unless_their_number_is_given(spark: SparkSession) -> N
 
 @pytest.mark.parametrize("count", [2000, 10_000])
 def test_rows_are_held_out_once(spark: SparkSession, count: int) -> None:
-    from sparkdl.sync.tournament import Tournament
+    from sparkdl.sync.population.tournament import Tournament
 
     strategy = Tournament(holdout_fraction=0.1)
     plan = explain(rows(spark, count), request(strategy=strategy), PLAN_ONLY).plan

@@ -14,8 +14,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.initialweights import InitialWeights
 from sparkdl.saved import load_module
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

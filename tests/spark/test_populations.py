@@ -17,10 +17,10 @@ from sparkdl.errors import CheckpointError, ConfigError, DataError, TrainingDive
 from sparkdl.spark.fit import fit
 from sparkdl.spark.mode import choose_mode
 from sparkdl.spark.request import FitRequest, FitResult
-from sparkdl.sync.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.population import PopulationStrategy
-from sparkdl.sync.population_based import PopulationBasedTraining, Range
-from sparkdl.sync.tournament import Tournament
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.population.population_based_training import PopulationBasedTraining, Range
+from sparkdl.sync.population.tournament import Tournament
 from tests.spark import test_rounds
 from tests.spark.test_rounds import Note, assert_about_equal, equal, request
 

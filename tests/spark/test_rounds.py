@@ -17,8 +17,8 @@ from sparkdl.inputs import Tensor, named
 from sparkdl.spark.fit import fit
 from sparkdl.spark.mode import choose_mode
 from sparkdl.spark.request import FitRequest, FitResult
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import Callback, CallbackState
 
 if TYPE_CHECKING:

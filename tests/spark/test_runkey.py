@@ -19,7 +19,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.spark.runkey import run_key
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 SCRIPT = """
 import torch

@@ -12,7 +12,7 @@ from torch import nn
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.model import TorchClassifierModel
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -21,7 +21,7 @@ from sparkdl.spark.fit import fit
 from sparkdl.spark.request import FitRequest
 from sparkdl.spark.runkey import run_key
 from sparkdl.spark.shards import ShardTable, SpooledShard
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -10,7 +10,7 @@ from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.errors import ConfigError
-from sparkdl.sync.adasum import Adasum, adasum, combine
+from sparkdl.sync.averaging.adasum import Adasum, adasum, combine
 from tests.gang import Gang
 from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator, Pending
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
 
 
 class Recorder(LocalCommunicator):

@@ -10,7 +10,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync import resolve
-from sparkdl.sync.async_sgd import AsyncSGD
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits, train_and_resume
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights

@@ -7,10 +7,10 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging import ApartSynchronizer
-from sparkdl.sync.merge import merge
-from sparkdl.sync.parameter_averaging import ParameterAveraging
-from sparkdl.sync.period import AutoPeriod, FixedPeriod, RoundReport
+from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, RoundReport
 from tests.gang import Gang
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
 
@@ -101,7 +101,7 @@ def test_replicas_agree_after_every_round_only(gang: Gang) -> None:
 
 
 def watch_rounds(comm: Any, config: TrainConfig, rows: list[int]) -> list[torch.Tensor]:
-    from sparkdl.sync.averaging import AveragingSynchronizer
+    from sparkdl.sync.averaging.averaging import AveragingSynchronizer
 
     seen: list[torch.Tensor] = []
 

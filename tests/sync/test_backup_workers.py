@@ -16,15 +16,15 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.backup_workers import (
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.gradients.backup_workers import (
     MAX_LAG,
     BackupWorkersSynchronizer,
     _Said,
     is_quorum,
     silence,
 )
-from sparkdl.sync.base import Reduced
+from sparkdl.sync.strategy import Reduced
 from tests.gang import Gang, started_gang
 from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.sync.changes import Changes
-from sparkdl.sync.mean import MeanOfReplicas
+from sparkdl.sync.averaging.mean import MeanOfReplicas
+from sparkdl.sync.weight_changes import Changes
 from tests.gang import Gang
 from tests.sync.apart import make_net
 

@@ -13,16 +13,16 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.comm.compression.onebit import OneBitCompression
 from sparkdl.comm.compression.threshold import ThresholdCompression
 from sparkdl.config import TrainConfig
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.base import SyncStrategy
-from sparkdl.sync.block_momentum import BlockMomentum
-from sparkdl.sync.diloco import DiLoCo
-from sparkdl.sync.elastic_averaging import ElasticAveraging
-from sparkdl.sync.gossip import Gossip
-from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.sync.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.parameter_averaging import ParameterAveraging
-from sparkdl.sync.slowmo import SlowMo
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
+from sparkdl.sync.averaging.diloco import DiLoCo
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.slowmo import SlowMo
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
+from sparkdl.sync.own_weights.gossip import Gossip
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.strategy import SyncStrategy
 from tests.gang import Gang
 from tests.sync.apart import (
     ROWS,

@@ -13,7 +13,7 @@ from sparkdl.data.spool.mapped import ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights
 

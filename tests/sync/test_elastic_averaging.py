@@ -7,7 +7,7 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.sync.elastic_averaging import ElasticAveraging
+from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from tests.gang import Gang
 from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, make_net, train_on_rank
 from tests.train.runs import Keeper, but, make_data, run, weights

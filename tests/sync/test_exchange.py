@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import CommunicationError
-from sparkdl.sync.async_sgd import AsyncSGD, AsyncSynchronizer
+from sparkdl.sync.asynchronous.async_sgd import AsyncSGD, AsyncSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.gang import Gang, started_gang
 from tests.sync.apart import SGD, make_net

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.gossip import Gossip
-from sparkdl.sync.mean import SHARE_BYTES
+from sparkdl.sync.averaging.mean import SHARE_BYTES
+from sparkdl.sync.own_weights.gossip import Gossip
 from tests.gang import Gang
 from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
 from tests.train.runs import but

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sparkdl.sync.gradients import FlatGradients, make_buckets, zeros
+from sparkdl.sync.gradients.buckets import FlatGradients, make_buckets, zeros
 from tests.sync.test_allreduce import make_net
 
 

@@ -8,9 +8,10 @@ import torch
 from sparkdl.comm.topology.shared_memory import NoSharedMemory
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
-from sparkdl.sync import hogwild, resolve
-from sparkdl.sync.hogwild import Hogwild
-from sparkdl.sync.local_sgd import LocalSGD
+from sparkdl.sync import resolve
+from sparkdl.sync.asynchronous import hogwild
+from sparkdl.sync.asynchronous.hogwild import Hogwild
+from sparkdl.sync.averaging.local_sgd import LocalSGD
 from tests.gang import Gang
 from tests.sync.apart import assert_equal_bits, train_and_resume
 from tests.topology.placing import placed

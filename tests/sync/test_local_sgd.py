@@ -8,10 +8,10 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.sync.parameter_averaging import ParameterAveraging
-from sparkdl.sync.period import AdaptivePeriod, RoundReport
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.period import AdaptivePeriod, RoundReport
+from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.sync.apart import (
     ROWS,

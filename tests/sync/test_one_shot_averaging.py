@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.merge import merge
-from sparkdl.sync.one_shot_averaging import OneShotAveraging
+from sparkdl.sync.averaging.merge import merge
+from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from tests.gang import Gang
 from tests.sync.apart import SGD, make_net
 from tests.train.runs import Keeper, but, make_data, run

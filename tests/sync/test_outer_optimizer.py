@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.outer_optimizer import OuterOptimizer
+from sparkdl.sync.averaging.outer_step import OuterOptimizer
 
 
 def step(rule: OuterOptimizer, change: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import unpack
-from sparkdl.sync.parameter_server import Push, ServerRules, ServerSlice, merge_states
+from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
 
 RATE = 0.1
 OPTIONS = [{"lr": RATE}]

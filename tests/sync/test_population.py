@@ -10,9 +10,9 @@ import pytest
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.sync.population import Competition, best_first, drawn, members_of
-from sparkdl.sync.population_based import PopulationBasedTraining
-from sparkdl.sync.tournament import Tournament
+from sparkdl.sync.population.population import Competition, best_first, drawn, members_of
+from sparkdl.sync.population.population_based_training import PopulationBasedTraining
+from sparkdl.sync.population.tournament import Tournament
 
 X = Column(name="x", role="feature", dtype="float32", shape=(2,))
 

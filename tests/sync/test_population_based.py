@@ -11,8 +11,8 @@ import torch
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.json_objects import describe, restore
-from sparkdl.sync.population import drawn
-from sparkdl.sync.population_based import Around, PopulationBasedTraining, Range
+from sparkdl.sync.population.population import drawn
+from sparkdl.sync.population.population_based_training import Around, PopulationBasedTraining, Range
 from tests.sync.test_population import plan_of
 
 OWN = {"learning_rate": 0.1, "momentum": 0.9}

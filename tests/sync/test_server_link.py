@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ClusterError, CommunicationError
-from sparkdl.sync import server_link
-from sparkdl.sync.parameter_server import Push, ServerRules, ServerSlice
-from sparkdl.sync.server_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous import flight_link
+from sparkdl.sync.asynchronous.flight_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice
 
 OPTIONS = [{"lr": 1.0}]
 SHAPES = ((3, 2), (4,), ())
@@ -68,7 +68,7 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
 def test_tensors_arrive_as_they_were_sent(
     served: Served, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_link, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(flight_link, "CHUNK_BYTES", chunk_bytes)
     link = served.link(1)
     gradients, received = like(served, 0), like(served, 7)
     generator = torch.Generator().manual_seed(1)
@@ -142,7 +142,7 @@ def test_a_rank_that_leaves_is_noticed_at_once(served: Served, end: str) -> None
 def test_a_killed_rank_is_noticed(served: Served) -> None:
     program = (
         "import sys, time; from sparkdl.comm.channel import Address;"
-        "from sparkdl.sync.server_link import SliceLink;"
+        "from sparkdl.sync.asynchronous.flight_link import SliceLink;"
         "link = SliceLink(Address(**eval(sys.argv[1])), 0); link.step(None, [], []);"
         "print('pushed', flush=True); time.sleep(60)"
     )
@@ -206,14 +206,14 @@ def test_threads_and_port_are_gone_afterwards() -> None:
     link.close()
     began = time.monotonic()
     served.server.stop()
-    assert time.monotonic() - began < server_link.STOP_SECONDS
+    assert time.monotonic() - began < flight_link.STOP_SECONDS
     wait_for(lambda: set(threading.enumerate()) <= before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", served.server.address.port), 5)
 
 
 def test_a_peer_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_link, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(flight_link, "STOP_SECONDS", 0.2)
     served = Served(make_slice())
     hanging = served.link(1)
     hanging.step(None, [], [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.sync.share import BatchShare
+from sparkdl.sync.asynchronous.batch_share import BatchShare
 from tests.gang import Gang
 
 CPU = torch.device("cpu")

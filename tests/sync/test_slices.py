@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.slices import (
+from sparkdl.sync.asynchronous.parameter_slices import (
     ServedOptimizer,
     SlicedOptimizer,
     check_learning_rates,

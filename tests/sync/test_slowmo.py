@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.local_sgd import LocalSGD
-from sparkdl.sync.slowmo import SlowMo, SlowMoRule
+from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.slowmo import SlowMo, SlowMoRule
 from tests.gang import Gang
 from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
 from tests.train.runs import but

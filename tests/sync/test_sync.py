@@ -8,8 +8,8 @@ import pytest
 
 from sparkdl import sync
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.base import Synchronizer, SyncStrategy
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

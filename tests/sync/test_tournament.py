@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.sync.tournament import Tournament, has_won
+from sparkdl.sync.population.tournament import Tournament, has_won
 from tests.sync.test_population import plan_of
 
 EVERY_5 = Tournament(period=5)

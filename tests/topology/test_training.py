@@ -10,8 +10,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.sync.allreduce import AllReduce
-from sparkdl.sync.parameter_averaging import ParameterAveraging
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.topology.placing import placed
 from tests.train.runs import make_data, run, seeded, weights

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import ConfigError
-from sparkdl.train.hyperparameters import first_values, set_values
+from sparkdl.sync.population.hyperparameters import first_values, set_values
 from sparkdl.train.warmup import warmup
 
 

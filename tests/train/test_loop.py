@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.sync.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
 from sparkdl.train.clock import SPENT_ON
 from sparkdl.train.replica import ResumePoint

@@ -10,9 +10,9 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.frozen import freeze
-from sparkdl.sync.averaging import ApartSynchronizer
-from sparkdl.sync.base import SyncStrategy
+from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.rounds import RoundOutcome, RoundReplica
 from tests.train.runs import but, make_data, plan_for, run, seeded

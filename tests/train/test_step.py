@@ -10,7 +10,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.errors import TrainingDiverged
-from sparkdl.sync.allreduce import AllReduce
+from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.loss import resolve_loss
 from sparkdl.train.optim import resolve_optimizer
 from sparkdl.train.precision import NumberFormat

@@ -1,0 +1,1 @@
+"""Strategies whose replicas do not wait for each other."""

@@ -1,0 +1,224 @@
+"""How do replicas train without waiting for each other? Through a sharded parameter server.
+
+Every rank serves a slice of the parameters with its optimizer, and trains on all of them: after
+each step it pushes its gradient to all slices and pulls what the pushes of all ranks have made of
+the weights meanwhile (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, "Downpour").
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import ConfigError
+from sparkdl.sync.asynchronous.batch_share import BatchShare
+from sparkdl.sync.asynchronous.parameter_client import SliceExchange
+from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules
+from sparkdl.sync.asynchronous.parameter_slices import ServedOptimizer, check_learning_rates
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncSGD(SyncStrategy):
+    """Each rank's gradient is applied when it comes; nobody waits, or for the far behind only.
+
+    A push is a step of the optimizer with the mean gradient of the rank's batch, at the learning
+    rate times the rank's share of the global batch (1 / world size for equal shards). So the
+    pushes of all ranks together go as far as one synchronous step, with weight decay and with
+    optimizers like Adam too. The papers step at the full rate: multiply yours by the world size
+    to do as they do, where it stays stable. Momentum decays with each push, not with each step of
+    all: gradients that come late act like momentum by themselves, so less of it may be better.
+
+    Gradients are clipped on each rank, before they are pushed. An optimizer sees a slice: what
+    looks at all parameters at once, such as LAMB's ``clip_norm``, looks at the slice's.
+    """
+
+    staleness_bound: int | None = None
+    """How many steps a rank may be ahead of the slowest before it waits: at step ``c`` it computes
+    with weights that hold all gradients of the steps before ``c - staleness_bound``. None: it never
+    waits. 0: synchronous; then the gradients of a step are summed in rank order and applied
+    together, which equals all-reduce with any optimizer."""
+    delay_compensation: float = 0.0
+    """Strength lambda of DC-ASGD: ``g + lambda g g (w - w_old)`` is applied instead of ``g``, with
+    ``w_old`` the weights that ``g`` was computed with. 0: plain. The paper takes 0.04, or 2 with
+    ``compensation_decay=0.95``."""
+    compensation_decay: float | None = None
+    """Divides lambda by the root of a running mean of squared gradients, of which each gradient
+    leaves so much (DC-ASGD-a); None: a constant lambda."""
+    pull_period: int = 1
+    """Steps between two pulls. Weights grow older by it, but never older than the bound."""
+
+    def __post_init__(self) -> None:
+        bound, period = self.staleness_bound, self.pull_period
+        if bound is not None and (isinstance(bound, bool) or bound < 0):
+            raise ConfigError(f"staleness_bound must be None or at least 0; received {bound!r}")
+        if isinstance(period, bool) or period < 1:
+            raise ConfigError(f"pull_period must be at least 1; received {period!r}")
+        if bound is not None and period > bound + 1:
+            raise ConfigError(
+                f"with pull_period={period} weights grow older than staleness_bound={bound} "
+                f"allows; use a pull_period of at most {bound + 1}"
+            )
+        if not 0 <= self.delay_compensation < float("inf"):
+            raise ConfigError(
+                f"delay_compensation must not be negative; received {self.delay_compensation}"
+            )
+        if bound == 0 and self.delay_compensation:
+            raise ConfigError(
+                "delay_compensation has no effect with staleness_bound=0, under which no gradient "
+                "is late; leave one of them out"
+            )
+        decay = self.compensation_decay
+        if decay is not None and not (0 <= decay < 1 and self.delay_compensation > 0):
+            raise ConfigError(
+                "compensation_decay must be in [0, 1) and needs a positive delay_compensation; "
+                f"received {decay} with delay_compensation={self.delay_compensation}"
+            )
+
+    @property
+    def deterministic(self) -> bool:
+        """Whose gradient comes first is a matter of time, unless all are waited for."""
+        return self.staleness_bound == 0
+
+    @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return self.staleness_bound != 0
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`: gradients and weights, on the average over ranks.
+
+        Without one more pull at the end of a round, unless the bound is 0, and without the
+        optimizer's state, which all ranks get then.
+        """
+        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> AsyncSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return AsyncSynchronizer(model, make_optimizer, comm, self)
+
+
+class AsyncSynchronizer(Synchronizer):
+    """See `AsyncSGD`.
+
+    Servers begin with the first step, when a resumed run's state is known. Rounds end when the
+    loop wants them to: `close_round` waits for all ranks, and then all have equal weights and the
+    whole optimizer's state, so that the number of ranks may change in between.
+    """
+
+    trains_apart = True
+    optimizer: ServedOptimizer
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator, options: AsyncSGD
+    ) -> None:
+        self.model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._make_optimizer = make_optimizer
+        self.optimizer = ServedOptimizer(make_optimizer(self._parameters))
+        self._comm = comm
+        self._rules = _rules(options, comm)
+        if not self._rules.is_bulk:
+            check_learning_rates(self.optimizer)
+        self._pull_period = options.pull_period if comm.world_size > 1 else 1
+        self._share = BatchShare(comm, self._parameters[0].device)
+        self._present_share = 0.0
+        self._steps_since_closed = 0
+        self._mean_squares: dict[int, Any] = {}
+        self._exchange: SliceExchange | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`: gradients, weights and states of optimizers."""
+        return 0 if self._exchange is None else self._exchange.bytes_sent
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`; the first call is collective."""
+        if self._exchange is None:
+            state = {"optimizer": self.optimizer.served_state, "mean_squares": self._mean_squares}
+            self._exchange = SliceExchange(
+                self._parameters, self._make_optimizer, self._comm, self._rules, state
+            )
+        self._exchange.zero_gradients()
+
+    def no_sync(self) -> contextlib.nullcontext[None]:
+        """See `Synchronizer.no_sync`; gradients travel after the step."""
+        return contextlib.nullcontext()
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        """See `Synchronizer.reduce_gradients`; collective in the first step only."""
+        weight = sums[1].item()
+        in_bulk = self._rules.is_bulk
+        self._present_share = weight / divisor if in_bulk else self._share.of(weight, divisor)
+        return Reduced(sums, divisor)
+
+    def after_step(self, step: int) -> bool:
+        """Push and pull. A round may end after any step."""
+        assert self._exchange is not None
+        noted = self.optimizer.take()
+        push = None
+        if noted is not None and (self._present_share > 0 or self._rules.is_bulk):
+            push = Push(self._present_share, noted)
+        self._exchange.step(push, is_pulling=(step + 1) % self._pull_period == 0)
+        self._steps_since_closed += 1
+        return True
+
+    def close_round(self) -> None:
+        """See `Synchronizer.close_round`."""
+        if self._steps_since_closed == 0:
+            return
+        assert self._exchange is not None
+        state = self._exchange.close_round()
+        self.optimizer.served_state = state["optimizer"]
+        self._mean_squares = state["mean_squares"]
+        if not self._rules.is_bulk:
+            self._share.close_round()
+        self._steps_since_closed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`; weights and clocks are equal when a round is closed."""
+        return {"mean_squares": self._mean_squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_state_dict`."""
+        self._mean_squares = state["mean_squares"]
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        return {"share": self._share.state_dict()}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        self._share.load_state_dict(state["share"])
+
+    def close(self) -> None:
+        """See `Synchronizer.close`."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _rules(options: AsyncSGD, comm: Communicator) -> ServerRules:
+    """A gang of one has nobody to be late for: it trains as if without a server."""
+    is_bulk = options.staleness_bound == 0 or comm.world_size == 1
+    lead = None
+    if options.staleness_bound is not None:  # what is pulled must be fresh enough until the next
+        lead = options.staleness_bound - (options.pull_period - 1)
+    return ServerRules(
+        world_size=comm.world_size,
+        is_bulk=is_bulk,
+        lead=lead,
+        delay_compensation=0.0 if is_bulk else options.delay_compensation,
+        compensation_decay=options.compensation_decay,
+        timeout_seconds=comm.timeout_seconds,
+    )

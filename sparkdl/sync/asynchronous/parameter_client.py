@@ -1,0 +1,220 @@
+"""How does a rank push its gradient to all slices and pull from them, all at the same time?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.channel import Address
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import CommunicationError
+from sparkdl.storage.tensor_tree import unpack
+from sparkdl.sync.asynchronous.flight_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
+from sparkdl.sync.asynchronous.parameter_slices import cut
+from sparkdl.sync.gradients.buckets import Bucket, FlatGradients, make_buckets, zeros
+from sparkdl.sync.strategy import MakeOptimizer
+
+_GRACE_SECONDS = 10.0
+"""How much longer than the servers a rank waits for an answer before it takes one for dead."""
+
+
+class _Part:
+    """This rank's replica of what one rank serves."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.gradients = FlatGradients(parameters, 1 << 62, zeros)
+        on_cpu = [nn.Parameter(torch.empty_like(p, device="cpu")) for p in parameters]
+        self._received = make_buckets(on_cpu, 1 << 62, zeros)
+
+    def outgoing(self) -> list[torch.Tensor]:
+        """The gradients, on the CPU."""
+        return [flat.cpu() for flat in flats(self.gradients.buckets)]
+
+    def incoming(self) -> list[torch.Tensor]:
+        """Where the weights are received."""
+        return flats(self._received)
+
+    def load(self, weights: Sequence[Bucket] | None = None) -> None:
+        """Overwrite the replica's parameters by ``weights``, or by those received."""
+        buckets = self._received if weights is None else weights
+        with torch.no_grad():
+            for bucket, own in zip(buckets, self.gradients.buckets, strict=True):
+                torch._foreach_copy_(own.parameters, bucket.gradients)
+
+
+class SliceExchange:
+    """One rank's replica, the slice that it serves, and its ways to those that others serve.
+
+    Collective; every rank has the same parameters, with equal values, and the same state.
+
+    Args:
+        parameters: the replica's; their gradients become views of flat memory.
+        make_optimizer: makes the optimizer.
+        comm: the gang.
+        rules: how servers treat ranks.
+        state: what the slices go on with, as `close_round` gave it.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        rules: ServerRules,
+        state: Mapping[str, Any],
+    ) -> None:
+        self._comm = comm
+        self._is_bulk = rules.is_bulk
+        slices = cut([p.nbytes for p in parameters], comm.world_size)
+        self._served = ServerSlice(parameters, slices[comm.rank], make_optimizer, rules)
+        self._served.load_state(state)
+        self._parts = {
+            rank: _Part([parameters[place] for place in places])
+            for rank, places in enumerate(slices)
+            if places
+        }
+        self._links: dict[int, SliceLink] = {}
+        self.server: SliceServer | None = None
+        """This rank's; None in a gang of one."""
+        self._pool: ThreadPoolExecutor | None = None
+        if comm.world_size > 1:
+            try:
+                self._connect()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def bytes_sent(self) -> int:
+        """Gradients, weights and states of optimizers that this rank has sent to others."""
+        served = 0 if self.server is None else self.server.bytes_sent
+        return served + sum(link.bytes_sent for link in self._links.values())
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for part in self._parts.values():
+            part.gradients.zero()
+
+    def step(self, push: Push | None, *, is_pulling: bool) -> None:
+        """Push the gradients, unless there are none, and pull into the parameters, if wanted.
+
+        Raises:
+            CommunicationError: a rank has gone or is too late.
+            Exception: the optimizer of this rank's slice has raised it.
+        """
+        with self._own_failure_first():
+            futures = [
+                self._submit(self._step_with, link, self._parts[rank], push, is_pulling)
+                for rank, link in self._links.items()
+                if rank in self._parts
+            ]
+            own = self._parts.get(self._comm.rank)
+            if own is not None:
+                self._step_own(own, push, is_pulling)
+            self._wait(futures)
+
+    def close_round(self) -> dict[str, Any]:
+        """Wait for all ranks, and take the weights and the whole state that the round ended with.
+
+        Raises:
+            CommunicationError: a rank has gone or is too late.
+            Exception: the optimizer of this rank's slice has raised it.
+        """
+        with self._own_failure_first():
+            futures = [
+                self._submit(self._close_with, link, self._parts[rank])
+                for rank, link in self._links.items()
+                if rank in self._parts
+            ]
+            states = []
+            own = self._parts.get(self._comm.rank)
+            if own is not None:
+                weights, state = self._served.close_round(self._comm.rank)
+                own.load(weights)
+                states.append(unpack(state.value, state.tensors))
+            self._wait(futures)
+        self._comm.barrier()  # nobody leaves while a peer still reads from its slice
+        return merge_states([*states, *(future.result() for future in futures)])
+
+    def close(self) -> None:
+        """Leave; peers that still need this rank fail at once."""
+        self._served.leave(self._comm.rank)
+        for link in self._links.values():
+            link.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self.server is not None:
+            self.server.stop()
+        for part in self._parts.values():
+            part.gradients.release()
+
+    def _connect(self) -> None:
+        comm = self._comm
+        self.server = SliceServer(self._served, host=comm.address, on_leave=self._peer_has_left)
+        self._pool = ThreadPoolExecutor(comm.world_size - 1, "push and pull")
+        found = comm.all_gather_bytes(json.dumps(asdict(self.server.address)).encode())
+        for rank, address in enumerate(found):
+            if rank != comm.rank:
+                self._links[rank] = SliceLink(Address(**json.loads(address)), comm.rank)
+
+    def _step_own(self, own: _Part, push: Push | None, is_pulling: bool) -> None:
+        rank = self._comm.rank
+        if push is not None:
+            inbox = self._served.inbox(rank)
+            for box, bucket in zip(inbox, own.gradients.buckets, strict=True):
+                box.flat.copy_(bucket.flat)
+        self._served.push(rank, push)
+        if is_pulling:
+            own.load(self._served.pull(rank))
+
+    def _step_with(self, link: SliceLink, part: _Part, push: Push | None, is_pulling: bool) -> None:
+        gradients = part.outgoing() if push is not None else []
+        link.step(push, gradients, part.incoming() if is_pulling else [])
+        if is_pulling:
+            part.load()
+
+    def _close_with(self, link: SliceLink, part: _Part) -> Any:
+        """In bulk the weights are here since the last step."""
+        state = link.close_round([] if self._is_bulk else part.incoming())
+        if not self._is_bulk:
+            part.load()
+        return state
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        assert self._pool is not None
+        return self._pool.submit(work, *arguments)
+
+    def _wait(self, futures: Sequence[Future[Any]]) -> None:
+        if not futures:
+            return
+        seconds = self._comm.timeout_seconds + _GRACE_SECONDS
+        done, underway = wait(futures, seconds, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if underway:
+            raise CommunicationError(f"{len(underway)} slices gave no answer for {seconds:g} s")
+
+    @contextlib.contextmanager
+    def _own_failure_first(self) -> Iterator[None]:
+        """Raise what the optimizer of this rank's slice raised, rather than what followed."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self._served.failure is None:
+                raise
+            raise self._served.failure from error
+
+    def _peer_has_left(self, rank: int) -> None:
+        """Let go of its slice too, whatever this rank is at: the peer's server waits for that."""
+        link = self._links.get(rank)
+        if link is not None:
+            link.cancel()

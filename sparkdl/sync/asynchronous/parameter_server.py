@@ -1,0 +1,333 @@
+"""What does a parameter server do with the gradients that arrive?
+
+It steps the optimizer with each at once, or, where the staleness bound is 0, with the sum of all
+ranks' gradients of a step. A rank's clock counts the steps whose gradients it has pushed; how far
+clocks may be apart is the staleness bound (Ho et al., "More Effective Distributed ML via a Stale
+Synchronous Parallel Parameter Server", NIPS 2013). Everything here is independent of how requests
+arrive: by a call in the same process or over the network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from sparkdl.errors import CommunicationError
+from sparkdl.storage.tensor_tree import Snapshot, snapshot
+from sparkdl.sync.asynchronous.parameter_slices import Options, SlicedOptimizer
+from sparkdl.sync.gradients.buckets import Bucket, make_buckets, zeros
+from sparkdl.sync.strategy import MakeOptimizer
+
+_EPSILON = 1e-7
+"""The paper's, under the root."""
+
+
+class Compensation:
+    """``g + lambda g g (w - w_old)``, element by element.
+
+    Args:
+        strength: lambda.
+        decay: None holds lambda constant (DC-ASGD-c). Otherwise lambda is divided by the root of
+            a running mean of squared gradients, which keeps so much of itself at each gradient
+            (DC-ASGD-a, the paper's ``m``).
+        make_buckets: zeros in the layout of the gradients.
+    """
+
+    def __init__(
+        self, strength: float, decay: float | None, make_buckets: Callable[[], list[Bucket]]
+    ) -> None:
+        self._strength = strength
+        self._decay = decay
+        self._squares = [] if decay is None else make_buckets()
+
+    def apply(
+        self, gradients: Sequence[Bucket], weights: Sequence[Bucket], old: Sequence[Bucket]
+    ) -> None:
+        """Overwrite ``gradients``, which were computed with ``old``, by those for ``weights``."""
+        for number, (bucket, now, before) in enumerate(zip(gradients, weights, old, strict=True)):
+            gradient = bucket.flat
+            squared = gradient * gradient
+            drift = now.flat - before.flat
+            if self._decay is not None:
+                mean = self._squares[number].flat
+                mean.mul_(self._decay).add_(squared, alpha=1 - self._decay)
+                drift /= (mean + _EPSILON).sqrt_()
+            gradient.addcmul_(squared, drift, value=self._strength)
+
+    def state(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The running mean of the squared gradients of ``parameter``, if one is kept."""
+        return self._by_parameter().get(id(parameter))
+
+    def load(self, means: Mapping[int, torch.Tensor | None]) -> None:
+        """Restore what `state` gave, by ``id`` of the parameter."""
+        for parameter, square in self._by_parameter().items():
+            mean = means[parameter]
+            if mean is not None:
+                square.copy_(mean)
+
+    def _by_parameter(self) -> dict[int, torch.Tensor]:
+        return {
+            id(parameter): square
+            for bucket in self._squares
+            for parameter, square in zip(bucket.parameters, bucket.gradients, strict=True)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRules:
+    """How a server treats the ranks; equal on all ranks."""
+
+    world_size: int
+    is_bulk: bool
+    """Whether the gradients of a step are applied together, when all ranks' are there."""
+    lead: int | None = None
+    """How many steps a rank may be ahead of the slowest when it pulls; None: any number."""
+    delay_compensation: float = 0.0
+    compensation_decay: float | None = None
+    timeout_seconds: float
+    """Longest wait for a rank."""
+
+
+class Push(NamedTuple):
+    """What comes with a rank's gradient, which is that of the mean loss over its batch."""
+
+    share: float
+    """The rank's part of the global batch; in bulk, in any unit that the ranks have in common."""
+    options: Options
+    """The numbers of the optimizer's groups at the step of which the gradient is."""
+
+
+@dataclass
+class _Ranks:
+    """What a slice knows of the ranks."""
+
+    clocks: list[int]
+    pending: dict[int, Push | None] = field(default_factory=dict)
+    """In bulk: who has pushed for the present step, and what."""
+    closing: set[int] = field(default_factory=set)
+    """Who waits for the end of the round; nobody waits for them."""
+    gone: set[int] = field(default_factory=set)
+
+
+class ServerSlice:
+    """The parameters that one rank serves, with their optimizer. Thread-safe.
+
+    A rank calls, per step, `push` after it has filled its `inbox` and then, if it wants, `pull`;
+    and `close_round` when it is done with a round.
+
+    Args:
+        parameters: the model's, in its order; copies of those that are served are taken.
+        places: which of them are served.
+        make_optimizer: makes the optimizer.
+        rules: how ranks are treated.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        places: Sequence[int],
+        make_optimizer: MakeOptimizer,
+        rules: ServerRules,
+    ) -> None:
+        self._rules = rules
+        self._served = {place: _on_cpu(parameters[place]) for place in places}
+        self._weights = self._buckets()
+        for bucket in self._weights:
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.data = view.copy_(parameter.data)
+        self._optimizer = (
+            SlicedOptimizer(make_optimizer, parameters, self._served) if places else None
+        )
+        self._inboxes: dict[int, list[Bucket]] = {}
+        self._outboxes: dict[int, list[Bucket]] = {}
+        self._compensation: Compensation | None = None
+        if rules.delay_compensation > 0:
+            self._compensation = Compensation(
+                rules.delay_compensation, rules.compensation_decay, self._buckets
+            )
+            for rank in range(rules.world_size):
+                self._outbox(rank)  # what the gradients of the first step are computed with
+        self._ranks = _Ranks([0] * rules.world_size)
+        self._round = 0
+        self._agreed: Snapshot | None = None
+        self._changed = threading.Condition()
+        self.failure: BaseException | None = None
+        """The error of the optimizer, if it had one; that of the user's code, perhaps."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with this slice's part of the state of all, as `merge_states` gives it."""
+        if self._optimizer is not None and state["optimizer"]:
+            self._optimizer.load_state(state["optimizer"])
+        if self._compensation is not None and state["mean_squares"]:
+            mine = {id(p): state["mean_squares"][place] for place, p in self._served.items()}
+            self._compensation.load(mine)
+
+    def inbox(self, rank: int) -> list[Bucket]:
+        """Where the gradient of ``rank`` belongs, in the layout of `make_buckets`."""
+        with self._changed:
+            if rank not in self._inboxes:
+                self._inboxes[rank] = self._buckets()
+            return self._inboxes[rank]
+
+    def push(self, rank: int, push: Push | None) -> None:
+        """Take the gradient in the inbox of ``rank`` for its present step; None: it has none.
+
+        Raises:
+            CommunicationError: a rank has gone, or the optimizer has failed.
+        """
+        with self._changed, torch.no_grad():
+            self._raise_if_hopeless()
+            self._ranks.clocks[rank] += 1
+            if self._rules.is_bulk:
+                self._ranks.pending[rank] = push
+                self._apply_together_if_complete()
+            elif push is not None:
+                self._apply(rank, push)
+            self._changed.notify_all()
+
+    def pull(self, rank: int) -> list[Bucket]:
+        """The weights, as soon as they are as fresh as the rules want; valid until the next push.
+
+        Raises:
+            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
+        """
+        with self._changed, torch.no_grad():
+            self._raise_if_hopeless()
+            self._wait_until(lambda: self._is_fresh_for(rank))
+            return self._outbox(rank)
+
+    def close_round(self, rank: int) -> tuple[list[Bucket], Snapshot]:
+        """Wait for all ranks to close the round; the weights and the state that it ended with.
+
+        Raises:
+            CommunicationError: a rank has gone or is too late, or the optimizer has failed.
+        """
+        with self._changed, torch.no_grad():
+            self._raise_if_hopeless()
+            self._ranks.closing.add(rank)
+            number = self._round
+            self._apply_together_if_complete()
+            if len(self._ranks.closing) == self._rules.world_size:
+                self._agree()
+            self._changed.notify_all()
+            self._wait_until(lambda: self._round > number)
+            assert self._agreed is not None
+            return self._weights if self._rules.is_bulk else self._outboxes[rank], self._agreed
+
+    def leave(self, rank: int) -> None:
+        """Note that ``rank`` has gone: nobody waits for it in vain."""
+        with self._changed:
+            self._ranks.gone.add(rank)
+            self._changed.notify_all()
+
+    def _buckets(self) -> list[Bucket]:
+        return make_buckets(list(self._served.values()), 1 << 62, zeros)
+
+    def _outbox(self, rank: int) -> list[Bucket]:
+        """The weights for ``rank``; a copy of its own, unless nobody can step them meanwhile."""
+        if self._rules.is_bulk:
+            return self._weights
+        if rank not in self._outboxes:
+            self._outboxes[rank] = self._buckets()
+        for box, weights in zip(self._outboxes[rank], self._weights, strict=True):
+            box.flat.copy_(weights.flat)
+        return self._outboxes[rank]
+
+    def _apply_together_if_complete(self) -> None:
+        pending = self._ranks.pending
+        if not pending or len(pending.keys() | self._ranks.closing) < self._rules.world_size:
+            return
+        pushes = {rank: push for rank, push in sorted(pending.items()) if push is not None}
+        pending.clear()
+        if not pushes:
+            return
+        total = sum(push.share for push in pushes.values())
+        first = min(pushes)
+        for rank, push in pushes.items():
+            share = push.share / total if total > 0 else 0.0
+            for sums, summands in zip(self._inboxes[first], self._inboxes[rank], strict=True):
+                if rank == first:
+                    sums.flat.mul_(share)
+                else:
+                    sums.flat.add_(summands.flat, alpha=share)
+        self._step(self._inboxes[first], pushes[first].options, 1.0)
+
+    def _apply(self, rank: int, push: Push) -> None:
+        gradients = self._inboxes[rank]
+        if self._compensation is not None:
+            self._compensation.apply(gradients, self._weights, self._outboxes[rank])
+        self._step(gradients, push.options, push.share)
+
+    def _step(self, gradients: Sequence[Bucket], options: Options, share: float) -> None:
+        assert self._optimizer is not None
+        for weights, bucket in zip(self._weights, gradients, strict=True):
+            for parameter, gradient in zip(weights.parameters, bucket.gradients, strict=True):
+                parameter.grad = gradient
+        try:
+            self._optimizer.step(options, share)
+        except BaseException as error:
+            self.failure = error
+            self._changed.notify_all()
+            raise
+
+    def _is_fresh_for(self, rank: int) -> bool:
+        ranks = self._ranks
+        if self._rules.is_bulk:
+            return rank not in ranks.pending
+        if self._rules.lead is None:
+            return True
+        behind = [c for other, c in enumerate(ranks.clocks) if other not in ranks.closing]
+        return min(behind) >= ranks.clocks[rank] - self._rules.lead
+
+    def _agree(self) -> None:
+        """All ranks have closed the round and none can push before it has what it ended with."""
+        self._round += 1
+        self._ranks.closing.clear()
+        self._ranks.clocks = [0] * self._rules.world_size
+        for rank in range(self._rules.world_size):
+            self._outbox(rank)
+        self._agreed = snapshot(self._state(), reuse=self._agreed)
+
+    def _state(self) -> dict[str, Any]:
+        state = {} if self._optimizer is None else self._optimizer.state()
+        squares = {}
+        if self._compensation is not None:
+            squares = {place: self._compensation.state(p) for place, p in self._served.items()}
+        return {"optimizer": state, "mean_squares": squares}
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        seconds = min(self._rules.timeout_seconds, threading.TIMEOUT_MAX)
+        self._changed.wait_for(lambda: is_so() or self._trouble() is not None, seconds)
+        if not is_so():  # asked first: a peer may leave as soon as nobody needs it any more
+            waited = f"no answer from the slowest rank for {self._rules.timeout_seconds:g} s"
+            raise CommunicationError(self._trouble() or waited)
+
+    def _raise_if_hopeless(self) -> None:
+        trouble = self._trouble()
+        if trouble is not None:
+            raise CommunicationError(trouble)
+
+    def _trouble(self) -> str | None:
+        if self.failure is not None:
+            return f"the optimizer of a slice failed: {self.failure!r}"
+        if self._ranks.gone:
+            return f"ranks {sorted(self._ranks.gone)} have left"
+        return None
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of all slices, by parameters' places, as if there were one."""
+    merged: dict[str, dict[int, Any]] = {"optimizer": {}, "mean_squares": {}}
+    for state in states:
+        for name, entries in merged.items():
+            entries.update(state[name])
+    return {name: dict(sorted(entries.items())) for name, entries in merged.items()}
+
+
+def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().cpu().clone())

@@ -1,0 +1,1 @@
+"""Strategies whose replicas train apart for a round and then take their mean."""

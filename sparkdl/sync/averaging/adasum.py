@@ -1,0 +1,258 @@
+"""How are replicas' updates added so that those which agree are averaged, and others summed?
+
+Adasum (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; Horovod):
+two updates ``a`` and ``b`` of one parameter tensor become
+
+    A(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+
+which is their mean where they are equal and their sum where they are orthogonal, as one process
+would have got to by one step after the other. More ranks are combined pairwise, as a tree. What is
+combined is how far the weights have moved, by each rank's own optimizer, whose state stays where it
+is, as in the paper and in Horovod.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.averaging.mean import by_kind
+from sparkdl.sync.averaging.period import check_period
+from sparkdl.sync.collective import counting_anew
+from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+
+VANISHING = torch.finfo(torch.float64).tiny ** 0.5
+"""Below this squared norm an update has no direction; its coefficient is 1."""
+_PRODUCTS_BYTES = 3 * 8
+"""Of one tensor: a.b, a.a and b.b in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adasum(SyncStrategy):
+    """Replicas step by themselves; then their updates are combined, tensor by tensor.
+
+    The learning rate is that of one worker, or up to 2.5 times as much (Horovod's advice), however
+    many workers there are. Replicas count alike, whatever the number of their samples; those that
+    had none contribute nothing.
+    """
+
+    averaging_period: int = 1
+    """Steps that a replica takes by itself before updates are combined."""
+
+    def __post_init__(self) -> None:
+        check_period(self.averaging_period)
+
+    @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return True
+
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        return (
+            "each replica keeps an optimizer state of its own, without which a lost task could not "
+            "be run again"
+        )
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        levels, size, num_extra = _tree(world_size)
+        halved = 2 * element_size * (_padded(numel, size) - _padded(numel, size) // size)
+        products = _PRODUCTS_BYTES * len(shapes) * (levels * (levels + 1) // 2)
+        sent = size * (halved + products) + num_extra * 2 * element_size * numel
+        return sent / world_size / self.averaging_period
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> AdasumSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return AdasumSynchronizer(model, make_optimizer, comm, self.averaging_period)
+
+
+class AdasumSynchronizer(ApartSynchronizer):
+    """See `Adasum`."""
+
+    keeps_optimizer = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        averaging_period: int,
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self._comm = counting_anew(comm)
+        self._period = averaging_period
+        self._kinds = by_kind(self.parameters)
+        self._anchors: list[torch.Tensor] = []
+        self._set_anchors()
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`."""
+        self.round_steps += 1
+        if self.round_steps < self._period:
+            return False
+        self.close_round()
+        return True
+
+    def close_round(self) -> None:
+        """See `Synchronizer.close_round`."""
+        if self.round_steps and self._comm.world_size > 1:
+            self._agree()
+        super().close_round()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin a round where the model, which was restored before, is."""
+        self._set_anchors()
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
+            moved = _flat(parameters).sub_(anchor)
+            sizes = [parameter.numel() for parameter in parameters]
+            combine(moved, sizes, self._comm)
+            anchor += moved
+            for parameter, piece in zip(parameters, torch.split(anchor, sizes), strict=True):
+                parameter.copy_(piece.view_as(parameter))
+
+    def _set_anchors(self) -> None:
+        if self._comm.world_size > 1:
+            self._anchors = [_flat(parameters) for parameters in self._kinds]
+
+
+def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``A(a, b)`` of two updates of one parameter tensor; see the module."""
+    of_a, of_b = coefficients(_products(a.flatten(), b.flatten())).tolist()
+    combined: torch.Tensor = of_a * a + of_b * b
+    return combined
+
+
+def coefficients(products: torch.Tensor) -> torch.Tensor:
+    """The factors of ``a`` and ``b``, ``(..., 2)``, given a.b, a.a and b.b, ``(..., 3)``."""
+    squares = products[..., 1:]
+    ratios = products[..., :1] / (2 * squares)
+    return torch.where(squares < VANISHING, 1.0, 1 - ratios)
+
+
+def combine(flat: torch.Tensor, sizes: Sequence[int], comm: Communicator) -> None:
+    """Overwrite ``flat`` with the Adasum of all ranks' ``flat``, bit-equal on all. Collective.
+
+    Recursive vector halving and doubling: at each level ranks at twice the distance swap halves of
+    what they hold, so that each combines a part, and in the end they collect the parts on the same
+    ways. Of ``W = 2^k + e`` ranks, the last ``e`` first give theirs to the first ``e``, and get the
+    result from them.
+
+    Args:
+        flat: parameter tensors one after the other, ``(numel,)``.
+        sizes: their lengths.
+        comm: the gang.
+    """
+    _, size, num_extra = _tree(comm.world_size)
+    if comm.rank >= size:
+        comm.send(flat, comm.rank - size)
+        comm.receive(flat, comm.rank - size)
+        return
+    has_extra = comm.rank < num_extra
+    if has_extra:
+        theirs = torch.empty_like(flat)
+        comm.receive(theirs, comm.rank + size)
+        for a, b in zip(
+            torch.split(flat, list(sizes)), torch.split(theirs, list(sizes)), strict=True
+        ):
+            a.copy_(adasum(a, b))
+    whole = flat.new_zeros(_padded(len(flat), size))
+    whole[: len(flat)] = flat
+    _Halving(whole, sizes, comm).run()
+    flat.copy_(whole[: len(flat)])
+    if has_extra:
+        comm.send(flat, comm.rank + size)
+
+
+class _Halving:
+    """Recursive halving and doubling over ranks ``0 .. 2^k - 1``, in place."""
+
+    def __init__(self, whole: torch.Tensor, sizes: Sequence[int], comm: Communicator) -> None:
+        self._whole = whole
+        self._bounds = [0, *accumulate(sizes)]
+        self._comm = comm
+        self._levels = _tree(comm.world_size)[0]
+
+    def run(self) -> None:
+        start, length = 0, len(self._whole)
+        given = []
+        for level in range(self._levels):
+            length //= 2
+            is_lower = not self._comm.rank >> level & 1
+            keeps, gives = (start, start + length) if is_lower else (start + length, start)
+            given.append((gives, keeps, length))
+            self._combine_half(level, keeps, gives, length)
+            start = keeps
+        for level, (gives, keeps, length) in reversed(list(enumerate(given))):
+            mine = self._whole[keeps : keeps + length]
+            theirs = self._comm.exchange(mine, self._comm.rank ^ 1 << level)
+            self._whole[gives : gives + length] = theirs
+
+    def _combine_half(self, level: int, keeps: int, gives: int, length: int) -> None:
+        """Combine the half from ``keeps`` with the peer's, with products over all halves."""
+        mine = self._whole[keeps : keeps + length]
+        theirs = self._comm.exchange(
+            self._whole[gives : gives + length], self._comm.rank ^ 1 << level
+        )
+        a, b = (mine, theirs) if keeps < gives else (theirs, mine)
+        tensors = list(self._tensors(keeps, length))
+        products = torch.zeros(len(self._bounds) - 1, 3, dtype=torch.float64, device=a.device)
+        for number, part in tensors:
+            products[number] = _products(a[part], b[part])
+        for below in range(level + 1):
+            products += self._comm.exchange(products, self._comm.rank ^ 1 << below)
+        factors = coefficients(products)
+        for number, part in tensors:
+            of_a, of_b = factors[number]
+            mine[part] = of_a * a[part] + of_b * b[part]
+
+    def _tensors(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
+        """The tensors of which a part lies in ``[start, start + length)``, and where in it."""
+        first = bisect_right(self._bounds, start) - 1
+        last = bisect_left(self._bounds, start + length)
+        for number in range(first, min(last, len(self._bounds) - 1)):
+            begin = max(self._bounds[number] - start, 0)
+            end = min(self._bounds[number + 1] - start, length)
+            yield number, slice(begin, end)
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a.b, a.a and b.b in float64, ``(3,)``."""
+    a, b = a.double(), b.double()
+    return torch.stack([a @ b, a @ a, b @ b])
+
+
+def _tree(world_size: int) -> tuple[int, int, int]:
+    """Levels, ranks of the full tree, and ranks that are left over."""
+    levels = world_size.bit_length() - 1
+    return levels, 1 << levels, world_size - (1 << levels)
+
+
+def _padded(numel: int, size: int) -> int:
+    """The next multiple of ``size``: what can be halved down to one part per rank."""
+    return -(-numel // size) * size
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])

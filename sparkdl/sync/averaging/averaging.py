@@ -1,0 +1,304 @@
+"""How do replicas that train apart come together? They take the weighted mean of their states.
+
+Every replica trains alone for a round of steps; then all continue from the mean of their
+parameters, buffers and, if wanted, optimizer states, each weighted by the samples it has seen
+(McDonald et al., "Distributed Training Strategies for the Structured Perceptron", 2010; Zhang et
+al., "Deep Learning with Elastic Averaging SGD", 2015, for the family; Deeplearning4j's
+``ParameterAveragingTrainingMaster`` for the form). What the next round begins from is the mean
+itself or what an `OuterRule` makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
+from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew
+from sparkdl.sync.gradients.allreduce import exchange_bytes
+from sparkdl.sync.gradients.buckets import FlatGradients, zeros
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+
+if TYPE_CHECKING:
+    from sparkdl.sync.averaging.outer_step import OuterRule
+
+OptimizerState = Literal["average", "reset", "keep"]
+Weighting = Literal["examples", "equal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingStrategy(CollectiveStrategy):
+    """Base of strategies whose replicas train apart in rounds and then take their mean."""
+
+    @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return True
+
+    @property
+    def weighting(self) -> Weighting:
+        """Whether a replica counts by its samples in the round, or as much as any other."""
+        return "examples"
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """What becomes of the optimizers' states at the end of a round."""
+        return "average"
+
+    @property
+    def merge_depth(self) -> int:
+        """Levels of the tree by which plain Spark stages merge replicas; 1: all on the driver."""
+        return 1
+
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        if self.compression is not None:
+            return "compression acts between the workers of a gang only"
+        if self.optimizer_state == "keep":
+            return (
+                "a lost task could not be run again if each replica kept an optimizer state of "
+                "its own; average or reset it"
+            )
+        return None
+
+    @abstractmethod
+    def make_period(self) -> Period:
+        """The lengths of rounds."""
+
+    def make_outer(self, world_size: int) -> OuterRule | None:
+        """What follows the mean; None: nothing."""
+        return None
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
+
+        For rounds of full length: those that an epoch's end cuts short cost as much.
+        """
+        period = self.make_period()
+        sent = round_bytes(self, shapes, element_size, world_size)
+        if sent is None or not isinstance(period, FixedPeriod):
+            return None
+        return sent / period.steps(0)
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> ApartSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return AveragingSynchronizer(model, make_optimizer, comm, self)
+
+
+def check_weighting(weighting: str) -> None:
+    """Refuse what is no `Weighting`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if weighting not in ("examples", "equal"):
+        raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
+
+
+def check_optimizer_state(optimizer_state: str) -> None:
+    """Refuse what is no `OptimizerState`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if optimizer_state not in ("average", "reset", "keep"):
+        raise ConfigError(
+            f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
+        )
+
+
+def round_bytes(
+    strategy: AveragingStrategy,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None:
+    """Bytes that one rank sends to average parameters once, with the message about shares."""
+    sent = exchange_bytes(strategy.resolved_compression(), shapes, element_size, world_size)
+    return None if sent is None else sent + SHARE_BYTES * (world_size - 1)
+
+
+class ApartSynchronizer(Synchronizer):
+    """Trains one replica by itself, and counts the weights of the samples of the round."""
+
+    trains_apart = True
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.parameters)
+        self.round_sums = torch.zeros(2, dtype=torch.float64)
+        """Weighted losses and weights of the samples of the present round, ``(2,)``."""
+        self.round_steps = 0
+        self._gradients: FlatGradients | None = None
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
+            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
+        self._gradients.zero()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
+        return contextlib.nullcontext()
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        """See `Synchronizer.reduce_gradients`."""
+        self.round_sums += sums.cpu()
+        return Reduced(sums, divisor)
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`; alone, a replica always agrees with itself."""
+        self.round_steps += 1
+        return True
+
+    def close_round(self) -> None:
+        """Begin to count anew."""
+        self.round_sums.zero_()
+        self.round_steps = 0
+
+    def close(self) -> None:
+        """See `Synchronizer.close`."""
+        if self._gradients is not None:
+            self._gradients.release()
+
+    def learning_rate(self) -> float:
+        """That of the first parameter group."""
+        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+
+
+class AveragingSynchronizer(ApartSynchronizer):
+    """See `AveragingStrategy`."""
+
+    buffers_agree = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        strategy: AveragingStrategy,
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self._comm = counting_anew(comm)
+        self._strategy = strategy
+        self.keeps_optimizer = strategy.optimizer_state == "keep"
+        self._period = strategy.make_period()
+        self._outer = strategy.make_outer(comm.world_size)
+        self._mean = MeanOfReplicas(
+            model, self.optimizer, self._comm, strategy.resolved_compression()
+        )
+        self._needs_anchor = self._outer is not None or self._mean.is_lossy
+        self._anchor: list[torch.Tensor] = []
+        self._set_anchor()
+        self._round_length = 0
+        self._round_began = 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        super().zero_gradients()
+        if self.round_steps == 0:
+            self._round_began = time.perf_counter()
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`."""
+        if self.round_steps == 0:
+            self._round_length = self._period.steps(step)
+        self.round_steps += 1
+        if self.round_steps < self._round_length:
+            return False
+        self.close_round()
+        return True
+
+    def close_round(self) -> None:
+        """See `Synchronizer.close_round`."""
+        if self.round_steps == 0:
+            return
+        step_seconds = time.perf_counter() - self._round_began
+        weight = self.round_sums[1].item()
+        if self._strategy.weighting == "equal":
+            weight = float(weight > 0)
+        shares = self._mean.shares(weight, self.learning_rate())
+        began = time.perf_counter()  # after `shares`, in which ranks wait for the slowest
+        if any(shares):
+            self._agree(shares)
+        if self._period.needs_report:
+            self._period.observe(self._report(step_seconds, time.perf_counter() - began))
+        super().close_round()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {
+            "period": self._period.state_dict(),
+            "outer": None if self._outer is None else self._outer.state_dict(),
+            "mean": self._mean.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_state_dict`; the model must have been restored before."""
+        self._period.load_state_dict(state["period"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+        self._mean.load_state_dict(state["mean"])
+        self._set_anchor()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        return {"mean": self._mean.rank_state_dict()}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        self._mean.load_rank_state_dict(state["mean"])
+
+    def _agree(self, shares: Sequence[float]) -> None:
+        self._take_mean(self._mean, shares)
+        if self._outer is not None:
+            with torch.no_grad():
+                self._outer.step(self._anchor, self.parameters, self._mean.learning_rate)
+        self._set_anchor()
+
+    def _take_mean(self, mean: MeanOfReplicas, shares: Sequence[float]) -> None:
+        """Replace all that the strategy averages by its mean over some ranks."""
+        with torch.no_grad():
+            mean.parameters(self.parameters, shares, self._anchor or None)
+            mean.buffers(shares)
+        if self._strategy.optimizer_state == "average":
+            mean.optimizer_state(shares)
+        elif self._strategy.optimizer_state == "reset":
+            self.optimizer.state.clear()
+
+    def _set_anchor(self) -> None:
+        if self._needs_anchor:
+            self._anchor = [parameter.detach().clone() for parameter in self.parameters]
+
+    def _report(self, step_seconds: float, merge_seconds: float) -> RoundReport:
+        """Share what the round has shown; collective."""
+        mine = torch.cat([self.round_sums, torch.tensor([step_seconds, merge_seconds])])
+        everyone = self._comm.all_gather(mine.to(self.parameters[0].device)).cpu()
+        losses, weights = everyone[:, 0].sum().item(), everyone[:, 1].sum().item()
+        return RoundReport(
+            steps=self.round_steps,
+            step_seconds=everyone[:, 2].max().item(),
+            merge_seconds=everyone[:, 3].max().item(),
+            loss=losses / weights if weights > 0 else float("nan"),
+            learning_rate=self._mean.learning_rate,
+        )

@@ -1,0 +1,104 @@
+"""Block momentum (CNTK's BMUF): the mean of the replicas is a gradient, and has momentum.
+
+Chen & Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with
+Intra-block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.averaging import (
+    AveragingStrategy,
+    OptimizerState,
+    check_optimizer_state,
+)
+from sparkdl.sync.averaging.outer_step import OuterRule, moments
+from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMomentum(AveragingStrategy):
+    """Filters the replicas' mean over rounds: ``W`` replicas in a round go ``W`` times as far.
+
+    The change of the mean over a round counts as it is, by the mean over replicas, as Chen & Huo
+    have it; CNTK multiplies the sum over replicas by one minus the block momentum, which is the
+    same for the default momentum. Keep the momentum of the replicas' own optimizer at most 0.9,
+    and begin from weights that were trained a little: the first rounds are long steps otherwise.
+    """
+
+    averaging_period: int = 16
+    """Steps of a round (a block)."""
+    block_momentum: float | None = None
+    """None: one minus one by the number of replicas, as Chen & Huo advise. Without Nesterov's
+    form and with a block learning rate of 1, momentum 0 is plain averaging."""
+    block_learning_rate: float = 1.0
+    """What the change of a round is multiplied by."""
+    nesterov: bool = True
+    """Whether rounds begin where momentum alone would lead."""
+    optimizer_state: OptimizerState = "reset"
+    """What becomes of the optimizers' states: by default each round begins with new ones, as in
+    CNTK, so that the momentum of the last round does not act twice."""
+
+    def __post_init__(self) -> None:
+        check_period(self.averaging_period)
+        if self.block_momentum is not None and not 0 <= self.block_momentum < 1:
+            raise ConfigError(f"block_momentum must be in [0, 1); received {self.block_momentum}")
+        if not self.block_learning_rate > 0:
+            raise ConfigError(
+                f"block_learning_rate must be positive; received {self.block_learning_rate}"
+            )
+        check_optimizer_state(self.optimizer_state)
+
+    def make_period(self) -> Period:
+        """See `AveragingStrategy.make_period`."""
+        return FixedPeriod(self.averaging_period)
+
+    def make_outer(self, world_size: int) -> OuterRule:
+        """See `AveragingStrategy.make_outer`."""
+        momentum = self.block_momentum
+        if momentum is None:
+            momentum = 1 - 1 / world_size
+        return BlockMomentumRule(momentum, self.block_learning_rate, self.nesterov)
+
+
+class BlockMomentumRule(OuterRule):
+    """``D <- momentum * D + learning_rate * (mean - anchor)``, and ``W <- W + D``.
+
+    A round begins from ``W``, or with Nesterov's form from ``W + momentum * D``; ``mean - anchor``
+    is counted from there.
+    """
+
+    def __init__(self, momentum: float, learning_rate: float, nesterov: bool) -> None:
+        self._momentum = momentum
+        self._learning_rate = learning_rate
+        self._nesterov = nesterov
+        self._updates: list[torch.Tensor] = []
+
+    def step(
+        self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
+    ) -> None:
+        """See `OuterRule.step`."""
+        self._updates = moments(self._updates, anchor)
+        for begin, weight, update in zip(anchor, mean, self._updates, strict=True):
+            gain = weight - begin
+            weight.copy_(begin)
+            if self._nesterov:
+                weight.sub_(update, alpha=self._momentum)  # back from where the round began to W
+            update.mul_(self._momentum).add_(gain, alpha=self._learning_rate)
+            weight.add_(update)
+            if self._nesterov:
+                weight.add_(update, alpha=self._momentum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OuterRule.state_dict`."""
+        return {"updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `OuterRule.load_state_dict`."""
+        self._updates = list(state["updates"])

@@ -1,0 +1,257 @@
+"""Local SGD: train apart for some steps, take the mean; after a warm-up, by level, or adaptively.
+
+Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, for the rounds, their
+warm-up (post-local SGD) and their levels; `period.AdaptivePeriod` for the adaptive period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology import arrange
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.averaging import (
+    AveragingStrategy,
+    AveragingSynchronizer,
+    OptimizerState,
+    check_optimizer_state,
+)
+from sparkdl.sync.averaging.mean import MeanOfReplicas
+from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+
+if TYPE_CHECKING:
+    from sparkdl.comm.topology.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(AveragingStrategy):
+    """Replicas train apart for ``averaging_period`` steps and continue from their mean.
+
+    With two periods ``(inside, between)`` the ranks of a node take their mean every ``inside``
+    steps, and all ranks every ``between`` steps, for which those of a node agree first. With
+    ``n`` bytes of parameters, ``L`` ranks on each node and ``W`` in all, a rank then sends per
+    step ``(2 n (L - 1) / L + 24 (L - 1)) / inside + (2 n (W - 1) / W + 24 (W - 1)) / between``
+    bytes along a ring; CPU ranks of a node use shared memory instead where ``topology`` is
+    ``"auto"``. Only the mean of all ranks is compressed: links inside a node are fast. Checkpoints
+    are written when all ranks agree.
+    """
+
+    averaging_period: int | Literal["adaptive"] | tuple[int, int] = 4
+    """Steps of a round; ``"adaptive"`` begins with ``first_period`` and shortens rounds as the
+    loss falls; two numbers are the periods inside a node and between nodes."""
+    first_period: int = 16
+    """With ``"adaptive"``: steps of the first round."""
+    warmup_steps: int = 0
+    """First steps of the run, in which gradients are exchanged exactly as by `AllReduce`."""
+    optimizer_state: OptimizerState = "keep"
+    """What becomes of the optimizers' states when weights are averaged."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.averaging_period, int | str):  # lists, from files
+            object.__setattr__(self, "averaging_period", tuple(self.averaging_period))
+        inside, between = self.periods()
+        if inside is None:
+            check_period(between, "adaptive")
+        else:
+            check_period(inside)
+            check_period(between)
+            if int(between) % inside:
+                raise ConfigError(
+                    "averaging_period between nodes must be a multiple of that inside a node; "
+                    f"received {self.averaging_period!r}"
+                )
+        check_period(self.first_period, name="first_period")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
+        check_optimizer_state(self.optimizer_state)
+
+    def periods(self) -> tuple[int | None, int | Literal["adaptive"]]:
+        """Steps between two means inside a node, or None if there are none; and of all ranks.
+
+        Raises:
+            ConfigError: ``averaging_period`` has other than two numbers.
+        """
+        period: Any = self.averaging_period
+        if not isinstance(period, tuple):
+            return None, period
+        if len(period) != 2:
+            raise ConfigError(
+                "averaging_period must be one number of steps or two (inside a node, between "
+                f"nodes); received {period!r}"
+            )
+        return period[0], period[1]
+
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        if self.warmup_steps > 0:
+            return "warm-up steps exchange gradients, for which all workers must run at once"
+        if self.periods()[0] is not None:
+            return "the ranks of a node agree inside a gang only; use one period"
+        return super().why_not_rounds()
+
+    def make_period(self) -> Period:
+        """See `AveragingStrategy.make_period`."""
+        _, between = self.periods()
+        if between == "adaptive":
+            return AdaptivePeriod(first=self.first_period)
+        return FixedPeriod(between)
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> LocalSGDSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return LocalSGDSynchronizer(model, make_optimizer, comm, self)
+
+
+class LocalSGDSynchronizer(AveragingSynchronizer):
+    """See `LocalSGD`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        strategy: LocalSGD,
+    ) -> None:
+        super().__init__(model, make_optimizer, comm, strategy)
+        self._inside_period, _ = strategy.periods()
+        self._inside: MeanOfReplicas | None = None
+        self._inside_comm: Topology | None = None
+        self._inside_weight = 0.0
+        if self._inside_period is not None and comm.world_size > 1:
+            self._join_node(comm, strategy.topology)
+        self._warmup_steps = strategy.warmup_steps
+        self._warmup_bytes = 0
+        self._warmup: Synchronizer | None = None
+        if self._warmup_steps > 0:
+            exchange = AllReduce(compression=strategy.compression)
+            self._warmup = exchange.setup(model, lambda _: self.optimizer, comm)
+            self.trains_apart = self.buffers_agree = False
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        warmup = 0 if self._warmup is None else self._warmup.bytes_sent
+        inside = 0 if self._inside_comm is None else self._inside_comm.bytes_sent
+        return super().bytes_sent + self._warmup_bytes + warmup + inside
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        if self._warmup is None:
+            super().zero_gradients()
+        else:
+            self._warmup.zero_gradients()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `Synchronizer.no_sync`."""
+        return super().no_sync() if self._warmup is None else self._warmup.no_sync()
+
+    def start_sums(self, sums: torch.Tensor) -> None:
+        """See `Synchronizer.start_sums`."""
+        if self._warmup is not None:
+            self._warmup.start_sums(sums)
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        """See `Synchronizer.reduce_gradients`."""
+        if self._warmup is None:
+            return super().reduce_gradients(sums, divisor)
+        return self._warmup.reduce_gradients(sums, divisor)
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`."""
+        if self._warmup is not None:
+            if step + 1 >= self._warmup_steps:
+                self._end_warmup()
+            return True
+        is_closed = super().after_step(step)
+        if self._inside_period is not None and self.round_steps % self._inside_period == 0:
+            self._agree_inside()
+        return is_closed
+
+    def close_round(self) -> None:
+        """See `Synchronizer.close_round`."""
+        self._agree_inside()
+        super().close_round()
+        self._inside_weight = 0.0
+
+    def close(self) -> None:
+        """See `Synchronizer.close`."""
+        if self._warmup is not None:
+            self._warmup.close()
+        if self._inside_comm is not None:
+            self._inside_comm.close()
+        super().close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {
+            **super().state_dict(),
+            "warmup": None if self._warmup is None else self._warmup.state_dict(),
+            "buffers_agree": self.buffers_agree,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_state_dict`."""
+        if self._warmup is not None:
+            if state["warmup"] is None:
+                self._end_warmup()
+            else:
+                self._warmup.load_state_dict(state["warmup"])
+        super().load_state_dict(state)
+        self.buffers_agree = state["buffers_agree"]
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        warmup = None if self._warmup is None else self._warmup.rank_state_dict()
+        return {**super().rank_state_dict(), "warmup": warmup}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        super().load_rank_state_dict(state)
+        if self._warmup is not None:
+            self._warmup.load_rank_state_dict(state["warmup"])
+
+    def _agree(self, shares: Sequence[float]) -> None:
+        super()._agree(shares)
+        self.buffers_agree = True
+
+    def _end_warmup(self) -> None:
+        """Begin to train apart; buffers differ until the first round ends."""
+        assert self._warmup is not None
+        self._warmup_bytes = self._warmup.bytes_sent
+        self._warmup.close()
+        self._warmup = None
+        self.trains_apart = True
+        self._set_anchor()
+
+    def _join_node(self, comm: Communicator, topology: str) -> None:
+        nodes = [
+            [rank for rank in range(comm.world_size) if comm.nodes[rank] == node]
+            for node in sorted(set(comm.nodes))
+        ]
+        self._inside_comm = arrange(
+            comm.split(nodes),
+            "auto" if topology == "auto" else "ring",
+            device=self.parameters[0].device,
+        )
+        if self._inside_comm.world_size > 1:
+            self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm, None)
+
+    def _agree_inside(self) -> None:
+        """Take the mean over the ranks of this node, by their samples since the last one."""
+        if self._inside is None or self.round_steps == 0:
+            return
+        seen = self.round_sums[1].item()
+        shares = self._inside.shares(seen - self._inside_weight)
+        self._inside_weight = seen
+        if any(shares):
+            self._take_mean(self._inside, shares)

@@ -1,0 +1,204 @@
+"""How do the ranks of a gang form the mean of their states? By sums of shares, over the network.
+
+The same mean as `merge.merge` forms on a list of states, up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.averaging.merge import STEP
+from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.weight_changes import Changes
+
+if TYPE_CHECKING:
+    from sparkdl.comm.compression.compression import Compression
+
+SHARE_BYTES = 24
+"""What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
+and its learning rate."""
+
+
+class MeanOfReplicas:
+    """Replaces what the ranks hold by the mean over ranks. All methods but states are collective.
+
+    Args:
+        model: the rank's replica.
+        optimizer: its optimizer.
+        comm: the gang.
+        compression: what the parameters' changes are sent with; None: as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Communicator,
+        compression: Compression | None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._comm = comm
+        self._has_state = [False] * comm.world_size
+        self.learning_rate = math.nan
+        """That of the first rank that counted when `shares` was last called: where a replica
+        skips a step that others take, schedules differ."""
+        self._changes: Changes | None = None
+        if compression is not None and comm.world_size > 1:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._changes = Changes(trained, comm, compression)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what is sent are compressed changes, for which `parameters` needs an anchor."""
+        return self._changes is not None
+
+    def shares(self, weight: float, learning_rate: float = math.nan) -> list[float]:
+        """Every rank's part in the mean, given this rank's weight; all zero if nobody has one."""
+        device = next(self._model.parameters()).device
+        mine = torch.tensor(
+            [weight, len(self._optimizer.state), learning_rate], dtype=torch.float64
+        )
+        weights, num_states, rates = self._comm.all_gather(mine.to(device)).cpu().unbind(1)
+        self._has_state = (num_states > 0).tolist()
+        self.learning_rate = rates[int((weights > 0).int().argmax())].item()
+        total = weights.sum().item()
+        return [one / total if total > 0 else 0.0 for one in weights.tolist()]
+
+    def parameters(
+        self,
+        parameters: Sequence[torch.Tensor],
+        shares: Sequence[float],
+        anchor: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Overwrite ``parameters`` by their mean; ``anchor`` is where all ranks began."""
+        if self._changes is None:
+            self.tensors(parameters, shares)
+            return
+        assert anchor is not None
+        self._changes.take(parameters, anchor)
+        self._changes.start(shares[self._comm.rank])
+        self._changes.wait()
+        for parameter, begin, change in zip(parameters, anchor, self._changes.tensors, strict=True):
+            torch.add(begin, change, out=parameter)
+
+    def tensors(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> None:
+        """Overwrite floating tensors, of equal shapes on all ranks, by their mean."""
+        share = shares[self._comm.rank]
+        pending = []
+        for group in by_kind(tensors):
+            flat = torch.cat([tensor.detach().flatten() for tensor in group])
+            if share == 0:
+                flat.zero_()  # not multiplied: a rank that does not count may hold infinities
+            else:
+                flat.mul_(share)
+            pending.append((group, flat, self._comm.all_reduce_async(flat)))
+        for group, flat, message in pending:
+            message.wait()
+            pieces = torch.split(flat, [tensor.numel() for tensor in group])
+            for tensor, piece in zip(group, pieces, strict=True):
+                tensor.detach().copy_(piece.view_as(tensor))
+
+    def buffers(self, shares: Sequence[float]) -> None:
+        """Overwrite floating buffers by their mean, others by those of the first that counts."""
+        buffers = moving_buffers(self._model)
+        self.tensors([b for b in buffers if b.is_floating_point()], shares)
+        source = next(rank for rank, share in enumerate(shares) if share > 0)
+        for buffer in buffers:
+            if not buffer.is_floating_point():
+                self._comm.broadcast(buffer, source)
+
+    def optimizer_state(self, shares: Sequence[float]) -> None:
+        """Overwrite the optimizer's state by the mean; counts of steps by the largest."""
+        if any(self._has_state) and not all(self._has_state):
+            self._complete_optimizer()
+        state = self._optimizer.state
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        tensors, steps = [], []
+        for parameter in trained:
+            for key, value in state.get(parameter, {}).items():
+                if key == STEP:
+                    steps.append((parameter, value))
+                elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                    tensors.append(value)
+        self.tensors(tensors, shares)
+        self._largest_steps(steps)
+
+    def _largest_steps(self, steps: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        if not steps:
+            return
+        device = steps[0][0].device
+        mine = torch.tensor([float(value) for _, value in steps], dtype=torch.float64)
+        largest = self._comm.all_gather(mine.to(device)).amax(0).tolist()
+        for (parameter, value), step in zip(steps, largest, strict=True):
+            if isinstance(value, torch.Tensor):
+                value.fill_(step)
+            else:
+                self._optimizer.state[parameter][STEP] = type(value)(step)
+
+    def _complete_optimizer(self) -> None:
+        """Give states of zeros to the optimizers that never stepped while others did."""
+        source = self._has_state.index(True)
+        is_source = self._comm.rank == source
+        kinds = self._comm.broadcast_bytes(
+            json.dumps(self._kinds()).encode() if is_source else None, source
+        )
+        if self._optimizer.state:
+            return
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for place, entries in json.loads(kinds):
+            for key, shape, dtype in entries:
+                # torch keeps counts of steps on the CPU.
+                device = torch.device("cpu") if key == STEP else trained[place].device
+                self._optimizer.state[trained[place]][key] = torch.zeros(
+                    shape, dtype=getattr(torch, dtype), device=device
+                )
+
+    def _kinds(self) -> list[Any]:
+        """Shape and dtype of each tensor of the optimizer's state."""
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [
+            [
+                place,
+                [
+                    [key, list(value.shape), str(value.dtype).removeprefix("torch.")]
+                    for key, value in self._optimizer.state[parameter].items()
+                    if isinstance(value, torch.Tensor)
+                ],
+            ]
+            for place, parameter in enumerate(trained)
+            if parameter in self._optimizer.state
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The compressors' states that are equal on all ranks."""
+        return {} if self._changes is None else self._changes.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        if self._changes is not None and state:  # a gang of one has none
+            self._changes.load_state_dict(state)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The compressors' states of this rank."""
+        return {} if self._changes is None else self._changes.rank_state_dict()
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state_dict` gave."""
+        if self._changes is not None:
+            self._changes.load_rank_state_dict(state)
+
+
+def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that may share a message: those of one dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())

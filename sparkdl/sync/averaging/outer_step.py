@@ -1,0 +1,120 @@
+"""What becomes of the replicas' mean at the end of a round? The step that follows averaging.
+
+An outer rule sees where the round began (the anchor) and where the replicas came to on average,
+and says where the next round begins. It is the same in a gang and in rounds, where the driver
+applies it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparkdl.errors import ConfigError
+
+
+class OuterRule(ABC):
+    """A rule at work; all ranks call it with equal values, so that their states stay equal."""
+
+    @abstractmethod
+    def step(
+        self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
+    ) -> None:
+        """Overwrite ``mean`` with the parameters that begin the next round.
+
+        Args:
+            anchor: the trained parameters when the round began; left as they are.
+            mean: the mean of the replicas' parameters at its end.
+            learning_rate: that of the replicas' optimizers at the end of the round.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule must remember."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+        """Restore what `state_dict` gave."""
+
+
+def moments(
+    saved: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a rule remembers of each parameter, on its device; zeros if there is nothing yet."""
+    if not saved:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    return [one.to(parameter) for one, parameter in zip(saved, parameters, strict=True)]
+
+
+class OuterOptimizer(OuterRule):
+    """An optimizer of torch, stepped once a round with ``anchor - mean`` as the gradient.
+
+    Args:
+        name: a class of ``torch.optim`` that works step by step, in any case.
+        options: its options, with ``lr``.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it refuses the options.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._kind = _find(name)
+        self._options = dict(options)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._weights: list[torch.Tensor] = []
+        self._loaded: dict[str, Any] | None = None
+        self._make([torch.zeros(1, 1)])  # to know that the options fit
+
+    def step(
+        self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
+    ) -> None:
+        """See `OuterRule.step`."""
+        if self._optimizer is None:
+            self._weights = [torch.empty_like(begin) for begin in anchor]
+            self._optimizer = self._make(self._weights)
+            if self._loaded is not None:
+                self._optimizer.load_state_dict(self._loaded)
+        for weight, begin, end in zip(self._weights, anchor, mean, strict=True):
+            weight.data = end.detach()  # stepped in place
+            weight.grad = begin - end.detach()
+            weight.data.copy_(begin)
+        self._optimizer.step()
+        for weight in self._weights:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OuterRule.state_dict`."""
+        if self._optimizer is None:  # no round has ended since the restart
+            return {"optimizer": self._loaded}
+        return {"optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `OuterRule.load_state_dict`."""
+        self._loaded = state["optimizer"]
+        if self._optimizer is not None and self._loaded is not None:
+            self._optimizer.load_state_dict(self._loaded)
+
+    def _make(self, weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        try:
+            made: torch.optim.Optimizer = self._kind(list(weights), **self._options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"outer optimizer {self._kind.__name__} refused {self._options}: {error}"
+            ) from error
+        return made
+
+
+def _find(name: str) -> Any:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
+        and key not in ("Optimizer", "LBFGS", "SparseAdam")
+    }
+    if name.lower() not in known:
+        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {', '.join(sorted(known))}")
+    return known[name.lower()]

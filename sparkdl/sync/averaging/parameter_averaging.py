@@ -1,0 +1,81 @@
+"""Deeplearning4j's way: train apart for some batches, average parameters and optimizer, repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.averaging import (
+    AveragingStrategy,
+    OptimizerState,
+    Weighting,
+    check_weighting,
+    round_bytes,
+)
+from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, Period, check_period
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterAveraging(AveragingStrategy):
+    """Replicas train apart for ``averaging_period`` steps and continue from their mean.
+
+    On plain Spark stages, which need no gang, or inside one (Param ``executionMode``). After
+    Deeplearning4j's ``ParameterAveragingTrainingMaster``, but replicas count by the samples that
+    they have seen, and Adam's count of steps is kept. With a period of one step and plain SGD it
+    equals all-reduce.
+    """
+
+    prefers_rounds: ClassVar[bool] = True
+
+    averaging_period: int | Literal["auto"] = 16
+    """Steps of a round; ``"auto"`` holds agreeing near ``target_share`` of the time."""
+    average_optimizer_state: bool = True
+    """Whether optimizer states are averaged too; otherwise each round begins with new ones."""
+    aggregation_depth: int = 2
+    """Levels of the tree by which plain Spark stages sum the replicas (1: all on the driver)."""
+    weighting: Weighting = "examples"
+    """A replica counts by its samples of the round (their weights), or ``"equal"``: as others."""
+    target_share: float = 0.05
+    """With ``"auto"``: the part of the time that agreeing may take."""
+
+    def __post_init__(self) -> None:
+        check_period(self.averaging_period, "auto")
+        if self.aggregation_depth < 1:
+            raise ConfigError(
+                f"aggregation_depth must be at least 1; received {self.aggregation_depth}"
+            )
+        check_weighting(self.weighting)
+        if not 0 < self.target_share < 1:
+            raise ConfigError(f"target_share must be in (0, 1); received {self.target_share}")
+
+    @property
+    def deterministic(self) -> bool:
+        """A period that follows the clock gives other bits each time."""
+        return self.averaging_period != "auto"
+
+    @property
+    def optimizer_state(self) -> OptimizerState:
+        """See `AveragingStrategy.optimizer_state`."""
+        return "average" if self.average_optimizer_state else "reset"
+
+    @property
+    def merge_depth(self) -> int:
+        """See `AveragingStrategy.merge_depth`."""
+        return self.aggregation_depth
+
+    def make_period(self) -> Period:
+        """See `AveragingStrategy.make_period`."""
+        if self.averaging_period == "auto":
+            return AutoPeriod(share=self.target_share)
+        return FixedPeriod(self.averaging_period)
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers."""
+        if self.averaging_period == "auto":
+            return None
+        sent = round_bytes(self, shapes, element_size, world_size)
+        return None if sent is None else sent / self.averaging_period

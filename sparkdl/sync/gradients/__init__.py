@@ -1,0 +1,1 @@
+"""Strategies that sum gradients in every step."""

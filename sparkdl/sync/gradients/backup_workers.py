@@ -1,0 +1,311 @@
+"""How is a straggler not waited for? Each step takes the first gradients, and drops the others.
+
+Synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD",
+2016): of ``W`` ranks a step needs the gradients of ``W - k``; whatever is ready by then is used,
+and what comes later is dropped. The gradient is that of the united batch of the ranks in use, whose
+weights travel with it, so nothing is biased by how many they were. Rows of dropped gradients count
+as not used: not in the history's losses, nor in the number of rows seen.
+
+A thread on each rank speaks for it while its main thread computes. Towards the end of a step the
+threads tell each other again and again who is ready. Once enough are, all of them sum what there
+is, those of late ranks with zeros, and keep the result. A late rank finds it when it is done,
+throws away its own gradient, and takes the step that everyone has taken: replicas stay equal, bit
+for bit. Batches of steps that were concluded meanwhile are passed over. A rank can be `MAX_LAG`
+steps behind; then the others wait for it, so no more than that many results are ever kept.
+
+A rank that is always slow never contributes, and its rows are never learnt from: for that there are
+work shares.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Reduced
+
+if TYPE_CHECKING:
+    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.config import TrainConfig
+
+MAX_LAG = 4
+"""Concluded steps that a late rank may not have taken yet."""
+_QUIET, _PATIENCE = 0.8, 0.1
+"""A rank that is not ready says nothing for so much of a usual step, and then says so each time
+that a step has taken so much longer: by that much the others wait longer than needed."""
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-3, 0.1
+"""How long it is silent at least and at most."""
+_NUM_RECENT = 8
+"""Steps of which the shortest is the usual one."""
+
+
+def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
+    """Refuse what backup workers do not go together with.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    num_backup = strategy.num_backup_workers
+    if num_backup > world_size - 2:
+        raise ConfigError(
+            f"num_backup_workers={num_backup} of {world_size} worker(s) would leave steps with one "
+            f"worker's gradient or none; set at most {max(world_size - 2, 0)}, or numWorkers to at "
+            f"least {num_backup + 2}"
+        )
+    compression = strategy.resolved_compression()
+    if compression is not None and compression.keeps_residual:
+        raise ConfigError(
+            f"{type(compression).__name__} keeps what it has not sent for the next step, and with "
+            "num_backup_workers it would be lost whenever a gradient is dropped; use compression "
+            "'bf16' or 'fp16'"
+        )
+    if strategy.topology not in ("auto", "ring"):
+        raise ConfigError(
+            f"topology {strategy.topology!r} sums when all workers are there, and with "
+            "num_backup_workers some are not; use topology 'ring'"
+        )
+    if config.device == "cuda":
+        raise ConfigError(_NO_CUDA)
+    if config.sync_batch_norm:
+        raise ConfigError(
+            "syncBatchNorm lets workers wait for each other in every layer, and with "
+            "num_backup_workers late workers leave out steps; unset one of the two"
+        )
+
+
+_NO_CUDA = (
+    "num_backup_workers is for CPU workers: a thread speaks for the rank while it computes, which "
+    "NCCL does not allow; leave it out, or set device to 'cpu'"
+)
+
+
+class BackupWorkersSynchronizer(AllReduceSynchronizer):
+    """Sums the gradients of those that are ready; see the module."""
+
+    sends_early = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        bucket_bytes: int,
+        compression: Compression | None = None,
+        *,
+        quorum: int,
+    ) -> None:
+        """Build it.
+
+        Raises:
+            ConfigError: the model is on a CUDA device.
+        """
+        # A group of its own: the main thread may speak with its peers at the same time.
+        own = comm.split([range(comm.world_size)])
+        super().__init__(model, make_optimizer, own, bucket_bytes, compression)
+        if self._buckets[0].flat.device.type == "cuda":
+            raise ConfigError(_NO_CUDA)
+        flats = [bucket.flat for bucket in self._buckets]
+        self._speaker = _Speaker(self._comm, quorum, flats, self._start)
+        self._has_samples = False
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        super().zero_gradients()
+        self._has_samples = False
+        self.is_late = self._speaker.is_ahead()
+
+    def start_sums(self, sums: torch.Tensor) -> None:
+        """Note that there are samples; the sums travel with the gradients."""
+        self._has_samples = True
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        """See `Synchronizer.reduce_gradients`."""
+        result = self._speaker.offer(_Offer(sums, self._has_samples))
+        for bucket, flat in zip(self._buckets, result.flats, strict=True):
+            if bucket.flat is not flat:
+                bucket.flat.copy_(flat)
+        return Reduced(result.sums, divisor, result.ranks)
+
+    def close(self) -> None:
+        """See `Synchronizer.close`; peers that still train are told."""
+        self._speaker.leave()
+        super().close()
+
+
+class _Said(IntEnum):
+    """What a rank tells the others about the next step to conclude."""
+
+    NOT_READY = 0
+    READY = 1
+    EMPTY = 2
+    """Ready, without samples in this step."""
+    FULL = 3
+    """Not ready, and too far behind for the others to go on."""
+    LEAVING = 4
+
+
+class _Offer(NamedTuple):
+    """What the main thread has for a step; its gradients are in the buckets."""
+
+    sums: torch.Tensor
+    has_samples: bool
+
+
+class _Result(NamedTuple):
+    """A concluded step."""
+
+    sums: torch.Tensor
+    flats: Sequence[torch.Tensor]
+    """The summed gradients: the buckets themselves if this rank's own were among them."""
+    ranks: tuple[int, ...] | None
+    """Whose gradients were used; None: everyone's."""
+
+
+class _Speaker(threading.Thread):
+    """Speaks for this rank, whatever its main thread does.
+
+    Args:
+        comm: a group that nobody else uses.
+        quorum: ranks that conclude a step.
+        flats: the buckets.
+        start: starts to sum a tensor as bucket number so-and-so.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        quorum: int,
+        flats: Sequence[torch.Tensor],
+        start: Callable[[int, torch.Tensor], Pending],
+    ) -> None:
+        super().__init__(name="sparkdl backup workers", daemon=True)
+        self._comm = comm
+        self._quorum = quorum
+        self._flats = flats
+        self._start_sum = start
+        self._changed = threading.Condition()
+        self._offer: _Offer | None = None
+        self._results: deque[_Result] = deque()
+        self._is_leaving = False
+        self._failure: Exception | None = None
+        self._since = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+
+    def is_ahead(self) -> bool:
+        """Whether the main thread's next step was concluded already; the first call begins all."""
+        if self.ident is None:
+            self.start()
+        with self._changed:
+            return bool(self._results)
+
+    def offer(self, offer: _Offer) -> _Result:
+        """Give this rank's part of the main thread's next step and get what came of the step.
+
+        Raises:
+            CommunicationError: a peer was lost, or has left.
+        """
+        with self._changed:
+            if not self._results:
+                self._offer = offer
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._results or self._failure)
+            if not self._results:
+                assert self._failure is not None
+                raise self._failure
+            self._changed.notify_all()
+            return self._results.popleft()
+
+    def leave(self) -> None:
+        """Tell the others, and end."""
+        with self._changed:
+            self._is_leaving = True
+            self._changed.notify_all()
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        """Speak until someone leaves or is lost."""
+        try:
+            while True:
+                said = self._say()
+                heard = self._comm.all_gather(torch.tensor([said], dtype=torch.uint8))
+                everyone = [_Said(one) for one in heard.flatten().tolist()]
+                if _Said.LEAVING in everyone:
+                    who = everyone.index(_Said.LEAVING)
+                    raise CommunicationError(f"rank {who} has left the gang")
+                if is_quorum(everyone, self._quorum):
+                    self._conclude(said, everyone)
+        except Exception as error:  # raised again in the main thread, by `offer`
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _say(self) -> _Said:
+        """Wait until there is something to say, but not for long."""
+        with self._changed:
+            is_full = len(self._results) >= MAX_LAG
+            elapsed = time.monotonic() - self._since
+            self._changed.wait_for(
+                lambda: (
+                    self._offer is not None
+                    or self._is_leaving
+                    or (is_full and len(self._results) < MAX_LAG)
+                ),
+                silence(elapsed, min(self._recent, default=0.0)),
+            )
+            if self._is_leaving:
+                return _Said.LEAVING
+            if self._offer is not None:
+                return _Said.READY if self._offer.has_samples else _Said.EMPTY
+            return _Said.FULL if len(self._results) >= MAX_LAG else _Said.NOT_READY
+
+    def _conclude(self, said: _Said, everyone: Sequence[_Said]) -> None:
+        """Sum the gradients of those that were ready; collective."""
+        ranks = tuple(rank for rank, one in enumerate(everyone) if one is not _Said.NOT_READY)
+        if said is _Said.NOT_READY:  # also if the main thread is done by now: the others know not
+            flats = [torch.zeros_like(flat) for flat in self._flats]
+            sums = torch.zeros(2, dtype=torch.float64)
+        else:
+            assert self._offer is not None
+            flats, sums = list(self._flats), self._offer.sums
+        pending = [self._comm.all_reduce_async(sums)]
+        pending += [self._start_sum(number, flat) for number, flat in enumerate(flats)]
+        for message in pending:
+            message.wait()
+        is_all = len(ranks) == len(everyone)
+        with self._changed:
+            self._offer = None
+            self._results.append(_Result(sums, flats, None if is_all else ranks))
+            now = time.monotonic()
+            self._recent.append(now - self._since)
+            self._since = now
+            self._changed.notify_all()
+
+
+def silence(elapsed_seconds: float, usual_seconds: float) -> float:
+    """Seconds until a rank that is not ready says so, given the time of this step and of others."""
+    wanted = max(_QUIET * usual_seconds - elapsed_seconds, _PATIENCE * elapsed_seconds)
+    return min(max(wanted, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+
+
+def is_quorum(everyone: Sequence[_Said], quorum: int) -> bool:
+    """Whether the next step can be concluded.
+
+    Ranks without samples are ready at once; they do not make a step by themselves, as long as
+    others may have samples.
+    """
+    if _Said.FULL in everyone:
+        return False
+    num_ready = everyone.count(_Said.READY)
+    num_done = num_ready + everyone.count(_Said.EMPTY)
+    return num_done == len(everyone) or (num_done >= quorum and num_ready > 0)

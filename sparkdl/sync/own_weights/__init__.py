@@ -1,0 +1,1 @@
+"""Strategies whose replicas keep weights of their own between rounds."""

@@ -1,0 +1,153 @@
+"""Elastic averaging: replicas explore on their own, tied to a common center by springs.
+
+Zhang, Choromanska & LeCun, "Deep learning with Elastic Averaging SGD", NeurIPS 2015, in its
+synchronous form: every rank holds the center, and moves it by the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.period import check_period
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew
+from sparkdl.sync.gradients.allreduce import exchange_bytes
+from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.weight_changes import Changes
+
+if TYPE_CHECKING:
+    from sparkdl.config import TrainConfig
+
+PAPERS_BETA = 0.9
+"""World size times elasticity in the paper's experiments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticAveraging(CollectiveStrategy):
+    """Every ``averaging_period`` steps replicas and center attract each other.
+
+    What is evaluated, kept in checkpoints and returned is the center, which lags behind the
+    replicas: an epoch should have many periods. Replicas keep weights and optimizers of their own.
+    With SGD and Nesterov's momentum as the optimizer this is the paper's EAMSGD.
+    """
+
+    averaging_period: int = 10
+    """Steps between two pulls, of the run: epochs do not begin them anew."""
+    elasticity: float | None = None
+    """Part of its distance to the center by which a replica moves to it, and the center to the
+    replica; None: the paper's 0.9 by the number of replicas. 0 gives independent runs."""
+
+    def __post_init__(self) -> None:
+        check_period(self.averaging_period)
+        if self.elasticity is not None and not 0 <= self.elasticity < 1:
+            raise ConfigError(f"elasticity must be in [0, 1); received {self.elasticity}")
+
+    @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return True
+
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        return OWN_WEIGHTS
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        """See `SyncStrategy.check`."""
+        super().check(config, world_size)
+        pull = self.elasticity_of(world_size) * world_size
+        if pull >= 1:
+            raise ConfigError(
+                f"elasticity {self.elasticity} times {world_size} replicas is {pull:.3g}, and must "
+                "be less than 1: the center would be pulled past the replicas' mean and swing; "
+                "lower it, or leave it out for 0.9 by the number of replicas"
+            )
+
+    def elasticity_of(self, world_size: int) -> float:
+        """What ``elasticity`` means in a gang of ``world_size``."""
+        return PAPERS_BETA / world_size if self.elasticity is None else self.elasticity
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`."""
+        sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
+        return None if sent is None else sent / self.averaging_period
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> ElasticSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return ElasticSynchronizer(model, make_optimizer, comm, self)
+
+
+class ElasticSynchronizer(OwnWeightsSynchronizer):
+    """See `ElasticAveraging`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        strategy: ElasticAveraging,
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self._comm = counting_anew(comm)
+        self._period = strategy.averaging_period
+        self._elasticity = strategy.elasticity_of(comm.world_size)
+        self._center = [parameter.detach().clone() for parameter in self.parameters]
+        self._pulls = Changes(self.parameters, self._comm, strategy.resolved_compression())
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`."""
+        if (step + 1) % self._period == 0:
+            self._pull()
+        return True
+
+    def show_agreed(self) -> None:
+        """See `OwnWeightsSynchronizer.show_agreed`: the center."""
+        for parameter, center in zip(self.parameters, self._center, strict=True):
+            parameter.copy_(center)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {"center": self._center, "pulls": self._pulls.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_state_dict`."""
+        for center, value in zip(self._center, state["center"], strict=True):
+            center.copy_(value)
+        self._pulls.load_state_dict(state["pulls"])
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        return {**super().rank_state_dict(), "pulls": self._pulls.rank_state_dict()}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        super().load_rank_state_dict(state)
+        self._pulls.load_rank_state_dict(state["pulls"])
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        """Move this replica towards the center, and the center towards all that have trained."""
+        self._pulls.take(self.parameters, self._center)
+        for parameter, pull in zip(self.parameters, self._pulls.tensors, strict=True):
+            parameter.sub_(pull, alpha=self._elasticity)
+        has_trained = self.round_sums[1].item() > 0
+        self._pulls.start(self._elasticity if has_trained else 0.0)
+        self._pulls.wait()
+        self.round_sums.zero_()
+        for center, pull in zip(self._center, self._pulls.tensors, strict=True):
+            center.add_(pull)

@@ -1,0 +1,152 @@
+"""Gossip: now and then two replicas meet and take their mean; nobody waits for all.
+
+Blot et al., "Gossip training for deep learning", 2016 (GoSGD), on the sums and weights of Kempe,
+Dobra & Gehrke, "Gossip-Based Computation of Aggregate Information", FOCS 2003. There a replica
+pushes half of its weight to a peer of its choice at any time; here the pairs of a step follow from
+seed and step, and both push at once, so that bits repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
+from sparkdl.sync.collective import counting_anew
+from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+
+WEIGHT_BYTES = 8
+"""What a peer says of its weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(SyncStrategy):
+    """After each step, pairs of ranks swap their weights with some probability.
+
+    Each replica has a weight in the whole, which begins with its first sample; two that meet take
+    the mean by these weights and share their sum. What is evaluated, kept in checkpoints and
+    returned is the mean of all by these weights; each replica then goes on from its own. It sends
+    uncompressed: what two peers send each other is no sum over all ranks.
+    """
+
+    probability: float = 0.1
+    """Probability with which a pair of a step meets."""
+    seed: int = 0
+    """What the pairs are drawn from."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.probability <= 1:
+            raise ConfigError(f"probability must be in (0, 1]; received {self.probability}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must not be negative; received {self.seed}")
+
+    @property
+    def trains_apart(self) -> bool:
+        """See `SyncStrategy.trains_apart`."""
+        return True
+
+    def why_not_rounds(self) -> str | None:
+        """See `SyncStrategy.why_not_rounds`."""
+        return OWN_WEIGHTS
+
+    def pairs(self, step: int, world_size: int) -> list[tuple[int, int]]:
+        """The ranks that meet after ``step``; the same wherever it is asked. No rank is twice."""
+        generator = np.random.default_rng((self.seed, step))
+        order = generator.permutation(world_size).tolist()
+        meets = generator.random(world_size // 2) < self.probability
+        pairs = zip(order[0::2], order[1::2], strict=False)  # an odd one out stays alone
+        return [pair for pair, does in zip(pairs, meets.tolist(), strict=True) if does]
+
+    def bytes_per_step(
+        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+    ) -> float | None:
+        """See `SyncStrategy.bytes_per_step`: the expected value over draws and ranks.
+
+        The whole model travels once more when an epoch ends or a checkpoint is written.
+        """
+        num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
+        met = self.probability * 2 * (world_size // 2) / world_size
+        return met * (num_bytes + WEIGHT_BYTES)
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> GossipSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return GossipSynchronizer(model, make_optimizer, comm, self)
+
+
+class GossipSynchronizer(OwnWeightsSynchronizer):
+    """See `Gossip`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        strategy: Gossip,
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self._comm = counting_anew(comm)
+        self._strategy = strategy
+        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+        self._weight = 0.0
+        self._has_trained = False
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`."""
+        if not self._has_trained and self.round_sums[1].item() > 0:
+            self._has_trained = True
+            self._weight += 1.0
+        for pair in self._strategy.pairs(step, self._comm.world_size):
+            if self._comm.rank in pair:
+                self._meet(sum(pair) - self._comm.rank)
+        return True
+
+    def show_agreed(self) -> None:
+        """See `OwnWeightsSynchronizer.show_agreed`."""
+        shares = self._mean.shares(self._weight)
+        if any(shares):
+            self._mean.tensors(self.parameters, shares)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        return {
+            **super().rank_state_dict(),
+            "weight": self._weight,
+            "has_trained": self._has_trained,
+        }
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        super().load_rank_state_dict(state)
+        self._weight = state["weight"]
+        self._has_trained = state["has_trained"]
+
+    @torch.no_grad()
+    def _meet(self, peer: int) -> None:
+        """Take the mean with ``peer``, and half of both weights."""
+        mine = torch.tensor([self._weight], dtype=torch.float64, device=self.parameters[0].device)
+        total = self._weight + self._comm.exchange(mine, peer).item()
+        share = self._weight / total if total > 0 else 0.5
+        self._weight = total / 2
+        for group in by_kind(self.parameters):
+            flat = torch.cat([tensor.detach().flatten() for tensor in group])
+            theirs = self._comm.exchange(flat, peer)
+            # The same sum on both sides, but for the order of its two terms.
+            flat.mul_(share).add_(theirs.mul_(1 - share))
+            pieces = torch.split(flat, [tensor.numel() for tensor in group])
+            for parameter, piece in zip(group, pieces, strict=True):
+                parameter.detach().copy_(piece.view_as(parameter))

@@ -1,0 +1,1 @@
+"""Strategies whose replicas compete, or are merged only at the end."""

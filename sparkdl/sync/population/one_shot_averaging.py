@@ -1,0 +1,99 @@
+"""What if replicas agree only once? They train apart to the end, and then take their mean.
+
+Zinkevich et al., "Parallelized Stochastic Gradient Descent", NIPS 2010; Mann et al., "Efficient
+Large-Scale Distributed Training of Conditional Maximum Entropy Models", NIPS 2009, for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.averaging.averaging import Weighting, check_weighting
+from sparkdl.sync.averaging.mean import MeanOfReplicas
+from sparkdl.sync.collective import counting_anew
+from sparkdl.sync.own_weights.own_weights import OwnWeightsSynchronizer
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.strategy import MakeOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneShotAveraging(PopulationStrategy):
+    """Each shard's replica trains by itself for all epochs; the result is the mean of them.
+
+    Proved for convex losses only: of networks that have gone different ways the mean may be worse
+    than any. On plain Spark stages, where it is one job per epoch, or in a gang.
+
+    At the end of every epoch the mean as it would be then is what is evaluated, what early stopping
+    sees and what callbacks get; the replicas go on from their own weights all the same. ``loss`` in
+    the history is the mean over the replicas' own training losses.
+    """
+
+    weighting: Weighting = "examples"
+    """A replica counts by all samples it has seen (their weights), or ``"equal"``: as others."""
+
+    def __post_init__(self) -> None:
+        check_weighting(self.weighting)
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
+    ) -> OneShotSynchronizer:
+        """See `SyncStrategy.setup`."""
+        return OneShotSynchronizer(model, make_optimizer, comm, self)
+
+
+class OneShotSynchronizer(OwnWeightsSynchronizer):
+    """See `OneShotAveraging`. Buffers are the replica's own as well, and part of the mean."""
+
+    buffers_agree = True
+    _own_buffers: Sequence[torch.Tensor] | None = None
+    """The replica's buffers while the model shows the mean."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        comm: Communicator,
+        strategy: OneShotAveraging,
+    ) -> None:
+        super().__init__(model, make_optimizer)
+        self._comm = counting_anew(comm)
+        self._weighting = strategy.weighting
+        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        if self._own_buffers is not None:
+            for buffer, own in zip(self.model.buffers(), self._own_buffers, strict=True):
+                buffer.detach().copy_(own)
+            self._own_buffers = None
+        super().zero_gradients()
+
+    def show_agreed(self) -> None:
+        """See `OwnWeightsSynchronizer.show_agreed`."""
+        self._own_buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
+        weight = self.round_sums[1].item()
+        shares = self._mean.shares(float(weight > 0) if self._weighting == "equal" else weight)
+        if any(shares):
+            self._mean.tensors(self.parameters, shares)
+            self._mean.buffers(shares)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        buffers = None if self._own_buffers is None else list(self._own_buffers)
+        return {**super().rank_state_dict(), "own_buffers": buffers}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`."""
+        super().load_rank_state_dict(state)
+        self._own_buffers = state["own_buffers"]

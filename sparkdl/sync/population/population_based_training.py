@@ -1,0 +1,241 @@
+"""How do the members of a population find good hyperparameters while they train?
+
+Jaderberg et al., "Population Based Training of Neural Networks", arXiv 1711.09846; the numbers are
+those of the paper and of Ray Tune.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from sparkdl.data.plan import TrainPlan
+from sparkdl.errors import ConfigError
+from sparkdl.sync.population.population import Competition, best_first, drawn, members_of
+
+if TYPE_CHECKING:
+    from sparkdl.config import TrainConfig
+
+# Purposes of the draws, so that they differ from each other.
+_FIRST, _EXPLOIT, _EXPLORE = 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Numbers from ``low`` to ``high``, drawn so that their logarithms are even, or they are."""
+
+    low: float
+    high: float
+    is_log: bool = True
+    """Whether small numbers are as likely as large ones of the same relative width."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ConfigError(f"a Range needs low < high; received {self.low} and {self.high}")
+        if self.is_log and self.low <= 0:
+            raise ConfigError(
+                f"a Range with is_log needs low > 0; received {self.low}: set is_log=False"
+            )
+
+    def sample(self, generator: np.random.Generator) -> float:
+        """A new value."""
+        if not self.is_log:
+            return float(generator.uniform(self.low, self.high))
+        exponent = generator.uniform(math.log(self.low), math.log(self.high))
+        return self._bounded(math.exp(exponent))
+
+    def perturbed(
+        self, value: float, factors: Sequence[float], generator: np.random.Generator
+    ) -> float:
+        """``value`` times one of ``factors``, within the bounds."""
+        return self._bounded(value * factors[int(generator.integers(len(factors)))])
+
+    def _bounded(self, value: float) -> float:
+        return min(max(value, self.low), self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """Numbers around the user's own value, from a ``factor``-th of it to ``factor`` times it."""
+
+    factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor > 1):
+            raise ConfigError(f"factor must be more than 1; received {self.factor}")
+
+
+Mutation: TypeAlias = Range | Around | Sequence[float]
+"""Where values of a hyperparameter come from; a sequence lists all values, in their order."""
+
+
+def _around_learning_rate() -> dict[str, Mutation]:
+    return {"learning_rate": Around()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopulationBasedTraining(Competition):
+    """Members train with hyperparameters of their own; bad ones copy good ones and change a bit.
+
+    Member 0 begins with the user's own hyperparameters, the others with values drawn from
+    ``mutations``. Every ``period`` steps all members are measured on the validation rows of all
+    shards. Each of the worst ``exploit_fraction``, and any whose loss is not finite, takes weights,
+    optimizer state and hyperparameters of one of the best ``exploit_fraction``; each of its
+    hyperparameters is then drawn anew with ``resample_probability``, or else multiplied by one of
+    ``factors`` (of a list of values, the one before or after is taken). The best member is the
+    result.
+
+    A member trains on one shard for a period and on the next one in the following period, so that
+    it sees all rows in time, and each row is used once an epoch by one member.
+
+    Example::
+
+        PopulationBasedTraining(
+            period=200, mutations={"learning_rate": Range(low=1e-4, high=1.0), "momentum": [0, 0.9]}
+        )
+
+    In the history, ``val_loss``, the metrics and ``learning_rate`` are those of the best member,
+    ``best_member`` its number and ``val_loss_spread`` how much worse the worst is;
+    ``TrainingSummary.population`` has all members' losses and hyperparameters over time.
+    """
+
+    mutations: Mapping[str, Mutation] = field(default_factory=_around_learning_rate)
+    """Hyperparameter -> its values: ``learning_rate``, or a number in torch's parameter groups,
+    such as ``weight_decay``. A schedule keeps its shape; its height is the member's learning rate.
+    """
+    exploit_fraction: float = 0.25
+    """Part of the members that copies, and part that is copied; at most half."""
+    resample_probability: float = 0.25
+    """How often a member that copies another draws a hyperparameter anew."""
+    factors: Sequence[float] = (0.8, 1.2)
+    """By one of these the hyperparameters that are not drawn anew are multiplied."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.exploit_fraction <= 0.5:
+            raise ConfigError(
+                f"exploit_fraction must be in (0, 0.5]; received {self.exploit_fraction}"
+            )
+        if not 0 <= self.resample_probability <= 1:
+            raise ConfigError(
+                f"resample_probability must be in [0, 1]; received {self.resample_probability}"
+            )
+        if not self.factors or not all(_is_positive(factor) for factor in self.factors):
+            raise ConfigError(f"factors must be positive numbers; received {self.factors!r}")
+        if not self.mutations:
+            raise ConfigError("mutations is empty; name at least one hyperparameter")
+        for name, mutation in self.mutations.items():
+            _check_mutation(name, mutation)
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        """See `SyncStrategy.check`."""
+        super().check(config, world_size)
+        if isinstance(config.optimizer, str | type):
+            import torch
+
+            from sparkdl.sync.population.hyperparameters import first_values
+            from sparkdl.train.optim import resolve_optimizer
+
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            self.domains(first_values(resolve_optimizer(config)([parameter]), self.mutations))
+
+    def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
+        """Hyperparameter -> its values, given the user's own.
+
+        Raises:
+            ConfigError: there is nothing around an own value of zero.
+        """
+        found: dict[str, Range | Sequence[float]] = {}
+        for name, mutation in self.mutations.items():
+            if isinstance(mutation, Around):
+                if not own[name] > 0:
+                    raise ConfigError(
+                        f"mutations['{name}'] is Around the optimizer's own value, which is "
+                        f"{own[name]:g}; give a Range or a list of values"
+                    )
+                mutation = Range(low=own[name] / mutation.factor, high=own[name] * mutation.factor)
+            found[name] = mutation
+        return found
+
+    def first(self, member: int, own: Mapping[str, float], seed: int) -> dict[str, float]:
+        """What a member begins with."""
+        if member == 0:
+            return dict(own)
+        generator = drawn(seed, _FIRST, member)
+        return {name: _sample(values, generator) for name, values in self.domains(own).items()}
+
+    def donors(self, losses: Sequence[float], seed: int, step: int) -> dict[int, int]:
+        """Which member copies which other, given the losses of all; best ones copy nobody."""
+        order = best_first(losses)
+        count = min(math.ceil(self.exploit_fraction * len(losses)), len(losses) // 2)
+        best = [member for member in order[:count] if math.isfinite(losses[member])]
+        lost = {member for member in order if not math.isfinite(losses[member])}
+        if not best:
+            return {}
+        return {
+            member: best[int(drawn(seed, _EXPLOIT, step, member).integers(len(best)))]
+            for member in sorted(lost.union(order[len(order) - count :]))
+        }
+
+    def explored(
+        self,
+        values: Mapping[str, float],
+        own: Mapping[str, float],
+        *,
+        seed: int,
+        step: int,
+        member: int,
+    ) -> dict[str, float]:
+        """What ``member`` makes of the hyperparameters that it has copied."""
+        generator = drawn(seed, _EXPLORE, step, member)
+        changed = {}
+        for name, domain in self.domains(own).items():
+            if generator.random() < self.resample_probability:
+                changed[name] = _sample(domain, generator)
+            elif isinstance(domain, Range):
+                changed[name] = domain.perturbed(values[name], self.factors, generator)
+            else:
+                changed[name] = _neighbour(values[name], domain, generator)
+        return changed
+
+    def shard_of(self, plan: TrainPlan, member: int, step: int) -> int:
+        """Where ``member`` trains the period in which step number ``step`` lies."""
+        shards = members_of(plan)
+        return shards[(member + step // self.period) % len(shards)]
+
+
+def _sample(values: Range | Sequence[float], generator: np.random.Generator) -> float:
+    if isinstance(values, Range):
+        return values.sample(generator)
+    return float(values[int(generator.integers(len(values)))])
+
+
+def _neighbour(value: float, values: Sequence[float], generator: np.random.Generator) -> float:
+    """The value before or after in the list; any, if it is not there."""
+    if value not in values:
+        return _sample(values, generator)
+    position = list(values).index(value) + (1 if generator.random() < 0.5 else -1)
+    return float(values[min(max(position, 0), len(values) - 1)])
+
+
+def _check_mutation(name: str, mutation: Any) -> None:
+    if isinstance(mutation, Range | Around):
+        return
+    is_list = isinstance(mutation, Sequence) and not isinstance(mutation, str)
+    if not (is_list and mutation and all(_is_number(value) for value in mutation)):
+        raise ConfigError(
+            f"mutations['{name}'] must be a Range, an Around or a list of numbers; received "
+            f"{mutation!r}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
