@@ -76,8 +76,8 @@ from sparkdl.sync.strategy import SyncStrategy as SyncStrategy
 from sparkdl.tensorboard import TensorBoard as TensorBoard
 from sparkdl.train.callbacks import Callback as Callback
 from sparkdl.train.callbacks import CallbackState as CallbackState
-from sparkdl.train.large_batch import LAMB as LAMB
-from sparkdl.train.large_batch import LARS as LARS
-from sparkdl.train.warmup import warmup as warmup
+from sparkdl.train.optimizers.large_batch import LAMB as LAMB
+from sparkdl.train.optimizers.large_batch import LARS as LARS
+from sparkdl.train.optimizers.warmup import warmup as warmup
 
 __version__: str

@@ -138,7 +138,7 @@ def loss_of_labels(params: InputParams) -> Any:
     Raises:
         ConfigError: it has other names than the labels.
     """
-    from sparkdl.train.losses import for_each
+    from sparkdl.train.objective.label_losses import for_each
 
     loss, labels = params.value("loss"), labels_of(params)
     if labels:

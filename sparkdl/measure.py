@@ -29,10 +29,10 @@ from sparkdl.scores import (
     classification_scores,
     regression_scores,
 )
-from sparkdl.train.loss import ClassLoss, LossFunction
-from sparkdl.train.losses import LossSum, loss_of
-from sparkdl.train.metrics import Metrics, State, on_cpu
-from sparkdl.train.training_step import taken
+from sparkdl.train.objective.label_losses import LossSum, loss_of
+from sparkdl.train.objective.loss import ClassLoss, LossFunction
+from sparkdl.train.objective.metrics import Metrics, State, on_cpu
+from sparkdl.train.objective.training_step import taken
 
 LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""

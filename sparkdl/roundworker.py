@@ -33,7 +33,7 @@ from sparkdl.runtime.versions import difference, versions
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
     from sparkdl.storage.tensor_tree import Snapshot
-    from sparkdl.train.rounds import RoundReplica
+    from sparkdl.train.round_replica import RoundReplica
 
 _SILENT_SECONDS = 5.0
 """A task that works says so several times a second."""
@@ -199,7 +199,7 @@ class Warm:
 
         from sparkdl.packing import PackedModule, unpack
         from sparkdl.runtime.hardware import choose_device
-        from sparkdl.train.rounds import RoundReplica
+        from sparkdl.train.round_replica import RoundReplica
 
         problem = difference(order.versions, versions(), f"shard {place.shard.shard_id}'s worker")
         if problem is not None:

@@ -44,7 +44,7 @@ from sparkdl.spark.columns import quoted
 from sparkdl.spark.interrupts import interruptible
 from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.session import described
-from sparkdl.train.training_step import taken
+from sparkdl.train.objective.training_step import taken
 
 _GROUPS = 16
 """Groups in which parts are added up."""

@@ -180,7 +180,7 @@ def _report(
     outcome: TrainOutcome, rows: int, checkpoints: CheckpointManager | None
 ) -> dict[str, Any]:
     """What the driver's summary needs of one rank; ``rows`` are those it has trained on."""
-    from sparkdl.train.clock import TRAINING
+    from sparkdl.train.time_spent import TRAINING
 
     busy = sum(outcome.seconds[name] for name in TRAINING)
     stall = checkpoints.stall_seconds if checkpoints is not None else 0.0

@@ -100,7 +100,7 @@ class Outlook:
 
     def why_not(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> str | None:
         """Why a fit with the strategy would be refused; None if it would not."""
-        from sparkdl.train.sync_batch_norm import check_strategy
+        from sparkdl.train.modules.sync_batch_norm import check_strategy
 
         try:
             strategy.check(self.config, world_size)

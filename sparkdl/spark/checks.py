@@ -159,9 +159,9 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     import torch
     from torch import nn
 
-    from sparkdl.train.losses import loss_of
-    from sparkdl.train.metrics import Metrics
-    from sparkdl.train.optim import make_scheduler, resolve_optimizer
+    from sparkdl.train.objective.label_losses import loss_of
+    from sparkdl.train.objective.metrics import Metrics
+    from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
     config = request.config
     with borrowed_generator(config.seed):
@@ -185,7 +185,7 @@ def prepare_columns(
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
-    from sparkdl.train.losses import class_labels
+    from sparkdl.train.objective.label_losses import class_labels
 
     case = is_case_sensitive(df.sparkSession)
     prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
@@ -268,7 +268,7 @@ def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: i
         ConfigError: see `sync_batch_norm.check`.
     """
     from sparkdl import sync
-    from sparkdl.train import sync_batch_norm
+    from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:
         sync_batch_norm.check(module, sync.resolve(config.sync_strategy), num_workers)

@@ -20,8 +20,8 @@ from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.population.population_based_training import PopulationBasedTraining
 from sparkdl.sync.population.tournament import Tournament
-from sparkdl.train.divergence import LossWatch
-from sparkdl.train.optim import resolve_optimizer
+from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.state import Record
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sparkdl.train.loss import LossFunction, ModuleLoss
+    from sparkdl.train.objective.loss import LossFunction, ModuleLoss
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> S
     import torch
 
     from sparkdl.data.collate import example_arguments
-    from sparkdl.train.losses import loss_of
-    from sparkdl.train.training_step import StepLoss, objective_of, taken
+    from sparkdl.train.objective.label_losses import loss_of
+    from sparkdl.train.objective.training_step import StepLoss, objective_of, taken
 
     features = [column for column in columns if column.role == "feature"]
     was_training = module.training
@@ -98,8 +98,8 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
     A function of the user's is not tried: it may refuse zeros that the data does not hold.
     """
     from sparkdl.data.collate import example_arguments
-    from sparkdl.train.loss import ModuleLoss
-    from sparkdl.train.losses import LossSum
+    from sparkdl.train.objective.label_losses import LossSum
+    from sparkdl.train.objective.loss import ModuleLoss
 
     labels = [column for column in columns if column.role == "label"]
     if not labels:
@@ -118,7 +118,7 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
     import torch
 
-    from sparkdl.train.loss import ClassLoss
+    from sparkdl.train.objective.loss import ClassLoss
 
     shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
     if isinstance(loss, ClassLoss) and shape in ((), (1,)):
@@ -158,7 +158,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     import torch
 
     from sparkdl.data.collate import example_arguments
-    from sparkdl.train.evaluate import evaluation_mode
+    from sparkdl.train.validation import evaluation_mode
 
     smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
     has_empty = plan.world_size > 1 and smallest < config.gradient_accumulation_steps

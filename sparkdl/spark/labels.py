@@ -16,7 +16,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.spark.columns import Prepared, prepare
 from sparkdl.spark.specified import prepare_named
-from sparkdl.train.losses import class_labels
+from sparkdl.train.objective.label_losses import class_labels
 
 
 def _label_and_weight(

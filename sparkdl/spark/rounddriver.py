@@ -33,13 +33,13 @@ from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.sync.averaging.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState, make_stopper
-from sparkdl.train.divergence import LossWatch, diverged
-from sparkdl.train.evaluate import record as evaluation_record
-from sparkdl.train.loss import LossFunction
-from sparkdl.train.losses import loss_record, part_names
-from sparkdl.train.metrics import Metrics
+from sparkdl.train.objective.divergence import LossWatch, diverged
+from sparkdl.train.objective.label_losses import loss_record, part_names
+from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.state import Record, TrainState
-from sparkdl.train.training_step import objective_of
+from sparkdl.train.validation import record as evaluation_record
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,21 +20,45 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
-from sparkdl.train.clock import Clock
-from sparkdl.train.divergence import diverged
-from sparkdl.train.evaluate import evaluate, sync_buffers
-from sparkdl.train.losses import loss_record, no_sums, part_names
-from sparkdl.train.memory_format import in_memory_format
-from sparkdl.train.metrics import Metrics
-from sparkdl.train.optim import make_scheduler, resolve_optimizer
-from sparkdl.train.outcome import TrainOutcome
-from sparkdl.train.precision import NumberFormat
+from sparkdl.train.modules.memory_format import in_memory_format
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.modules.sync_batch_norm import synchronized
+from sparkdl.train.objective.divergence import diverged
+from sparkdl.train.objective.label_losses import loss_record, no_sums, part_names
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
+from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import CheckpointSink, Replica, ResumePoint
-from sparkdl.train.rng import deterministic_algorithms, seed_everything
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.step import TrainStep
-from sparkdl.train.sync_batch_norm import synchronized
-from sparkdl.train.training_step import StepLoss, objective_of
+from sparkdl.train.time_spent import Clock
+from sparkdl.train.validation import evaluate, sync_buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOutcome:
+    """What one worker knows when training is over. The weights are in the module."""
+
+    history: list[Record]
+    """One record per epoch; equal on all ranks but for ``seconds``."""
+    steps: int
+    """Completed steps of the run, with those before a restart."""
+    rows: int
+    """Samples that all ranks have used, with those before a restart; not those whose gradients came
+    too late."""
+    stopped_early: bool
+    seconds: dict[str, float]
+    """This rank's time in this attempt, by `clock.SPENT_ON`.
+
+    On CUDA, whose work is asynchronous, ``compute`` holds what the others do not wait for.
+    """
+    bytes_sent: int
+    """What this rank's strategy has sent to the others in this attempt."""
+    final: ResumePoint
+    """The state at the end, for the last checkpoint: ``model`` holds the last weights even if
+    the module was given the best ones."""
+
 
 __all__ = ["CheckpointSink", "ResumePoint", "TrainOutcome", "train"]
 

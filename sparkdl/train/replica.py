@@ -11,9 +11,9 @@ from torch import nn
 
 from sparkdl.sync.strategy import Synchronizer
 from sparkdl.train.callbacks import EarlyStopper
-from sparkdl.train.divergence import LossWatch
-from sparkdl.train.precision import NumberFormat
-from sparkdl.train.rng import random_state, seed_everything, set_random_state
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.state import TrainState
 
 

@@ -9,24 +9,53 @@ refuses some of these modules a batch of one sample.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
+from sparkdl.errors import ConfigError
 from sparkdl.sync.strategy import Synchronizer
-from sparkdl.train.augment import augmented
-from sparkdl.train.clock import Clock
-from sparkdl.train.divergence import LossWatch
-from sparkdl.train.loss import LossFunction
-from sparkdl.train.losses import part_names, sums_of
-from sparkdl.train.optim import Schedule
-from sparkdl.train.precision import NumberFormat
-from sparkdl.train.training_step import run
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.objective.label_losses import part_names, sums_of
+from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.training_step import run
+from sparkdl.train.optimizers.optimizers import Schedule
+from sparkdl.train.time_spent import Clock
+
+
+def augmented(batch: Batch, augmentation: Callable[[Any], Any]) -> Batch:
+    """The batch with other inputs; its target stays.
+
+    Args:
+        batch: a training batch of at least one sample.
+        augmentation: gets the input tensor, the tuple of several, or, if all have names, a dict;
+            and returns the same with as many samples. It must not change what it gets in place
+            where the inputs are the target too.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    try:
+        changed = batch.arguments.repacked(augmentation(batch.arguments.packed()))
+    except TypeError as error:
+        raise ConfigError(f"augmentation must return what it gets, changed: {error}") from error
+    for value in changed.values:
+        if value.dim() == 0 or len(value) != batch.num_rows:
+            raise ConfigError(
+                f"augmentation must keep the {batch.num_rows} samples of a batch; it returned a "
+                f"tensor of shape {tuple(value.shape)}"
+            )
+    return dataclasses.replace(batch, inputs=changed.values)
+
 
 READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import TrainingDiverged
-from sparkdl.train.evaluate import sync_buffers
+from sparkdl.train.validation import sync_buffers
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded, weights
 

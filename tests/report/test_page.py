@@ -14,7 +14,7 @@ from sparkdl.report.markup import Markup, joined, tag
 from sparkdl.report.page import page, panels
 from sparkdl.report.record import RunRecord
 from sparkdl.report.timeline import MOST_LANES, SPENT_ON, binned
-from sparkdl.train import clock
+from sparkdl.train import time_spent
 from tests.report.runs import GRAPH, record
 
 
@@ -161,7 +161,7 @@ def test_of_many_ranks_the_lanes_are_few_and_the_table_has_all() -> None:
 
 
 def test_the_words_for_time_are_those_of_training() -> None:
-    assert SPENT_ON == clock.SPENT_ON
+    assert SPENT_ON == time_spent.SPENT_ON
 
 
 def test_bins_hold_shares_of_time() -> None:

@@ -14,7 +14,7 @@ from sparkdl.sync.asynchronous.parameter_slices import (
     cut,
     group_options,
 )
-from sparkdl.train.optim import OPTIMIZERS
+from sparkdl.train.optimizers.optimizers import OPTIMIZERS
 
 
 def test_slices_are_even_and_hold_every_tensor_once() -> None:

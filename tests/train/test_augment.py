@@ -9,7 +9,7 @@ import torch
 
 from sparkdl.data.batches import Batch
 from sparkdl.errors import ConfigError
-from sparkdl.train.augment import augmented
+from sparkdl.train.step import augmented
 
 
 def batch(names: tuple[str | None, ...] = (), num_inputs: int = 1) -> Batch:

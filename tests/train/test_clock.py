@@ -5,7 +5,7 @@ import time
 import pytest
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.train.clock import SPENT_ON, Clock
+from sparkdl.train.time_spent import SPENT_ON, Clock
 
 
 def test_every_moment_is_counted_once() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.train.confusion import Confusion, added
-from sparkdl.train.metrics import Metrics
+from sparkdl.train.objective.metrics import Confusion, Metrics, added
 from tests.gang import Gang
 
 PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sparkdl.errors import TrainingDiverged
-from sparkdl.train.divergence import WINDOW, LossWatch
+from sparkdl.train.objective.divergence import WINDOW, LossWatch
 
 
 def test_a_loss_that_is_not_finite_ends_training() -> None:

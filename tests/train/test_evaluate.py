@@ -10,10 +10,10 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool.mapped import ShardData
-from sparkdl.train.evaluate import evaluate, evaluation_mode
-from sparkdl.train.loss import resolve_loss
-from sparkdl.train.metrics import Metrics
-from sparkdl.train.precision import NumberFormat
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.loss import resolve_loss
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.validation import evaluate, evaluation_mode
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, seeded
 
 CPU = torch.device("cpu")

@@ -8,9 +8,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.groups import ParameterGroups
-from sparkdl.train.optim import make_scheduler, resolve_optimizer
-from sparkdl.train.warmup import warmup
+from sparkdl.train.optimizers.optimizers import ParameterGroups, make_scheduler, resolve_optimizer
+from sparkdl.train.optimizers.warmup import warmup
 
 
 def make_net() -> nn.ModuleDict:

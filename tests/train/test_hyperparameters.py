@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from sparkdl.errors import ConfigError
 from sparkdl.sync.population.hyperparameters import first_values, set_values
-from sparkdl.train.warmup import warmup
+from sparkdl.train.optimizers.warmup import warmup
 
 
 def sgd(*groups: dict[str, Any], **options: Any) -> torch.optim.SGD:

@@ -12,8 +12,8 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.spool.mapped import ShardData
 from sparkdl.errors import ConfigError
-from sparkdl.train.large_batch import LAMB, LARS
-from sparkdl.train.warmup import warmup
+from sparkdl.train.optimizers.large_batch import LAMB, LARS
+from sparkdl.train.optimizers.warmup import warmup
 from tests.train.runs import run, seeded
 
 Tensors = list[torch.Tensor]

@@ -8,7 +8,7 @@ from torch import nn
 
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
-from sparkdl.train.loss import LOSSES, match_shapes, resolve_loss
+from sparkdl.train.objective.loss import LOSSES, match_shapes, resolve_loss
 
 
 def mean_of(loss: Any, output: Any, target: Any, task: Task = "custom") -> float:

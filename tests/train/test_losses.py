@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.losses import (
+from sparkdl.train.objective.label_losses import (
     LossSum,
     class_labels,
     for_each,

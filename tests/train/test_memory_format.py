@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.train.memory_format import in_memory_format
+from sparkdl.train.modules.memory_format import in_memory_format
 from tests.train.runs import make_data, run, seeded, weights
 
 

@@ -10,7 +10,7 @@ from torchmetrics import classification
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
-from sparkdl.train.metrics import Metrics
+from sparkdl.train.objective.metrics import Metrics
 
 
 def make(metrics: dict[str, Any], task: Task = "regression", predictions: Any = None) -> Metrics:

@@ -8,8 +8,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.large_batch import LAMB, LARS
-from sparkdl.train.optim import OPTIMIZERS, make_scheduler, resolve_optimizer
+from sparkdl.train.optimizers.large_batch import LAMB, LARS
+from sparkdl.train.optimizers.optimizers import OPTIMIZERS, make_scheduler, resolve_optimizer
 
 
 def made(**options: Any) -> torch.optim.Optimizer:

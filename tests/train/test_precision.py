@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import TrainingDiverged
-from sparkdl.train.precision import NumberFormat
+from sparkdl.train.modules.precision import NumberFormat
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from sparkdl.train.rng import (
+from sparkdl.train.random_state import (
     deterministic_algorithms,
     random_state,
     seed_everything,

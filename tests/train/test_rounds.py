@@ -14,7 +14,7 @@ from sparkdl.sync.averaging.averaging import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.rounds import RoundOutcome, RoundReplica
+from sparkdl.train.round_replica import RoundOutcome, RoundReplica
 from tests.train.runs import but, make_data, plan_for, run, seeded
 
 CPU = torch.device("cpu")

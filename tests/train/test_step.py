@@ -11,9 +11,9 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.train.loss import resolve_loss
-from sparkdl.train.optim import resolve_optimizer
-from sparkdl.train.precision import NumberFormat
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.loss import resolve_loss
+from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.step import TrainStep
 
 CPU = torch.device("cpu")

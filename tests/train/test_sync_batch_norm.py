@@ -10,7 +10,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.errors import ConfigError
-from sparkdl.train.sync_batch_norm import batch_norms, synchronized
+from sparkdl.train.modules.sync_batch_norm import batch_norms, synchronized
 from tests.gang import Gang
 
 CHANNELS = 3

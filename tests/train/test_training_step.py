@@ -12,10 +12,10 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.models import GAN, gan_step
-from sparkdl.train.lightning import OwnOptimizer
-from sparkdl.train.loss import resolve_loss
-from sparkdl.train.optim import make_scheduler, resolve_optimizer
-from sparkdl.train.training_step import StepLoss, objective_of, taken
+from sparkdl.train.objective.lightning import OwnOptimizer
+from sparkdl.train.objective.loss import resolve_loss
+from sparkdl.train.objective.training_step import StepLoss, objective_of, taken
+from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, run, seeded, weights
 

@@ -138,7 +138,7 @@ class PopulationBasedTraining(Competition):
             import torch
 
             from sparkdl.sync.population.hyperparameters import first_values
-            from sparkdl.train.optim import resolve_optimizer
+            from sparkdl.train.optimizers.optimizers import resolve_optimizer
 
             parameter = torch.nn.Parameter(torch.zeros(1))
             self.domains(first_values(resolve_optimizer(config)([parameter]), self.mutations))

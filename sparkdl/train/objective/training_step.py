@@ -14,9 +14,9 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
-from sparkdl.train.lightning import is_lightning, lightning_step
-from sparkdl.train.loss import CallableLoss, LossFunction, ModuleLoss
-from sparkdl.train.losses import loss_of
+from sparkdl.train.objective.label_losses import loss_of
+from sparkdl.train.objective.lightning import is_lightning, lightning_step
+from sparkdl.train.objective.loss import CallableLoss, LossFunction, ModuleLoss
 
 TrainingStep = Callable[[nn.Module, Any, Any], Any]
 """``(module, inputs, target)`` gives what a loss function of the user's may give; without a label

@@ -25,16 +25,16 @@ from sparkdl.sync.averaging.averaging import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
-from sparkdl.train.clock import Clock
-from sparkdl.train.evaluate import measure
-from sparkdl.train.losses import part_names
-from sparkdl.train.memory_format import in_memory_format
-from sparkdl.train.metrics import Metrics
-from sparkdl.train.optim import make_scheduler, resolve_optimizer
-from sparkdl.train.precision import NumberFormat
-from sparkdl.train.rng import deterministic_algorithms, seed_everything
+from sparkdl.train.modules.memory_format import in_memory_format
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.label_losses import part_names
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
+from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.step import TrainStep
-from sparkdl.train.training_step import StepLoss, objective_of
+from sparkdl.train.time_spent import Clock
+from sparkdl.train.validation import measure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
-from sparkdl.train.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
+from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
 
 
 class Losses(Protocol):

@@ -11,11 +11,11 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
 from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.train.loss import LossFunction
-from sparkdl.train.losses import loss_record, no_sums, part_names, sums_of
-from sparkdl.train.metrics import Metrics
-from sparkdl.train.precision import NumberFormat
-from sparkdl.train.training_step import output_of, run
+from sparkdl.train.modules.precision import NumberFormat
+from sparkdl.train.objective.label_losses import loss_record, no_sums, part_names, sums_of
+from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import output_of, run
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkdl.errors import ConfigError
-from sparkdl.train.optim import check_scheduler
+from sparkdl.train.optimizers.optimizers import check_scheduler
 
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 

@@ -1,0 +1,1 @@
+"""What is done to a module before it trains: precision, memory format, SyncBatchNorm."""

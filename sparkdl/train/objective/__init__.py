@@ -1,0 +1,1 @@
+"""What is minimized and what is measured: losses, metrics, training steps."""
