@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from sparkdl.demo import DigitsNet, PhotoNet
+from sparkdl.models.demo import DigitsNet, PhotoNet
 
 
 def test_digits_net_takes_bytes_and_floats_alike() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 import sparkdl
 from sparkdl.commands.main import main
 from sparkdl.data.plan import Column
-from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.exporting import export_saved
+from sparkdl.models.demo import DigitsNet
 from sparkdl.modulefile import save_module
 from sparkdl.storage.storage import LocalStorage
 
@@ -49,7 +49,7 @@ def test_a_folder_needs_no_code_either(
 ) -> None:
     expected = sparkdl.load_module(saved)(images(3))
     export_saved(saved, tmp_path / "exported")
-    monkeypatch.delattr("sparkdl.demo.DigitsNet")
+    monkeypatch.delattr("sparkdl.models.demo.DigitsNet")
     with pytest.raises(SparkDLError):
         sparkdl.load_module(saved)
     again = sparkdl.load_module(tmp_path / "exported")

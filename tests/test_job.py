@@ -101,7 +101,7 @@ def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) ->
 def training(path: str, validation: ValidationSection | None) -> TrainJob:
     return TrainJob(
         data=DataSection(path=path),
-        model=ObjectRef(factory="sparkdl.demo:DigitsNet"),
+        model=ObjectRef(factory="sparkdl.models.demo:DigitsNet"),
         output=TrainOutput(path=path),
         validation=validation,
     )

@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
 from sparkdl.config import EarlyStopping
-from sparkdl.demo import DigitsNet
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.initialweights import InitialWeights
 from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
 from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
+from sparkdl.models.demo import DigitsNet
 from sparkdl.tomlvalues import build
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -27,7 +27,7 @@ CONF = Path(__file__).parent.parent / "conf"
 def job(**sections: Any) -> TrainJob:
     smallest = {
         "data": {"path": "d"},
-        "model": {"factory": "sparkdl.demo:DigitsNet"},
+        "model": {"factory": "sparkdl.models.demo:DigitsNet"},
         "output": {"path": "m"},
     }
     return build(TrainJob, smallest | sections)
@@ -84,7 +84,7 @@ def test_the_kind_chooses_the_estimator() -> None:
 
 
 def test_the_module_is_made_by_the_workers_with_its_arguments() -> None:
-    model = {"factory": "sparkdl.demo:DigitsNet", "args": {"num_classes": 3}}
+    model = {"factory": "sparkdl.models.demo:DigitsNet", "args": {"num_classes": 3}}
     factory = make_estimator(job(model=model)).getOrDefault("module")
     assert factory().layers[-1].out_features == 3
     assert make_estimator(job()).getOrDefault("module") is DigitsNet
@@ -188,7 +188,7 @@ def test_a_validation_section_marks_rows_by_a_column() -> None:
     assert not make_estimator(job()).isDefined("validationIndicatorCol")
 
 
-@pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.demo:NoSuchNet"])
+@pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.models.demo:NoSuchNet"])
 def test_what_cannot_be_imported_is_named_with_a_remedy(reference: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot import '{reference}'.*--py-files"):
         import_object(reference)

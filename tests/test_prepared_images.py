@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import Image, TorchClassifier, TorchClassifierModel
-from sparkdl.demo import PhotoNet
 from sparkdl.errors import DataError
+from sparkdl.models.demo import PhotoNet
 from sparkdl.spark.preparing import prepare
 from tests.prepare.trees import digit_files, job
 

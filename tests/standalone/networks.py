@@ -12,7 +12,7 @@ from pathlib import Path
 from pyspark import TaskContext
 
 import sparkdl
-from sparkdl.demo import DigitsNet
+from sparkdl.models.demo import DigitsNet
 from sparkdl.train.callbacks import Callback, CallbackState
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.demo import DigitsNet
+from sparkdl.models.demo import DigitsNet
 from tests.docs.digits import saved_model
 
 

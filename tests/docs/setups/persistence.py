@@ -9,7 +9,7 @@ import torch
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl.demo import DigitsNet
+from sparkdl.models.demo import DigitsNet
 from tests.docs.digits import saved_model
 from tests.s3 import make_bucket
 
