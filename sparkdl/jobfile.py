@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
-from sparkdl.initialweights import InitialWeights
+from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.tomlvalues import apply_settings, build, read_toml
 
 T = TypeVar("T")

@@ -121,7 +121,7 @@ class _InOneRun(RunListener):
             self._client.set_terminated(self._run_id, "FINISHED" if is_good else "FAILED")
 
     def _add_weights(self, module: nn.Module) -> None:
-        from sparkdl.modulefile import prepare_weights
+        from sparkdl.serialization.saved_module import prepare_weights
         from sparkdl.storage.storage import open_storage
 
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:

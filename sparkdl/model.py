@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl import packing, predict, scoring
+from sparkdl import predict, scoring
 from sparkdl.config import Task
 from sparkdl.converters import to_metrics
 from sparkdl.data.collate import example_arguments
@@ -33,6 +33,7 @@ from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams
 from sparkdl.scores import Evaluation
+from sparkdl.serialization import packed_module
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require
 from sparkdl.spark.labels import read_beside
@@ -59,7 +60,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
     _loss: ClassVar[str] = "mse"
 
     module_factory: Any = None
-    """The callable that made the module, if there is one; see `sparkdl.modulefile`."""
+    """The callable that made the module, if there is one; see `sparkdl.serialization.saved_module`."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
-        packed = packing.pack(self._module)
+        packed = packed_module.pack(self._module)
         return {
             "digest": packed.digest,
             "fetch": self._sender.fetch(spark, packed),

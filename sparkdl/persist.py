@@ -20,21 +20,21 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.data.example import example_of
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchModel
 from sparkdl.modelparams import UNKNOWN_LOSS
-from sparkdl.modulefile import (
+from sparkdl.params import OBJECT_PARAMS
+from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.example_inputs import example_of
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.saved_module import (
     PreparedModule,
     load_module_from,
     open_module,
     prepare_module,
     prepare_weights,
 )
-from sparkdl.params import OBJECT_PARAMS
-from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.spark.saving import (
     FORMAT,
     beside,

@@ -29,9 +29,9 @@ from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image
 from sparkdl.outputs import Forward, Source, check_rows, pick
-from sparkdl.packing import PackedModule, unpack
 from sparkdl.runtime.hardware import choose_device
 from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.serialization.packed_module import PackedModule, unpack
 
 R = TypeVar("R", torch.Tensor, Ragged)
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]

@@ -197,8 +197,8 @@ class Warm:
     def __init__(self, place: RoundPlace, order: RoundOrder) -> None:
         import os
 
-        from sparkdl.packing import PackedModule, unpack
         from sparkdl.runtime.hardware import choose_device
+        from sparkdl.serialization.packed_module import PackedModule, unpack
         from sparkdl.train.round_replica import RoundReplica
 
         problem = difference(order.versions, versions(), f"shard {place.shard.shard_id}'s worker")

@@ -107,7 +107,7 @@ def initial_module(
     weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
     """The module with its initial weights, which rank 0 reads unless all have them."""
-    from sparkdl.packing import PackedModule, unpack
+    from sparkdl.serialization.packed_module import PackedModule, unpack
 
     if weights is None:
         assert files is not None

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.describe_module import find_difference
 from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.rebuild import find_difference
 from tests.describable import NeedsWidth, Plain, Tied
 
 MODULES: list[Any] = [

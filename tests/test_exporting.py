@@ -13,9 +13,9 @@ import sparkdl
 from sparkdl.commands.main import main
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
-from sparkdl.exporting import export_saved
 from sparkdl.models.demo import DigitsNet
-from sparkdl.modulefile import save_module
+from sparkdl.serialization.export import export_saved
+from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8))

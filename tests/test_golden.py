@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.initialweights import InitialWeights, load_initial_weights
-from sparkdl.modulefile import VERSION
-from sparkdl.saved import load_module, load_signature
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.load import load_module, load_signature
+from sparkdl.serialization.saved_module import VERSION
 from sparkdl.spark import saving
 from tests.describable import NeedsWidth
 

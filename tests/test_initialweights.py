@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.initialweights import InitialWeights, load_initial_weights
-from sparkdl.modulefile import save_module
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
 
 

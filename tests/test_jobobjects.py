@@ -15,10 +15,10 @@ import sparkdl
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
-from sparkdl.initialweights import InitialWeights
 from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
 from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
 from sparkdl.models.demo import DigitsNet
+from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.tomlvalues import build
 
 CONF = Path(__file__).parent.parent / "conf"

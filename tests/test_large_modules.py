@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.modulefile import save_module
+from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
 
 ROOT = Path(__file__).parent.parent

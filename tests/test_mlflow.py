@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import SparkDLError
-from sparkdl.initialweights import InitialWeights
 from sparkdl.listeners import RunStart
 from sparkdl.mlflow import MLflow
 from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.initial_weights import InitialWeights
 from tests.report.runs import record
 
 START = RunStart(
@@ -69,7 +69,7 @@ def test_mlflow_has_what_was_logged(place: str, tmp_path: Path) -> None:
     assert json.loads((folder / "run.json").read_text())["status"] == "succeeded"
     weights = InitialWeights(source=str(folder / "model" / "weights.safetensors"))
     again = nn.Linear(2, 1)
-    from sparkdl.initialweights import load_initial_weights
+    from sparkdl.serialization.initial_weights import load_initial_weights
 
     load_initial_weights(again, weights)
     assert torch.equal(again.weight, net.weight)

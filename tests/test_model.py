@@ -344,7 +344,7 @@ def test_module_is_in_eval_mode() -> None:
 
 
 def test_workers_keep_a_bounded_number_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.packing import SentByValue, pack
+    from sparkdl.serialization.packed_module import SentByValue, pack
 
     monkeypatch.setattr(predict, "_modules", type(predict._modules)())
     loaded = []

@@ -16,8 +16,8 @@ from safetensors.torch import load
 from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.modulefile import load_module_from, save_module
-from sparkdl.program import read_program
+from sparkdl.serialization.exported_program import read_program
+from sparkdl.serialization.saved_module import load_module_from, save_module
 from sparkdl.storage.storage import LocalStorage
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import NeedsWidth, Plain, Tied, make_net, not_a_module
@@ -219,7 +219,7 @@ def test_damage_is_found_before_anything_is_built(
     if damage is not None:
         storage.write(f"m/{name}", damage(data))
     for builder in ("read_program", "restore", "views"):
-        monkeypatch.setattr(f"sparkdl.modulefile.{builder}", build)
+        monkeypatch.setattr(f"sparkdl.serialization.saved_module.{builder}", build)
     with pytest.raises(StorageError, match=f"{name}"):
         load_module_from(storage, "m")
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.data.example import example_of
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Image, Sequence, Sparse, Tensor
-from sparkdl.modulefile import load_module_from, save_module
-from sparkdl.onnxfile import export_onnx
-from sparkdl.program import read_program, write_program
-from sparkdl.saved import ModelSignature
+from sparkdl.serialization.example_inputs import example_of
+from sparkdl.serialization.exported_program import read_program, write_program
+from sparkdl.serialization.load import ModelSignature
+from sparkdl.serialization.onnx_export import export_onnx
+from sparkdl.serialization.saved_module import load_module_from, save_module
 from sparkdl.storage.storage import LocalStorage
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import onnxfile
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
-from sparkdl.modulefile import save_module
-from sparkdl.onnxfile import export_onnx
+from sparkdl.serialization import onnx_export
+from sparkdl.serialization.onnx_export import export_onnx
+from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
 
 # onnxruntime is asked for first: the others do without it only half of the work.
@@ -108,7 +108,7 @@ def test_a_saved_model_is_exported_by_its_path(tmp_path: Path) -> None:
 
 
 def test_an_exported_program_can_become_onnx(tmp_path: Path) -> None:
-    from sparkdl.program import read_program, write_program
+    from sparkdl.serialization.exported_program import read_program, write_program
 
     module = nn.Linear(3, 2)
     program = read_program(write_program(module, (X,)))
@@ -138,9 +138,9 @@ def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_computes_something_else_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_export = onnxfile.export_program
+    true_export = onnx_export.export_program
     monkeypatch.setattr(
-        onnxfile, "export_program", lambda module, x: true_export(nn.Linear(3, 2), x)
+        onnx_export, "export_program", lambda module, x: true_export(nn.Linear(3, 2), x)
     )
     with pytest.raises(ConfigError, match=r"does not compute what the module does, on 1 rows"):
         export_onnx(nn.Linear(3, 2), tmp_path / "m.onnx", example_inputs=(X,))
@@ -167,13 +167,13 @@ def test_a_module_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    true_import = onnxfile.import_module
+    true_import = onnx_export.import_module
 
     def absent(name: str) -> Any:
         if name.startswith("onnx"):
             raise ImportError(name)
         return true_import(name)
 
-    monkeypatch.setattr(onnxfile, "import_module", absent)
+    monkeypatch.setattr(onnx_export, "import_module", absent)
     with pytest.raises(ConfigError, match=r'needs onnx, .*pip install "sparkdl-torch\[onnx\]"'):
         export_onnx(nn.Linear(3, 2), tmp_path / "m.onnx", example_inputs=(X,))

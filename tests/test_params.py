@@ -14,7 +14,6 @@ from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArg
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
-from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.params import (
@@ -23,6 +22,7 @@ from sparkdl.params import (
     OBJECT_PARAMS,
     training_values,
 )
+from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.tensorboard import TensorBoard
 

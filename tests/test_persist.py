@@ -20,9 +20,9 @@ from sparkdl.config import EarlyStopping
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
-from sparkdl.initialweights import InitialWeights
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.runtime.json_objects import DescribeError
+from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark import saving
 from sparkdl.spark.saving import load_instance
 from sparkdl.storage.storage import LocalStorage

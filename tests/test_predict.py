@@ -12,8 +12,8 @@ from sparkdl import predict
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.outputs import Forward, Source
-from sparkdl.packing import SentByValue, pack
 from sparkdl.predict import Leaf, Make, PredictTask
+from sparkdl.serialization.packed_module import SentByValue, pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.export.pt2_archive._package import load_pt2
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.program import read_program, write_program
+from sparkdl.serialization.exported_program import read_program, write_program
 
 MODEL = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"

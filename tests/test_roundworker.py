@@ -20,9 +20,9 @@ from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ShardLost
-from sparkdl.packing import pack
 from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.packed_module import pack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from tests import test_worker

@@ -19,8 +19,8 @@ import sparkdl
 from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
 from sparkdl.inputs import Sequence
-from sparkdl.modulefile import save_module
-from sparkdl.saved import load_module, load_signature
+from sparkdl.serialization.load import load_module, load_signature
+from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage, open_storage
 from tests.describable import NeedsWidth, make_net, tokenize
 

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from sparkdl.errors import StorageError
-from sparkdl.modulefile import load_module_from, open_module, prepare_module, save_module
+from sparkdl.serialization.saved_module import (
+    load_module_from,
+    open_module,
+    prepare_module,
+    save_module,
+)
 from sparkdl.storage.atomic_folder import digest, read_index, read_sealed, write_sealed
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import NeedsWidth
@@ -63,8 +68,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for way in ("factory", "description", "program"):
         saved(way)
-    for name in ("sparkdl.modulefile.restore", "sparkdl.modulefile.read_program",
-                 "sparkdl.modulefile.views", "sparkdl.runtime.json_objects.import_object"):  # fmt: skip
+    for name in ("sparkdl.serialization.saved_module.restore", "sparkdl.serialization.saved_module.read_program",
+                 "sparkdl.serialization.saved_module.views", "sparkdl.runtime.json_objects.import_object"):  # fmt: skip
         monkeypatch.setattr(name, run)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.initialweights import InitialWeights, load_initial_weights
-from sparkdl.modulefile import load_module_from, open_module, save_module
 from sparkdl.runtime.json_objects import DescribeError
-from sparkdl.unlisted import find_unlisted
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
+from sparkdl.serialization.rebuild import find_unlisted
+from sparkdl.serialization.saved_module import load_module_from, open_module, save_module
 from tests.checkpoint.memory import MemoryStorage
 from tests.describable import Drawn, Plain
 

@@ -26,8 +26,8 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
 from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.packing import PackedModule, pack
 from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.train.callbacks import Callback, CallbackState

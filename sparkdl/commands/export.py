@@ -37,7 +37,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _export(model: str, target: str, overwrite: bool) -> None:
-    from sparkdl.exporting import export_saved
+    from sparkdl.serialization.export import export_saved
 
     exported = export_saved(model, target, overwrite=overwrite)
     print(f"wrote {exported.what}: {target}")

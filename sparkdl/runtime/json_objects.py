@@ -170,7 +170,7 @@ def _describe_torch(value: Any) -> Any:
     torch = sys.modules.get("torch")  # an object of torch exists only if torch was imported
     if torch is not None:
         if isinstance(value, torch.nn.Module):
-            from sparkdl.describe_module import describe_module
+            from sparkdl.serialization.rebuild import describe_module
 
             return describe_module(value)
         if isinstance(value, torch.dtype):
@@ -232,7 +232,7 @@ def _restore_dataclass(description: Mapping[str, Any]) -> Any:
 
 
 def _restore_module(description: Mapping[str, Any]) -> Any:
-    from sparkdl.describe_module import restore_module
+    from sparkdl.serialization.rebuild import restore_module
 
     return restore_module(description)
 

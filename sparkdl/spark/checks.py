@@ -127,7 +127,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     import torch
     from torch import nn
 
-    from sparkdl.initialweights import load_initial_weights
+    from sparkdl.serialization.initial_weights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
         module = copy.deepcopy(request.module)

@@ -19,9 +19,9 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.data.source import Source
-from sparkdl.packing import pack
 from sparkdl.progress import SharedView, View, WatchedView
 from sparkdl.report.recorder import Recorder
+from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.checks import check_labels, shaped
 from sparkdl.spark.competitions import train_population
 from sparkdl.spark.dryrun import check_empty_batches, watched_run

@@ -25,9 +25,9 @@ from sparkdl.explain import measuring
 from sparkdl.explain.calibrate import GangFound, found_by
 from sparkdl.explain.cost import Compute
 from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
-from sparkdl.packing import PackedModule, pack
 from sparkdl.progress import SilentView
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.spark.gang import launch
 from sparkdl.spark.gaugebench import Bench, plan_of, table_of_one, table_of_ranks
 from sparkdl.spark.gaugerounds import RoundBench, RoundsFound, measure_rounds

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.config import TrainConfig
-    from sparkdl.packing import PackedModule
+    from sparkdl.serialization.packed_module import PackedModule
     from sparkdl.spark.link import Link
     from sparkdl.spark.shards import ShardTable
     from sparkdl.spark.slots import Slots

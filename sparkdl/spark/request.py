@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column
-from sparkdl.initialweights import InitialWeights
 from sparkdl.inputs import Named
 from sparkdl.listeners import Listener
+from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.summary import TrainingSummary
 
 if TYPE_CHECKING:

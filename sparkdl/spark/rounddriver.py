@@ -20,10 +20,10 @@ import torch
 
 from sparkdl import roundworker
 from sparkdl.data.plan import RoundPart
-from sparkdl.packing import pack_blank
 from sparkdl.roundworker import RoundOrder
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.runtime.versions import versions
+from sparkdl.serialization.packed_module import pack_blank
 from sparkdl.spark.roundcheckpoints import RoundCheckpoints
 from sparkdl.spark.roundtotals import RoundDone, Totals
 from sparkdl.spark.run import Run, Trained

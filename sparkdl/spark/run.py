@@ -9,9 +9,9 @@ from pyspark.sql import SparkSession
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.packing import PackedModule
 from sparkdl.progress import View
 from sparkdl.report.recorder import Recorder
+from sparkdl.serialization.packed_module import PackedModule
 from sparkdl.spark.link import Link
 from sparkdl.spark.settings import Settings
 from sparkdl.spark.shards import ShardTable

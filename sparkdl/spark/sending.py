@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparkdl import packing
+from sparkdl.serialization import packed_module
 from sparkdl.spark.session import is_connect
 
 BROADCAST_BYTES = 1 << 20
@@ -17,7 +17,7 @@ BROADCAST_BYTES = 1 << 20
 ARTIFACT_BYTES = 4 << 20
 """The same for Spark Connect, where messages are limited and a file costs a round trip."""
 
-Fetch = Callable[[], packing.PackedModule]
+Fetch = Callable[[], packed_module.PackedModule]
 
 
 class Sender:
@@ -27,11 +27,11 @@ class Sender:
         self.sent: dict[str, tuple[Any, Fetch]] = {}
         """Digest -> the session or context that has it, and how workers get it."""
 
-    def fetch(self, spark: SparkSession, packed: packing.PackedModule) -> Fetch:
+    def fetch(self, spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
         """How workers get the packed module. A large one is sent once per session and content."""
         connect = is_connect(spark)
         if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
-            return packing.SentByValue(packed)
+            return packed_module.SentByValue(packed)
         owner = spark if connect else spark.sparkContext
         sent = self.sent.get(packed.digest)
         if sent is None or sent[0] is not owner:
@@ -41,14 +41,18 @@ class Sender:
         return sent[1]
 
 
-def _as_broadcast(spark: SparkSession, packed: packing.PackedModule) -> packing.SentByBroadcast:
-    return packing.SentByBroadcast(spark.sparkContext.broadcast(packed))
+def _as_broadcast(
+    spark: SparkSession, packed: packed_module.PackedModule
+) -> packed_module.SentByBroadcast:
+    return packed_module.SentByBroadcast(spark.sparkContext.broadcast(packed))
 
 
-def _as_artifact(spark: SparkSession, packed: packing.PackedModule) -> packing.SentAsArtifact:
+def _as_artifact(
+    spark: SparkSession, packed: packed_module.PackedModule
+) -> packed_module.SentAsArtifact:
     name = f"sparkdl-{packed.digest[:32]}.module"
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
         path = Path(folder) / name
-        packing.write_packed(packed, path)
+        packed_module.write_packed(packed, path)
         spark.addArtifacts(str(path), file=True)
-    return packing.SentAsArtifact(name)
+    return packed_module.SentAsArtifact(name)

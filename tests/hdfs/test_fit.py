@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.errors import StorageError
-from sparkdl.initialweights import InitialWeights
+from sparkdl.serialization.initial_weights import InitialWeights
 from tests.cluster import faults
 from tests.hdfs.daemons import Hdfs
 
@@ -203,7 +203,7 @@ def test_modules_are_loaded_without_a_session_at_hand_and_checked(
     spark: SparkSession, undisturbed: Models, url: str
 ) -> None:
     from sparkdl import load_module, load_signature
-    from sparkdl.initialweights import load_initial_weights
+    from sparkdl.serialization.initial_weights import load_initial_weights
     from sparkdl.spark.hadoop import open_on_driver
 
     model = undisturbed["gang"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.initialweights import InitialWeights, load_initial_weights
 from sparkdl.models import MLP, Autoencoder
+from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 
 
 def test_the_shape_of_the_rows_comes_back() -> None:

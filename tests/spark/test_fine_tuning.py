@@ -12,8 +12,8 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier
-from sparkdl.initialweights import InitialWeights
-from sparkdl.saved import load_module
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.load import load_module
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 

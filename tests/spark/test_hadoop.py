@@ -81,7 +81,7 @@ def in_a_worker(url: str) -> Any:
 
 def test_modules_and_weights_are_found_there(spark: SparkSession, url: str) -> None:
     from sparkdl import InitialWeights, TorchModel, load_module, load_signature
-    from sparkdl.initialweights import load_initial_weights
+    from sparkdl.serialization.initial_weights import load_initial_weights
 
     column = Column(name="x", role="feature", dtype="float32", shape=(1,))
     model = TorchModel(make_net(), [column])

@@ -25,7 +25,7 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.job import load_model, run_train
 from sparkdl.jobfile import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
 from sparkdl.report.store import RunReader
-from sparkdl.saved import load_module, load_signature
+from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.storage.storage import open_storage
 from tests import s3
 from tests.cluster import faults

@@ -116,7 +116,7 @@ def _state(source: Any) -> dict[str, Any]:
     if not isinstance(source, str):
         return dict(source)
     if not source.endswith(_SUFFIX):
-        from sparkdl.saved import open_saved
+        from sparkdl.serialization.load import open_saved
 
         return open_saved(source).weights()
     from safetensors import SafetensorError

@@ -20,8 +20,8 @@ from torch import nn
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.modulefile import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.saved_module import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.storage.locate import open_place
 from sparkdl.storage.storage import Storage
 

@@ -33,8 +33,8 @@ from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 from torch.export.pt2_archive._package import load_pt2
 
-from sparkdl.data.example import Example, Given, as_example
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.serialization.example_inputs import Example, Given, as_example
 
 _MODEL = "models/model.json"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")

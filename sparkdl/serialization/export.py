@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.data.example import example_of
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.modulefile import INDEX, WEIGHTS, SavedModule, prepare_program
-from sparkdl.program import write_program
-from sparkdl.saved import ModelSignature, open_saved, signature_of
+from sparkdl.serialization.example_inputs import example_of
+from sparkdl.serialization.exported_program import write_program
+from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
+from sparkdl.serialization.saved_module import INDEX, WEIGHTS, SavedModule, prepare_program
 from sparkdl.storage.locate import open_parent
 from sparkdl.storage.storage import Storage, without_password
 
@@ -65,7 +65,7 @@ def export_saved(
 
 
 def _onnx(model: Any, target: Any, storage: Storage, name: str) -> Exported:
-    from sparkdl.onnxfile import export_onnx
+    from sparkdl.serialization.onnx_export import export_onnx
 
     difference = export_onnx(model, target)
     return Exported(what="an ONNX file", inputs=_lines(open_saved(model)), difference=difference)

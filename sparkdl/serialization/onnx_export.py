@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.data.example import Example, as_example, example_of
 from sparkdl.errors import ConfigError
-from sparkdl.program import evaluating, export_program
-from sparkdl.saved import ModelSignature, open_saved, signature_of
+from sparkdl.serialization.example_inputs import Example, as_example, example_of
+from sparkdl.serialization.exported_program import evaluating, export_program
+from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.locate import open_parent
 from sparkdl.storage.storage import Storage
 

@@ -21,17 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.data.example import Given
-from sparkdl.describe_module import find_difference
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.program import read_program, write_program
 from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.example_inputs import Given
+from sparkdl.serialization.exported_program import read_program, write_program
+from sparkdl.serialization.rebuild import find_difference, find_unlisted, give_unlisted
 from sparkdl.storage.atomic_folder import read_index, read_sealed, write_sealed
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.storage import Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
-from sparkdl.unlisted import find_unlisted, give_unlisted
 
 VERSION = 2
 """Of the layout. 1 had no sum of the index itself; every version that there was is read."""

@@ -1,0 +1,1 @@
+"""A user's module as bytes, files or a graph, and back."""
