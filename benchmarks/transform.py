@@ -28,9 +28,9 @@ from pyspark.sql.types import DoubleType
 from torch import nn
 
 from sparkdl.data.plan import Column
+from sparkdl.inference.outputs import Output
+from sparkdl.inference.predict import input_rows
 from sparkdl.model import TorchClassifierModel
-from sparkdl.outputs import Output
-from sparkdl.predict import input_rows
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(PIXELS,))
 

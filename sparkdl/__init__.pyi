@@ -29,6 +29,8 @@ from sparkdl.errors import WorkerError as WorkerError
 from sparkdl.estimator import TorchClassifier as TorchClassifier
 from sparkdl.estimator import TorchEstimator as TorchEstimator
 from sparkdl.estimator import TorchRegressor as TorchRegressor
+from sparkdl.inference.outputs import Output as Output
+from sparkdl.inference.scores import Evaluation as Evaluation
 from sparkdl.inputs import Image as Image
 from sparkdl.inputs import Sequence as Sequence
 from sparkdl.inputs import Sparse as Sparse
@@ -41,11 +43,9 @@ from sparkdl.mlflow import MLflow as MLflow
 from sparkdl.model import TorchClassifierModel as TorchClassifierModel
 from sparkdl.model import TorchModel as TorchModel
 from sparkdl.model import TorchRegressorModel as TorchRegressorModel
-from sparkdl.outputs import Output as Output
 from sparkdl.runcontext import Context as Context
 from sparkdl.runcontext import context as context
 from sparkdl.runner import TorchRunner as TorchRunner
-from sparkdl.scores import Evaluation as Evaluation
 from sparkdl.serialization.initial_weights import InitialWeights as InitialWeights
 from sparkdl.serialization.load import ModelSignature as ModelSignature
 from sparkdl.serialization.load import load_module as load_module

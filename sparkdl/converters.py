@@ -16,9 +16,9 @@ import numpy as np
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
+from sparkdl.inference.outputs import Output
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.listeners import Listener
-from sparkdl.outputs import Output
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
 

@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.inference.scores import Evaluation
 from sparkdl.jobfile import (
     DataSection,
     EvaluateJob,
@@ -25,7 +26,6 @@ from sparkdl.jobfile import (
     TrainJob,
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
-from sparkdl.scores import Evaluation
 from sparkdl.spark.columns import find, hashable, quoted
 from sparkdl.spark.hadoop import open_on_driver
 from sparkdl.spark.outputs import vectors_to_arrays

@@ -1,6 +1,6 @@
 """How does a trained module become a Spark ML model?
 
-It adds columns by one UDF, to which only inputs travel, as Arrow; see `sparkdl.predict`.
+It adds columns by one UDF, to which only inputs travel, as Arrow; see `sparkdl.inference.predict`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl import predict, scoring
+from sparkdl import scoring
 from sparkdl.config import Task
 from sparkdl.converters import to_metrics
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.dataparams import labels_of, loss_of_labels, loss_weights
 from sparkdl.errors import ConfigError, DataError, SparkDLError
+from sparkdl.inference import predict
+from sparkdl.inference.evaluate_rows import Measures, chosen_curves
+from sparkdl.inference.outputs import Forward, Output
+from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named
-from sparkdl.measure import Measures, chosen_curves
 from sparkdl.modelparams import UNKNOWN_LOSS, PredictParams
-from sparkdl.outputs import Forward, Output
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams
-from sparkdl.scores import Evaluation
 from sparkdl.serialization import packed_module
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require

@@ -22,11 +22,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl.beside import Beside, NamedLabel
 from sparkdl.config import Task
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.measure import (
+from sparkdl.inference.evaluate_rows import (
     Evaluator,
     Measures,
     Part,
@@ -36,9 +35,10 @@ from sparkdl.measure import (
     row_losses,
     united,
 )
-from sparkdl.outputs import Forward, Output, check_rows, pick
-from sparkdl.predict import ModuleTask, Run, class_logits, input_rows, ready
-from sparkdl.scores import BUILT_IN, Evaluation
+from sparkdl.inference.evaluation_labels import Beside, NamedLabel
+from sparkdl.inference.outputs import Forward, Output, check_rows, pick
+from sparkdl.inference.predict import ModuleTask, Run, class_logits, input_rows, ready
+from sparkdl.inference.scores import BUILT_IN, Evaluation
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import quoted
 from sparkdl.spark.interrupts import interruptible

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from sparkdl.compensated import Moments, Sums, exact_sum
+from sparkdl.inference.exact_sums import Moments, Sums, exact_sum
 
 generator = random.Random(0)
 NUMBERS = [generator.uniform(-1, 1) * 10 ** generator.randint(-12, 12) for _ in range(5000)]

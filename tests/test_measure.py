@@ -13,10 +13,9 @@ from sklearn import metrics as sklearn_metrics
 from torch import nn
 from torchmetrics import classification
 
-from sparkdl import measure
-from sparkdl.beside import Beside
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.measure import (
+from sparkdl.inference import evaluate_rows
+from sparkdl.inference.evaluate_rows import (
     Evaluator,
     Measures,
     Part,
@@ -26,7 +25,8 @@ from sparkdl.measure import (
     row_losses,
     united,
 )
-from sparkdl.scores import Evaluation
+from sparkdl.inference.evaluation_labels import Beside
+from sparkdl.inference.scores import Evaluation
 
 CPU = torch.device("cpu")
 torch.manual_seed(0)
@@ -209,9 +209,9 @@ def test_metrics_that_keep_every_row_have_a_limit(monkeypatch: pytest.MonkeyPatc
         metrics={"auroc": classification.MulticlassAUROC(3)},
     )  # fmt: skip
     size = ROWS * 4 * 8
-    monkeypatch.setattr(measure, "LISTED_BYTES", size)
+    monkeypatch.setattr(evaluate_rows, "LISTED_BYTES", size)
     evaluated(measures, [250, 250], LOGITS, LABELS, None)
-    monkeypatch.setattr(measure, "LISTED_BYTES", size - 1)
+    monkeypatch.setattr(evaluate_rows, "LISTED_BYTES", size - 1)
     with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):
         evaluated(measures, [250, 250], LOGITS, LABELS, None)  # only together they are too many
     with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):

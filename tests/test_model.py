@@ -13,11 +13,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparkdl import predict
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
+from sparkdl.inference import predict
+from sparkdl.inference.outputs import Forward
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.outputs import Forward
 from sparkdl.spark.sending import ARTIFACT_BYTES
 from sparkdl.summary import TrainingSummary
 

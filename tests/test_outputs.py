@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.outputs import Forward, Output, check_rows, children, find_layer, pick
+from sparkdl.inference.outputs import Forward, Output, check_rows, children, find_layer, pick
 from sparkdl.runtime.json_objects import describe, restore
 
 Pair = namedtuple("Pair", ["first", "second"])

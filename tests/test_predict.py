@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import predict
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.outputs import Forward, Source
-from sparkdl.predict import Leaf, Make, PredictTask
+from sparkdl.inference import predict
+from sparkdl.inference.outputs import Forward, Source
+from sparkdl.inference.predict import Leaf, Make, PredictTask
 from sparkdl.serialization.packed_module import SentByValue, pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)

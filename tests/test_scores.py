@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sklearn import metrics
 
-from sparkdl.curves import ScoreTable
 from sparkdl.errors import DataError, SparkDLError
-from sparkdl.scores import BUILT_IN, Evaluation, classification_scores, regression_scores
+from sparkdl.inference.roc_curves import ScoreTable
+from sparkdl.inference.scores import BUILT_IN, Evaluation, classification_scores, regression_scores
 
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 3]
 PREDICTIONS = [0, 0, 1, 1, 1, 2, 0, 2, 2, 2]

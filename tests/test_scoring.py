@@ -16,13 +16,14 @@ from sklearn import metrics
 from torch import nn
 from torchmetrics import classification
 
-from sparkdl import measure, scoring
+from sparkdl import scoring
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.measure import Evaluator, Measures, Part
+from sparkdl.inference import evaluate_rows
+from sparkdl.inference.evaluate_rows import Evaluator, Measures, Part
+from sparkdl.inference.outputs import Output
+from sparkdl.inference.scores import ClassificationScores, RegressionScores
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.outputs import Output
-from sparkdl.scores import ClassificationScores, RegressionScores
 
 pytestmark = pytest.mark.spark
 
@@ -293,7 +294,7 @@ def test_states_too_large_in_all_are_refused_before_they_are_unpacked(
     sizes = [dict(row["listed"])["auroc"] for row in batch.to_pylist()]
     assert len(set(sizes)) == 1 and sizes[0] > 0
     add = scoring.AddTask(measures, 2)
-    monkeypatch.setattr(measure, "LISTED_BYTES", 2 * sizes[0])
+    monkeypatch.setattr(evaluate_rows, "LISTED_BYTES", 2 * sizes[0])
     groups = [row for out in add(iter([batch])) for row in out.to_pylist()]
     assert [(row["part"], row["kind"]) for row in groups] == [(0, "part"), (1, "part")]
     assert [dict(row["listed"])["auroc"] for row in groups] == [2 * sizes[0], sizes[0]]

@@ -10,9 +10,9 @@ from typing import Any
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import types as T
 
-from sparkdl.beside import Beside, NamedLabel
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError
+from sparkdl.inference.evaluation_labels import Beside, NamedLabel
 from sparkdl.inputs import Named
 from sparkdl.spark.columns import Prepared, prepare
 from sparkdl.spark.specified import prepare_named

@@ -23,8 +23,8 @@ from torch import nn
 
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
-from sparkdl.outputs import Forward, Key, Output, Source, check_rows, children, pick
-from sparkdl.predict import Leaf, Make
+from sparkdl.inference.outputs import Forward, Key, Output, Source, check_rows, children, pick
+from sparkdl.inference.predict import Leaf, Make
 from sparkdl.spark.columns import quoted
 
 _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {

@@ -16,8 +16,8 @@ from torch import nn
 from sparkdl.data.collate import Arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
+from sparkdl.inference.outputs import Forward, Output
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.outputs import Forward, Output
 from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type, vectors_to_arrays
 
 ZEROS = Arguments((torch.zeros(2, 3),))

@@ -27,8 +27,8 @@ from sparkdl.data.column_readers import read_trained, read_trained_usable
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError
+from sparkdl.inference.outputs import Forward, Source, check_rows, pick
 from sparkdl.inputs import Image
-from sparkdl.outputs import Forward, Source, check_rows, pick
 from sparkdl.runtime.hardware import choose_device
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.serialization.packed_module import PackedModule, unpack

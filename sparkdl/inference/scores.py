@@ -17,7 +17,7 @@ from sparkdl.errors import DataError, SparkDLError
 if TYPE_CHECKING:
     import matplotlib.figure
 
-    from sparkdl.curves import Curve
+    from sparkdl.inference.roc_curves import Curve
 
 
 @dataclass(frozen=True, kw_only=True)

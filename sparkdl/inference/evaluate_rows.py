@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparkdl.compensated import Moments, Sums, exact_sum
 from sparkdl.config import Task
-from sparkdl.curves import ScoreTable, limit_for
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.predict import class_probabilities, likeliest_class
-from sparkdl.scores import (
+from sparkdl.inference.exact_sums import Moments, Sums, exact_sum
+from sparkdl.inference.predict import class_probabilities, likeliest_class
+from sparkdl.inference.roc_curves import ScoreTable, limit_for
+from sparkdl.inference.scores import (
     ClassificationScores,
     Evaluation,
     RegressionScores,

@@ -1,0 +1,1 @@
+"""A trained module applied to rows: predictions, outputs, scores."""
