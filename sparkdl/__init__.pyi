@@ -35,14 +35,16 @@ from sparkdl.inputs import Image as Image
 from sparkdl.inputs import Sequence as Sequence
 from sparkdl.inputs import Sparse as Sparse
 from sparkdl.inputs import Tensor as Tensor
-from sparkdl.listeners import Listener as Listener
-from sparkdl.listeners import RunListener as RunListener
-from sparkdl.listeners import RunStart as RunStart
 from sparkdl.loader import Loader as Loader
-from sparkdl.mlflow import MLflow as MLflow
 from sparkdl.model import TorchClassifierModel as TorchClassifierModel
 from sparkdl.model import TorchModel as TorchModel
 from sparkdl.model import TorchRegressorModel as TorchRegressorModel
+from sparkdl.report.listeners.listener import Listener as Listener
+from sparkdl.report.listeners.listener import RunListener as RunListener
+from sparkdl.report.listeners.listener import RunStart as RunStart
+from sparkdl.report.listeners.mlflow import MLflow as MLflow
+from sparkdl.report.listeners.tensorboard import TensorBoard as TensorBoard
+from sparkdl.report.summary import TrainingSummary as TrainingSummary
 from sparkdl.runcontext import Context as Context
 from sparkdl.runcontext import context as context
 from sparkdl.runner import TorchRunner as TorchRunner
@@ -51,7 +53,6 @@ from sparkdl.serialization.load import ModelSignature as ModelSignature
 from sparkdl.serialization.load import load_module as load_module
 from sparkdl.serialization.load import load_signature as load_signature
 from sparkdl.serialization.onnx_export import export_onnx as export_onnx
-from sparkdl.summary import TrainingSummary as TrainingSummary
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD as AsyncSGD
 from sparkdl.sync.asynchronous.hogwild import Hogwild as Hogwild
 from sparkdl.sync.averaging.adasum import Adasum as Adasum
@@ -73,7 +74,6 @@ from sparkdl.sync.population.tournament import Tournament as Tournament
 from sparkdl.sync.strategy import Reduced as Reduced
 from sparkdl.sync.strategy import Synchronizer as Synchronizer
 from sparkdl.sync.strategy import SyncStrategy as SyncStrategy
-from sparkdl.tensorboard import TensorBoard as TensorBoard
 from sparkdl.train.callbacks import Callback as Callback
 from sparkdl.train.callbacks import CallbackState as CallbackState
 from sparkdl.train.optimizers.large_batch import LAMB as LAMB

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from sparkdl.config import EarlyStopping
 from sparkdl.inputs import Specification
-from sparkdl.listeners import Listener
+from sparkdl.report.listeners.listener import Listener
 from sparkdl.sync.strategy import SyncStrategy
 
 

@@ -18,7 +18,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Output
 from sparkdl.inputs import Specification, Tensor
-from sparkdl.listeners import Listener
+from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sparkdl.explain.explanation import Explanation
     from sparkdl.prepare.ledger import Report
     from sparkdl.prepare.options import PrepareJob
-    from sparkdl.summary import TrainingSummary
+    from sparkdl.report.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from sparkdl.inputs import Named
 from sparkdl.modelparams import UNKNOWN_LOSS, PredictParams
 from sparkdl.parambase import with_accessors
 from sparkdl.params import ClassOutputParams
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
 from sparkdl.spark.arrowudf import with_column
 from sparkdl.spark.columns import Prepared, find, require
@@ -42,7 +43,6 @@ from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
 from sparkdl.spark.sending import Sender
 from sparkdl.spark.session import is_case_sensitive
 from sparkdl.spark.specified import specification_of, trained_column, trained_entry
-from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")

@@ -25,6 +25,7 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.model import TorchModel
 from sparkdl.modelparams import UNKNOWN_LOSS
 from sparkdl.params import OBJECT_PARAMS
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
@@ -49,7 +50,6 @@ from sparkdl.spark.saving import (
 )
 from sparkdl.spark.session import is_connect
 from sparkdl.storage.storage import Storage, drop_password, without_password
-from sparkdl.summary import TrainingSummary
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])

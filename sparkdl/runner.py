@@ -16,7 +16,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.functionworker import Script
 from sparkdl.inputs import check_names, named
-from sparkdl.listeners import Listener
+from sparkdl.report.listeners.listener import Listener
 from sparkdl.spark.functions import FunctionRequest, run_function
 from sparkdl.spark.interrupts import interruptible
 from sparkdl.spark.localfunction import run_here

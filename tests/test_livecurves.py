@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import SparkDLError
-from sparkdl.livecurves import Curves, blocks, panels_of, picture, sketch
+from sparkdl.report.live.learning_curves import Curves, blocks, panels_of, picture, sketch
 
 
 def fit(name: str = "fit 1") -> Curves:

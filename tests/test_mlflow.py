@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sparkdl.errors import SparkDLError
-from sparkdl.listeners import RunStart
-from sparkdl.mlflow import MLflow
+from sparkdl.report.listeners.listener import RunStart
+from sparkdl.report.listeners.mlflow import MLflow
 from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.serialization.initial_weights import InitialWeights
 from tests.report.runs import record

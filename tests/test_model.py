@@ -18,8 +18,8 @@ from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.sending import ARTIFACT_BYTES
-from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sparkdl import notebook, progress
 from sparkdl.errors import SparkDLError
-from sparkdl.notebook import Board, Bundle, NotebookView, in_notebook
-from sparkdl.progress import View
+from sparkdl.report.live import notebook, progress
+from sparkdl.report.live.notebook import Board, Bundle, NotebookView, in_notebook
+from sparkdl.report.live.progress import View
 from tests.test_progress import PLAN, Clock, beat
 
 RECORD = {"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5}

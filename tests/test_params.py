@@ -22,9 +22,9 @@ from sparkdl.params import (
     OBJECT_PARAMS,
     training_values,
 )
+from sparkdl.report.listeners.tensorboard import TensorBoard
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.tensorboard import TensorBoard
 
 ESTIMATORS = [TorchEstimator, TorchClassifier, TorchRegressor]
 MODELS = [TorchModel, TorchClassifierModel, TorchRegressorModel]

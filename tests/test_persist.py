@@ -21,12 +21,12 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark import saving
 from sparkdl.spark.saving import load_instance
 from sparkdl.storage.storage import LocalStorage
-from sparkdl.summary import TrainingSummary
 
 pytestmark = pytest.mark.spark
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(3,))

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from sparkdl import progress
 from sparkdl.data.plan import Column, Shard, make_plan
-from sparkdl.progress import ProgressView, SilentView, View
+from sparkdl.report.live import progress
+from sparkdl.report.live.progress import ProgressView, SilentView, View
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkdl.errors import SparkDLError, StorageError
-from sparkdl.summary import TrainingSummary
+from sparkdl.report.summary import TrainingSummary
 
 
 @pytest.fixture

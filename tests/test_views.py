@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl import views
-from sparkdl.notebook import Board, NotebookView
-from sparkdl.progress import ProgressView, ReportView, SilentView
-from sparkdl.views import fit_view, function_view, shows_lines
+from sparkdl.report.live import choose_view
+from sparkdl.report.live.choose_view import fit_view, function_view, shows_lines
+from sparkdl.report.live.notebook import Board, NotebookView
+from sparkdl.report.live.progress import ProgressView, ReportView, SilentView
 from tests.test_notebook import FakeScreen
 from tests.test_progress import PLAN
 
@@ -22,9 +22,9 @@ def test_on_a_console() -> None:
 
 
 def test_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views, "in_notebook", lambda: True)
+    monkeypatch.setattr(choose_view, "in_notebook", lambda: True)
     board = Board(FakeScreen())
-    monkeypatch.setattr(views, "board_of_cell", lambda: board)
+    monkeypatch.setattr(choose_view, "board_of_cell", lambda: board)
     expected = [SilentView, NotebookView, NotebookView]
     assert [type(fit_view(PLAN, n)) for n in range(3)] == expected
     assert [type(function_view(n)) for n in range(3)] == expected

@@ -27,7 +27,7 @@ from sparkdl.commands.tune import TUNE
 Run = Callable[[argparse.Namespace], int]
 
 _JOBS: tuple[JobCommand[Any], ...] = (TRAIN, EVALUATE, PREDICT, TUNE, PREPARE, EXPLAIN)
-_UI = "sparkdl.ui.command"
+_UI = "sparkdl.report.server.ui_command"
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
 begin with:

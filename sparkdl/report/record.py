@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkdl.errors import StorageError
+from sparkdl.storage.storage import without_password
 
 if TYPE_CHECKING:
-    from sparkdl.summary import TrainingSummary
+    from sparkdl.report.summary import TrainingSummary
+
 
 FORMAT = 1
 """Of ``run.json``; raised when a reader of the last one could not make sense of it."""
@@ -229,3 +231,17 @@ class RecordBuilder:
             status=event["status"], error=event.get("error"), seconds=event["at"], phase=""
         )
         self._values["history"] = event.get("history") or self._values["history"]
+
+
+def presentable(value: Any) -> Any:
+    """A plain value whose texts are without URLs' passwords, and can be encoded.
+
+    Names of files that are no UTF-8 come as lone surrogates, which no file or page can hold.
+    """
+    if isinstance(value, str):
+        return without_password(value).encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {name: presentable(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [presentable(entry) for entry in value]
+    return value

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, WorkerError
-from sparkdl.listeners import Listener, RunStart
-from sparkdl.report.audience import Audience
-from sparkdl.report.presentable import presentable
-from sparkdl.report.record import Event, RecordBuilder, RunRecord
-from sparkdl.report.spans import Span, Spans
-from sparkdl.report.store import RunFolder, folder_name
+from sparkdl.report.listeners.listener import Audience, Listener, RunStart
+from sparkdl.report.record import Event, RecordBuilder, RunRecord, presentable
+from sparkdl.report.run_folder import RunFolder, folder_name
+from sparkdl.report.time_spans import Span, Spans
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
@@ -215,7 +213,7 @@ class Recorder:
             return self._builder.record()
 
     def _leave(self, folder: RunFolder, record: RunRecord) -> None:
-        from sparkdl.report.page import page
+        from sparkdl.report.page.report_page import page
 
         try:
             folder.finish(record, page(record))

@@ -19,7 +19,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.data.source import Source
-from sparkdl.progress import SharedView, View, WatchedView
+from sparkdl.report.live.choose_view import fit_view, shows_lines
+from sparkdl.report.live.progress import SharedView, View, WatchedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.checks import check_labels, shaped
@@ -47,7 +48,6 @@ from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import make_stopper
-from sparkdl.views import fit_view, shows_lines
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn

@@ -18,8 +18,9 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl import functionworker
 from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.listeners import Listener
-from sparkdl.progress import SharedView, View
+from sparkdl.report.listeners.listener import Listener
+from sparkdl.report.live.choose_view import function_view, shows_lines
+from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.checks import travelling
@@ -35,7 +36,6 @@ from sparkdl.spark.slots import Slots, plan_gang, wait_again
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
 from sparkdl.storage.checkpoint_format import folders, latest
 from sparkdl.storage.storage import Storage
-from sparkdl.views import function_view, shows_lines
 
 if TYPE_CHECKING:
     from sparkdl.storage.checkpoint_format import CheckpointInfo

@@ -25,7 +25,7 @@ from sparkdl.explain import measuring
 from sparkdl.explain.calibrate import GangFound, found_by
 from sparkdl.explain.cost import Compute
 from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
-from sparkdl.progress import SilentView
+from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.spark.gang import launch

@@ -20,7 +20,7 @@ from sparkdl.spark.session import conf, is_connect
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
-    from sparkdl.listeners import Listener
+    from sparkdl.report.listeners.listener import Listener
     from sparkdl.spark.request import FitRequest
     from sparkdl.spark.run import Run
     from sparkdl.sync.strategy import SyncStrategy

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column
 from sparkdl.inputs import Named
-from sparkdl.listeners import Listener
+from sparkdl.report.listeners.listener import Listener
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.summary import TrainingSummary
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.progress import View
+from sparkdl.report.live.progress import View
 from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import PackedModule
 from sparkdl.spark.link import Link
@@ -58,7 +58,7 @@ class Trained:
 
     def to_summary(self, plan: TrainPlan, laps: dict[str, float], seconds: float) -> Any:
         """The record for the user."""
-        from sparkdl.summary import TrainingSummary
+        from sparkdl.report.summary import TrainingSummary
 
         return TrainingSummary(
             history=self.history,

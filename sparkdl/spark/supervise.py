@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed
-from sparkdl.progress import View
+from sparkdl.report.live.progress import View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cancelling import end_job
 from sparkdl.spark.failures import LOST, LOST_REMEDY, raise_unless_loss, told_by

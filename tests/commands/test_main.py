@@ -118,15 +118,15 @@ def test_the_working_directory_can_hold_a_users_modules(tmp_path: Path) -> None:
 
 def test_ui_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Sequence[str]] = []
-    fake = ModuleType("sparkdl.ui.command")
+    fake = ModuleType("sparkdl.report.server.ui_command")
 
     def fake_main(arguments: Sequence[str]) -> int:
         seen.append(arguments)
         return 7
 
     fake.main = fake_main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sparkdl.ui", ModuleType("sparkdl.ui"))
-    monkeypatch.setitem(sys.modules, "sparkdl.ui.command", fake)
+    monkeypatch.setitem(sys.modules, "sparkdl.report.server", ModuleType("sparkdl.report.server"))
+    monkeypatch.setitem(sys.modules, "sparkdl.report.server.ui_command", fake)
     assert main(["ui", "--port", "8000", "runs"]) == 7
     assert seen == [["--port", "8000", "runs"]]
 

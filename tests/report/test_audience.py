@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sparkdl.listeners import Listener, RunListener, RunStart
-from sparkdl.report import audience as module
-from sparkdl.report.audience import Audience
+from sparkdl.report.listeners import listener as module
+from sparkdl.report.listeners.listener import Audience, Listener, RunListener, RunStart
 from sparkdl.report.record import RunRecord
 from sparkdl.report.recorder import recording
 from tests.report.runs import record

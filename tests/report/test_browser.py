@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.report.page import page
+from sparkdl.report.page.report_page import page
 from tests.browser import dom, screenshot
 from tests.report.runs import record
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from sparkdl.report import words
-from sparkdl.report.charts import Curve, line_chart, ticks
-from sparkdl.report.drawing import layers_of
-from sparkdl.report.markup import Markup, joined, tag
-from sparkdl.report.page import page, panels
+from sparkdl.report.page import html
+from sparkdl.report.page.html import Markup, joined, tag
+from sparkdl.report.page.report_page import page, panels
+from sparkdl.report.page.svg import Curve, layers_of, line_chart, ticks
+from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, binned
 from sparkdl.report.record import RunRecord
-from sparkdl.report.timeline import MOST_LANES, SPENT_ON, binned
 from sparkdl.train import time_spent
 from tests.report.runs import GRAPH, record
 
@@ -205,9 +204,9 @@ def test_layers_go_down_and_shortcuts_go_around() -> None:
     [(0.421, "0.42 s"), (9.96, "10 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (7200, "2 h")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert words.duration(seconds) == text
+    assert html.duration(seconds) == text
 
 
 def test_runs_of_ranks() -> None:
-    assert words.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
-    assert re.fullmatch(r"1.5 KiB", words.size(1536))
+    assert html.ranks([0, 1, 2, 5, 7, 8]) == "0\u20132, 5, 7\u20138"
+    assert re.fullmatch(r"1.5 KiB", html.size(1536))

@@ -8,7 +8,7 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.report.record import RecordBuilder, RunRecord, of_summary
-from sparkdl.summary import TrainingSummary, finite
+from sparkdl.report.summary import TrainingSummary, finite
 from tests.report.runs import events, record
 
 

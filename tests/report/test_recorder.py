@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
-from sparkdl.listeners import Listener, RunListener, RunStart
 from sparkdl.report import recorder as module
+from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 from sparkdl.report.record import RunRecord
 from sparkdl.report.recorder import Recorder, described, recording
-from sparkdl.report.store import RunReader
+from sparkdl.report.run_folder import RunReader
 from sparkdl.storage.storage import LocalStorage
 
 
@@ -314,7 +314,7 @@ def test_an_unexpected_error_comes_with_its_traceback() -> None:
 
 
 def test_a_recorder_fits_the_view() -> None:
-    from sparkdl.progress import SharedView, View
+    from sparkdl.report.live.progress import SharedView, View
 
     with start() as recorder:
         assert isinstance(recorder, Recorder)

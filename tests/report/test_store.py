@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import StorageError
-from sparkdl.report.page import page
-from sparkdl.report.store import PAGE, RECORD, RunFolder, RunReader, folder_name
+from sparkdl.report.page.report_page import page
+from sparkdl.report.run_folder import PAGE, RECORD, RunFolder, RunReader, folder_name
 from sparkdl.storage.storage import LocalStorage
 from tests.report.runs import events, record
 

@@ -21,9 +21,9 @@ from torch import nn
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
-from sparkdl.listeners import Listener, RunListener, RunStart
+from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 from sparkdl.report.record import RunRecord
-from sparkdl.report.store import RunFolder, RunReader
+from sparkdl.report.run_folder import RunFolder, RunReader
 from sparkdl.runcontext import context
 from sparkdl.runner import TorchRunner
 from sparkdl.storage.storage import LocalStorage

@@ -24,7 +24,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.job import load_model, run_train
 from sparkdl.jobfile import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
-from sparkdl.report.store import RunReader
+from sparkdl.report.run_folder import RunReader
 from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.storage.storage import open_storage
 from tests import s3

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.ui.command import main
+from sparkdl.report.server.ui_command import main
 
 
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sparkdl.ui.command", str(tmp_path), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "sparkdl.report.server.ui_command",
+        str(tmp_path),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sparkdl.report.page import page
-from sparkdl.report.store import RunFolder, RunReader, folder_name
+from sparkdl.report.page.report_page import page
+from sparkdl.report.run_folder import RunFolder, RunReader, folder_name
+from sparkdl.report.server.report_server import RunServer
 from sparkdl.storage.storage import LocalStorage
-from sparkdl.ui.server import RunServer
 from tests.browser import dom
 from tests.report.runs import events, record
 

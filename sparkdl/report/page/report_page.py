@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparkdl.report import words
-from sparkdl.report.charts import Curve, line_chart
-from sparkdl.report.drawing import model_graph
-from sparkdl.report.graph import condensed
-from sparkdl.report.markup import Content, Markup, joined, tag
-from sparkdl.report.matrix import confusion_matrix
+from sparkdl.report.module_graph import condensed
+from sparkdl.report.page import html
+from sparkdl.report.page.confusion_table import confusion_matrix
+from sparkdl.report.page.html import Content, Markup, joined, tag
+from sparkdl.report.page.style import CSS
+from sparkdl.report.page.svg import Curve, line_chart, model_graph
+from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
 from sparkdl.report.record import RunRecord, counted
-from sparkdl.report.style import CSS
-from sparkdl.report.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
 
 _FACTS = {
     "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
@@ -73,9 +72,9 @@ def badge(status: str) -> Markup:
 
 
 def _header(record: RunRecord) -> Markup:
-    started = words.duration(record.seconds)
+    started = html.duration(record.seconds)
     if record.started:
-        started = f"{words.moment(record.started)} · {started}"
+        started = f"{html.moment(record.started)} · {started}"
     if record.phase:
         started += f" · now: {record.phase}"
     return joined(
@@ -85,19 +84,19 @@ def _header(record: RunRecord) -> Markup:
 
 
 def _tiles(record: RunRecord) -> Markup:
-    tiles = [_tile("duration", words.duration(record.seconds), _training_seconds(record))]
+    tiles = [_tile("duration", html.duration(record.seconds), _training_seconds(record))]
     if record.history:
         last = record.history[-1]
         for key in _headline(last):
-            tiles.append(_tile(key, words.value(last[key]), _best(record.history, key)))
+            tiles.append(_tile(key, html.value(last[key]), _best(record.history, key)))
     speed = _rows_per_second(record)
     if speed is not None:
-        tiles.append(_tile("rows per s", words.value(speed), "all workers"))
+        tiles.append(_tile("rows per s", html.value(speed), "all workers"))
     if "workers" in record.facts:
         tiles.append(_tile("workers", str(record.facts["workers"]), record.facts.get("mode")))
     steps = record.steps[-1][1] if record.steps else None
     if steps is not None and record.facts.get("steps"):
-        tiles.append(_tile("steps", words.value(steps), f"of {record.facts['steps']:,} planned"))
+        tiles.append(_tile("steps", html.value(steps), f"of {record.facts['steps']:,} planned"))
     if record.restarts or record.attempts:
         tiles.append(_tile("restarts", str(record.restarts), None))
     return tag("div", *tiles, class_="tiles")
@@ -122,13 +121,13 @@ def _headline(last: Mapping[str, Any]) -> list[str]:
 def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
     values = [record[key] for record in history if record.get(key) is not None]
     if len(values) < 2 or "loss" not in key:
-        return f"first {words.value(values[0])}" if len(values) > 1 else None
-    return f"lowest {words.value(min(values))}"
+        return f"first {html.value(values[0])}" if len(values) > 1 else None
+    return f"lowest {html.value(min(values))}"
 
 
 def _training_seconds(record: RunRecord) -> str | None:
     seconds = record.laps.get("train")
-    return None if seconds is None else f"{words.duration(seconds)} of it training"
+    return None if seconds is None else f"{html.duration(seconds)} of it training"
 
 
 def _rows_per_second(record: RunRecord) -> float | None:
@@ -247,13 +246,13 @@ def _time_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
         total, whole = totals[rank], sum(totals[rank].values())
         pieces = [
             tag("i", class_=f"on-{n}", style=f"width:{100 * total.get(n, 0.0) / whole:.2f}%",
-                title=f"{n} {words.share(total.get(n, 0.0), whole)}")
+                title=f"{n} {html.share(total.get(n, 0.0), whole)}")
             for n in used
             if whole > 0
         ]  # fmt: skip
         cells = [
-            tag("td", words.duration(total.get(name, 0.0)), class_="n",
-                title=words.share(total.get(name, 0.0), whole))
+            tag("td", html.duration(total.get(name, 0.0)), class_="n",
+                title=html.share(total.get(name, 0.0), whole))
             for name in used
         ]  # fmt: skip
         rows.append(
@@ -272,9 +271,9 @@ def _failures(record: RunRecord) -> Markup:
         attempt = later.get(number)
         what = "the run ended"
         if attempt is not None:
-            after = words.duration(attempt["at"] - failure["at"])
+            after = html.duration(attempt["at"] - failure["at"])
             what = f"begun again after {after}{_from(attempt['start_step'])}"
-        cells = (words.duration(failure["at"]), failure["reason"], what)
+        cells = (html.duration(failure["at"]), failure["reason"], what)
         rows.append(tag("tr", *(tag("td", cell, class_="text") for cell in cells)))
     head = tag("tr", tag("th", "after"), tag("th", "what was lost"), tag("th", "what followed"))
     return tag("section", tag("h2", "Failures and restarts"), tag("table", head, *rows))
@@ -316,7 +315,7 @@ def _hardware(record: RunRecord) -> Markup:
     for rank, found in record.hardware.items():
         groups.setdefault(_machine(found), []).append(int(rank))
     rows = [
-        tag("tr", tag("td", f"rank {words.ranks(members)}"), *(tag("td", cell) for cell in machine))
+        tag("tr", tag("td", f"rank {html.ranks(members)}"), *(tag("td", cell) for cell in machine))
         for machine, members in groups.items()
     ]
     if record.driver:
@@ -335,15 +334,15 @@ def _hardware(record: RunRecord) -> Markup:
 def _machine(found: Mapping[str, Any]) -> tuple[str, ...]:
     device = str(found.get("device", ""))
     if "gpu" in found:
-        device += f" ({found['gpu']}, {words.size(found['gpu_memory_bytes'])})"
-    memory = words.size(found["memory_bytes"]) if "memory_bytes" in found else ""
+        device += f" ({found['gpu']}, {html.size(found['gpu_memory_bytes'])})"
+    memory = html.size(found["memory_bytes"]) if "memory_bytes" in found else ""
     names = ("host", "cpu", "cores", "threads")
     return (*(str(found.get(name, "")) for name in names), memory, device)
 
 
 def _configuration(record: RunRecord) -> Markup:
     facts = {
-        label: words.size(value) if name == "parameter_bytes" else value
+        label: html.size(value) if name == "parameter_bytes" else value
         for name, label in _FACTS.items()
         if (value := record.facts.get(name)) is not None
     }
@@ -381,6 +380,6 @@ def _table(values: Mapping[str, Any]) -> Markup:
 def _warnings(record: RunRecord) -> Markup:
     if not record.logs:
         return Markup("")
-    lines = [f"{words.duration(e['at']):>10}  rank {e['rank']}  {e['line']}" for e in record.logs]
+    lines = [f"{html.duration(e['at']):>10}  rank {e['rank']}  {e['line']}" for e in record.logs]
     title = f"Warnings of the workers ({record.num_logs:,})"
     return tag("section", tag("h2", title), tag("pre", "\n".join(lines)))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError
-from sparkdl.listeners import Listener, RunListener, RunStart
-from sparkdl.summary import finite
+from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
+from sparkdl.report.summary import finite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +108,7 @@ class _InOneRun(RunListener):
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """See `RunListener.end`."""
-        from sparkdl.report.page import page
+        from sparkdl.report.page.report_page import page
 
         is_good = record.status == "succeeded"
         try:

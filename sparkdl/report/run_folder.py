@@ -16,8 +16,8 @@ from typing import Any
 
 from sparkdl.errors import StorageError
 from sparkdl.report.record import Event, RecordBuilder, RunRecord
+from sparkdl.report.summary import finite
 from sparkdl.storage.storage import Storage
-from sparkdl.summary import finite
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
 

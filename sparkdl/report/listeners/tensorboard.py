@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError
-from sparkdl.listeners import Listener, RunListener, RunStart
+from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
-from sparkdl.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.progress import ProgressView, ReportView, SilentView, View
+from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
+from sparkdl.report.live.progress import ProgressView, ReportView, SilentView, View
 
 
 def fit_view(plan: TrainPlan, verbose: int) -> View:

@@ -132,7 +132,7 @@ class TrainingSummary:
         Raises:
             StorageError: it cannot be written.
         """
-        from sparkdl.report.page import page
+        from sparkdl.report.page.report_page import page
         from sparkdl.report.record import of_summary
 
         target = Path(path)

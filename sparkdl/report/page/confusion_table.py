@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparkdl.report import words
-from sparkdl.report.markup import Markup, joined, tag
+from sparkdl.report.page import html
+from sparkdl.report.page.html import Markup, joined, tag
 
 _MOST_WITH_NUMBERS = 24
 
@@ -21,8 +21,8 @@ def confusion_matrix(counts: Sequence[Sequence[float]]) -> Markup:
         names = (tag("th", str(label)) for label in range(len(counts)))
         recall = tag("th", "right")
         head = tag("tr", tag("th", "label \\ predicted"), *names, recall)
-    told = f"{words.value(right)} of {words.value(total)} rows are right"
-    told += f" ({words.share(right, total)}). "
+    told = f"{html.value(right)} of {html.value(total)} rows are right"
+    told += f" ({html.share(right, total)}). "
     worst = _most_confused(counts)
     return joined(
         tag("p", told + worst, class_="hint"),
@@ -37,12 +37,12 @@ def _row(label: int, row: Sequence[float], *, is_dense: bool) -> Markup:
         share = count / whole if whole else 0.0
         colour = "15 157 107" if predicted == label else "217 45 32"
         style = f"background:rgb({colour} / {100 * share**0.6 * 0.85:.0f}%)" if share else None
-        title = f"label {label}, predicted {predicted}: {words.value(count)}"
-        text = "" if is_dense or not count else words.value(count)
+        title = f"label {label}, predicted {predicted}: {html.value(count)}"
+        text = "" if is_dense or not count else html.value(count)
         cells.append(tag("td", text, style=style, title=title))
     if is_dense:
         return tag("tr", *cells)
-    right = words.share(row[label], whole) if whole else "no rows"
+    right = html.share(row[label], whole) if whole else "no rows"
     return tag("tr", tag("th", str(label)), *cells, tag("td", right, class_="quiet"))
 
 
@@ -56,4 +56,4 @@ def _most_confused(counts: Sequence[Sequence[float]]) -> str:
     if not pairs:
         return ""
     count, label, predicted = max(pairs)
-    return f"Most often mistaken: {label} for {predicted} ({words.value(count)} times)."
+    return f"Most often mistaken: {label} for {predicted} ({html.value(count)} times)."

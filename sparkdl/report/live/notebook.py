@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
-from sparkdl.livecurves import Curves, panels_of, picture, sketch
-from sparkdl.progress import Speeds
+from sparkdl.report.live.learning_curves import Curves, panels_of, picture, sketch
+from sparkdl.report.live.progress import Speeds
 
 _STATUS_SECONDS = 0.25
 _LOGS_SECONDS = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sparkdl.report import words
-from sparkdl.report.charts import ticks
-from sparkdl.report.markup import Markup, joined, number, tag
+from sparkdl.report.page import html
+from sparkdl.report.page.html import Markup, joined, number, tag
+from sparkdl.report.page.svg import ticks
 from sparkdl.report.record import RunRecord
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
@@ -104,7 +104,7 @@ def _driver_lane(record: RunRecord, longest: float) -> Markup:
     if record.phase:
         laps.append((record.phase, max(0.0, longest - sum(record.laps.values()))))
     for place, (name, seconds) in enumerate(laps):
-        title = tag("title", f"{name}: {words.duration(seconds)}")
+        title = tag("title", f"{name}: {html.duration(seconds)}")
         x, width = _LEFT + at * scale, seconds * scale
         box = {"x": x, "y": 0, "width": max(width - 1, 0.5), "height": _PHASES - 2, "rx": 3}
         parts.append(tag("rect", title, class_=f"phase p{place % 2}", **box))
@@ -119,7 +119,7 @@ def _marks(record: RunRecord, longest: float, bottom: float) -> Markup:
     parts = []
     for failure in record.failures:
         x = _LEFT + failure["at"] * scale
-        title = tag("title", f"{words.duration(failure['at'])}: {failure['reason']}")
+        title = tag("title", f"{html.duration(failure['at'])}: {failure['reason']}")
         parts.append(tag("line", title, x1=x, x2=x, y1=_PHASES, y2=bottom, class_="failure"))
         parts.append(tag("circle", title, cx=x, cy=_PHASES + 1, r=4, class_="failure"))
     for attempt in record.attempts[1:]:

@@ -1,0 +1,1 @@
+"""The page that a run leaves, as one HTML file without scripts."""

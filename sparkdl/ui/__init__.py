@@ -1,1 +1,0 @@
-"""How do people look at many runs at once, and at those that are going on?"""
