@@ -35,7 +35,6 @@ from sparkdl.inputs import Image as Image
 from sparkdl.inputs import Sequence as Sequence
 from sparkdl.inputs import Sparse as Sparse
 from sparkdl.inputs import Tensor as Tensor
-from sparkdl.loader import Loader as Loader
 from sparkdl.model import TorchClassifierModel as TorchClassifierModel
 from sparkdl.model import TorchModel as TorchModel
 from sparkdl.model import TorchRegressorModel as TorchRegressorModel
@@ -45,8 +44,6 @@ from sparkdl.report.listeners.listener import RunStart as RunStart
 from sparkdl.report.listeners.mlflow import MLflow as MLflow
 from sparkdl.report.listeners.tensorboard import TensorBoard as TensorBoard
 from sparkdl.report.summary import TrainingSummary as TrainingSummary
-from sparkdl.runcontext import Context as Context
-from sparkdl.runcontext import context as context
 from sparkdl.runner import TorchRunner as TorchRunner
 from sparkdl.serialization.initial_weights import InitialWeights as InitialWeights
 from sparkdl.serialization.load import ModelSignature as ModelSignature
@@ -79,5 +76,8 @@ from sparkdl.train.callbacks import CallbackState as CallbackState
 from sparkdl.train.optimizers.large_batch import LAMB as LAMB
 from sparkdl.train.optimizers.large_batch import LARS as LARS
 from sparkdl.train.optimizers.warmup import warmup as warmup
+from sparkdl.worker.context import Context as Context
+from sparkdl.worker.context import context as context
+from sparkdl.worker.loader import Loader as Loader
 
 __version__: str

@@ -14,7 +14,6 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.converters import to_inputs
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
-from sparkdl.functionworker import Script
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.spark.functions import FunctionRequest, run_function
@@ -22,6 +21,7 @@ from sparkdl.spark.interrupts import interruptible
 from sparkdl.spark.localfunction import run_here
 from sparkdl.spark.recorded import shown
 from sparkdl.spark.sourcetable import active_session, require_source
+from sparkdl.worker.function_rank import Script
 
 if TYPE_CHECKING:
     from sparkdl.inputs import Specification

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import sparkdl
-from sparkdl import functionworker
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ConfigError
-from sparkdl.functionworker import FunctionOrder, Script, checkpoints, pickled, unpickled
 from sparkdl.runtime.versions import WorkerEnvironment, versions
 from sparkdl.storage.checkpoint_format import latest
 from sparkdl.storage.storage import open_storage
+from sparkdl.worker import function_rank
+from sparkdl.worker.function_rank import FunctionOrder, Script, checkpoints, pickled, unpickled
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Driver:
     folder: Path
 
     def value(self) -> Any:
-        return unpickled((self.folder / functionworker.VALUE.format(0)).read_bytes())
+        return unpickled((self.folder / function_rank.VALUE.format(0)).read_bytes())
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def call(driver: Driver, function: Callable[[], Any], **changes: Any) -> list[tu
     place = WorkerEnvironment(
         rank=0, world_size=1, address="127.0.0.1", gpu_addresses=(), channel=driver.server.address
     )
-    return list(functionworker.run(place, FunctionOrder(**{**values, **changes})))
+    return list(function_rank.run(place, FunctionOrder(**{**values, **changes})))
 
 
 def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_a_module_that_is_missing_is_named(driver: Driver, foreign: type) -> Non
 
 def test_a_large_function_comes_over_the_channel(driver: Driver) -> None:
     function = cloudpickle.dumps(lambda: "large")
-    open_storage(str(driver.folder)).write(functionworker.FUNCTION, function)
+    open_storage(str(driver.folder)).write(function_rank.FUNCTION, function)
     assert call(driver, print, payload=b"") == []
     assert driver.value()["value"] == "large"
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl import gangworker
 from sparkdl.comm import communicator, process_group
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.errors import CommunicationError
-from sparkdl.gangworker import GangOrder, Member, Results, live
 from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.worker import lifecycle
+from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def order(**changes: Any) -> GangOrder:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gangworker, "_LISTEN_SECONDS", 0.1)
+    monkeypatch.setattr(lifecycle, "_LISTEN_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("listening")
@@ -59,7 +59,7 @@ def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> Non
     server._hub.hear(0, 1)
     peer = threading.Thread(target=work_on)
     peer.start()
-    gangworker._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+    lifecycle._leave(rank_of(server, 0), order(), ChannelClient(server.address))
     assert server._hub.get("bye/1") is not None  # three times the time-out of a collective
     peer.join()
 
@@ -68,12 +68,12 @@ def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> Non
 def test_rank_0_gives_up_a_peer_that_is_silent(server: ChannelServer) -> None:
     server._hub.hear(0, 1)
     with pytest.raises(CommunicationError, match="rank 1 has not been heard"):
-        gangworker._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+        lifecycle._leave(rank_of(server, 0), order(), ChannelClient(server.address))
 
 
 def test_nobody_waits_where_the_driver_hosts_the_channel(server: ChannelServer) -> None:
     patient = order(driver_hosts_channel=True, collective_timeout_seconds=600.0)
-    gangworker._leave(rank_of(server, 0), patient, ChannelClient(server.address))
+    lifecycle._leave(rank_of(server, 0), patient, ChannelClient(server.address))
 
 
 def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
@@ -100,7 +100,7 @@ def test_nobody_begins_before_all_have_connected(
     def enter(rank: int) -> None:
         client = ChannelClient(server.address)
         device = torch.device("cpu")
-        with gangworker._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
+        with lifecycle._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
             begun.append(rank)
 
     monkeypatch.setattr(process_group, "process_group", connect)

@@ -15,7 +15,7 @@ from sparkdl.data.plan import Column, Shard
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
-from sparkdl.loader import DataSet, Loader, LocalSet
+from sparkdl.worker.loader import DataSet, Loader, LocalSet
 
 COLUMNS = (
     Column(name="x", role="feature", dtype="float32", shape=(2,), argument="x"),

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl import roundworker
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.memberworker import (
+from sparkdl.sync.population.tournament import Tournament
+from sparkdl.worker import round_task
+from sparkdl.worker.population_member import (
     MODEL,
     OPTIONS,
     REST,
@@ -25,7 +26,6 @@ from sparkdl.memberworker import (
     pack_parts,
     unpack_parts,
 )
-from sparkdl.sync.population.tournament import Tournament
 from tests import test_worker
 from tests.test_roundworker import PART, Net, order, place
 
@@ -35,9 +35,9 @@ CONFIG = dataclasses.replace(test_worker.CONFIG, epochs=1)
 
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
-    roundworker.cool_down()
+    round_task.cool_down()
     yield
-    roundworker.cool_down()
+    round_task.cool_down()
 
 
 def model(seed: int, scale: float = 1.0) -> bytes:
@@ -55,7 +55,7 @@ def work(
     plan: TrainPlan, state: Mapping[str, bytes], config: TrainConfig = CONFIG, **changes: Any
 ) -> dict[str, bytes]:
     wanted = order(plan, Net(), config, **{"is_population": True, "part": PART, **changes})
-    return dict(roundworker.run(place(plan), wanted, pack_parts(state)))
+    return dict(round_task.run(place(plan), wanted, pack_parts(state)))
 
 
 def losses(plan: TrainPlan, *models: bytes) -> list[float]:
@@ -121,7 +121,7 @@ def test_without_rows_to_judge_by_a_member_keeps_its_own(plan: TrainPlan) -> Non
         dataclasses.replace(plan, shards=(blind,)), Net(), CONFIG, is_population=True, part=PART
     )
     state = pack_parts({**parts(), RIVAL_MODEL: model(4), RIVAL_REST: b""})
-    found = dict(roundworker.run(place(plan, num_validation_rows=0), wanted, state))
+    found = dict(round_task.run(place(plan, num_validation_rows=0), wanted, state))
     report = json.loads(found["result"])
     assert report["contest"]["is_lost"] is False
     assert math.isnan(report["contest"]["loss"])
@@ -153,13 +153,13 @@ def test_rows_that_are_set_aside_are_measured_on_and_not_trained_on(plan: TrainP
     held = amended.shards[0]
     wanted = order(amended, Net(), CONFIG, is_population=True)
     where = place(plan, num_validation_rows=0)
-    list(roundworker.run(where, wanted, pack_parts(parts())))
-    warm = roundworker._warm[0]
+    list(round_task.run(where, wanted, pack_parts(parts())))
+    warm = round_task._warm[0]
     train, validation = (warm.open(where.shard, split) for split in ("train", "validation"))
     assert (train.num_rows, validation.num_rows) == (held.num_rows, held.num_validation_rows)
-    roundworker.cool_down()
-    list(roundworker.run(place(plan), order(plan, Net()), encoded({"model": {}})))
-    whole = roundworker._warm[0].open(plan.shards[0], "train")
+    round_task.cool_down()
+    list(round_task.run(place(plan), order(plan, Net()), encoded({"model": {}})))
+    whole = round_task._warm[0].open(plan.shards[0], "train")
     kept, held_out, all_rows = (rows._shards[0].columns for rows in (train, validation, whole))
     for name, column in all_rows.items():
         assert torch.equal(torch.cat([kept[name], held_out[name]]), column)

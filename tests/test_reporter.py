@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdl import reporter as module
 from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, Event, Hub
 from sparkdl.errors import CommunicationError
-from sparkdl.reporter import Reporter, captured_output
+from sparkdl.worker import reporter as module
+from sparkdl.worker.reporter import Reporter, captured_output
 
 
 class FakeClient:

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import roundworker
 from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ShardLost
-from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.worker import round_task
+from sparkdl.worker.round_task import RoundOrder, RoundPlace
 from tests import test_worker
 from tests.test_worker import CONFIG, Driver
 
@@ -36,9 +36,9 @@ PART = RoundPart(epoch=0, step_in_epoch=1, step=1, num_steps=2)
 
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
-    roundworker.cool_down()
+    round_task.cool_down()
     yield
-    roundworker.cool_down()
+    round_task.cool_down()
 
 
 class Net(nn.Sequential):
@@ -57,7 +57,7 @@ def order(
     packed = pack(module)
     values: dict[str, Any] = {
         "run_id": "run", "attempt": 0, "plan": plan, "part": PART, "threads": 1,
-        "payload": roundworker.pack_payload(config, packed.skeleton, packed.tensors),
+        "payload": round_task.pack_payload(config, packed.skeleton, packed.tensors),
         "versions": versions(),
     }  # fmt: skip
     return RoundOrder(**{**values, **changes})
@@ -74,7 +74,7 @@ def start() -> bytes:
 
 
 def work(where: RoundPlace, what: RoundOrder) -> dict[str, bytes]:
-    return dict(roundworker.run(where, what, start()))
+    return dict(round_task.run(where, what, start()))
 
 
 def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Driver) -> None:
@@ -91,15 +91,15 @@ def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Dr
 def test_a_warm_process_gives_the_bits_of_a_cold_one(plan: TrainPlan) -> None:
     wanted = order(plan, Net())
     cold = work(place(plan), wanted)["state"]
-    replica = roundworker._warm[0].replica
+    replica = round_task._warm[0].replica
     other = dataclasses.replace(PART, step_in_epoch=0, step=0)
     work(place(plan), dataclasses.replace(wanted, part=other))
     assert work(place(plan), wanted)["state"] == cold
-    assert roundworker._warm[0].replica is replica
+    assert round_task._warm[0].replica is replica
     work(place(plan), dataclasses.replace(wanted, run_id="another"))
-    assert roundworker._warm[0].replica is not replica
-    roundworker.cool_down()
-    assert roundworker._warm == []
+    assert round_task._warm[0].replica is not replica
+    round_task.cool_down()
+    assert round_task._warm == []
 
 
 def test_an_evaluation_gives_sums_and_metrics(plan: TrainPlan) -> None:
@@ -123,7 +123,7 @@ def test_a_shard_that_is_not_here_sends_the_task_elsewhere(plan: TrainPlan) -> N
 def test_a_copy_waits_while_the_original_works_elsewhere(
     plan: TrainPlan, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roundworker, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(round_task, "_SILENT_SECONDS", 1.0)
     address = driver.server.address
     with contextlib.closing(ChannelClient(address)) as client:
         report = partial(client.report, attempt=0, rank=0, events=[])

@@ -9,7 +9,7 @@ import torch
 
 import sparkdl
 from sparkdl.errors import ConfigError
-from sparkdl.runcontext import Context, context, entered
+from sparkdl.worker.context import Context, context, entered
 
 
 def place(rank: int = 0, **changes: Any) -> Context:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl import worker
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
@@ -31,6 +30,7 @@ from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.train.callbacks import Callback, CallbackState
+from sparkdl.worker import training
 
 ROWS = 40
 COLUMNS = (
@@ -118,7 +118,7 @@ def order(plan: TrainPlan, packed: PackedModule, config: TrainConfig = CONFIG, *
         "storage_url": None, "driver_hosts_channel": True, "resume_path": None, "threads": 1,
         "versions": versions(), "start_timeout_seconds": 10.0, "collective_timeout_seconds": 10.0,
     }  # fmt: skip
-    return worker.WorkOrder(**{**values, **changes})
+    return training.WorkOrder(**{**values, **changes})
 
 
 def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
 def test_training_delivers_result_and_weights_and_is_heard(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
-    open_storage(str(driver.folder)).write(worker.INITIAL, packed.tensors)
-    results = list(worker.run(environment(driver), order(plan, packed, weights=None)))
+    open_storage(str(driver.folder)).write(training.INITIAL, packed.tensors)
+    results = list(training.run(environment(driver), order(plan, packed, weights=None)))
     ((kind, payload),) = results
     assert kind == "result"
     report = json.loads(payload)
@@ -143,7 +143,7 @@ def test_training_delivers_result_and_weights_and_is_heard(
     assert "val_loss" in report["history"][0]
     assert report["rows_per_second"] > 0
     assert report["seconds"]["checkpoint stall"] >= 0
-    trained = decode((driver.folder / worker.FINAL).read_bytes(), worker.FINAL)
+    trained = decode((driver.folder / training.FINAL).read_bytes(), training.FINAL)
     assert set(trained) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     heard = []
     while not driver.hub.events.empty():
@@ -161,11 +161,13 @@ def test_training_delivers_result_and_weights_and_is_heard(
 def test_weights_come_as_rows_when_the_driver_hosts_no_channel(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
-    over_channel = list(worker.run(environment(driver), order(plan, packed)))
+    over_channel = list(training.run(environment(driver), order(plan, packed)))
     assert [kind for kind, _ in over_channel] == ["result"]
-    expected = (driver.folder / worker.FINAL).read_bytes()
+    expected = (driver.folder / training.FINAL).read_bytes()
     results = list(
-        worker.run(environment(driver), order(plan, packed, driver_hosts_channel=False, attempt=1))
+        training.run(
+            environment(driver), order(plan, packed, driver_hosts_channel=False, attempt=1)
+        )
     )
     assert [kind for kind, _ in results] == ["result", "weights"]
     assert results[1][1] == expected
@@ -206,7 +208,7 @@ def test_an_error_of_the_user_is_one_row_and_one_event(
     driver: Driver, plan: TrainPlan, packed: PackedModule, error: BaseException, type_name: str,
     message: str,
 ) -> None:  # fmt: skip
-    results = list(worker.run(environment(driver), order(plan, packed, breaking(error))))
+    results = list(training.run(environment(driver), order(plan, packed, breaking(error))))
     found = failure(results)
     assert (found["rank"], found["kind"], found["type"]) == (0, "user", type_name)
     assert found["message"] == message
@@ -214,13 +216,13 @@ def test_an_error_of_the_user_is_one_row_and_one_event(
     assert found["traceback"].startswith("Traceback (most recent call last):")
     (event,) = driver.events("error")
     assert event["failure"] == found
-    assert not (driver.folder / worker.FINAL).exists()
+    assert not (driver.folder / training.FINAL).exists()
 
 
 def test_a_lost_shard_may_be_healed(driver: Driver, plan: TrainPlan, packed: PackedModule) -> None:
     shard = dataclasses.replace(plan.shards[0], path="/nowhere")
     lost = dataclasses.replace(plan, shards=(shard,))
-    found = failure(list(worker.run(environment(driver), order(lost, packed))))
+    found = failure(list(training.run(environment(driver), order(lost, packed))))
     assert (found["kind"], found["type"]) == ("gang", "ShardLost")
     assert "/nowhere" in found["message"]
 
@@ -229,7 +231,7 @@ def test_peers_that_do_not_come_may_be_healed(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     alone = environment(driver, rank=1, world_size=2)
-    found = failure(list(worker.run(alone, order(plan, packed, start_timeout_seconds=0.3))))
+    found = failure(list(training.run(alone, order(plan, packed, start_timeout_seconds=0.3))))
     assert (found["rank"], found["kind"], found["type"]) == (1, "gang", "CommunicationError")
     assert found["message"].startswith("not all workers started in time: 1 keys not set")
 
@@ -238,7 +240,7 @@ def test_other_versions_are_refused_with_the_remedy(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     there = order(plan, packed, versions={**versions(), "torch": "1.0"})
-    found = failure(list(worker.run(environment(driver), there)))
+    found = failure(list(training.run(environment(driver), there)))
     assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
     assert found["message"] == (
         f"rank 0 on 127.0.0.1 has torch {versions()['torch']}, the driver has torch 1.0; "
@@ -250,7 +252,7 @@ def test_our_own_errors_keep_their_type(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     config = dataclasses.replace(CONFIG, early_stopping=EarlyStopping(monitor="val_absent"))
-    found = failure(list(worker.run(environment(driver), order(plan, packed, config))))
+    found = failure(list(training.run(environment(driver), order(plan, packed, config))))
     assert (found["kind"], found["type"]) == ("sparkdl", ConfigError.__name__)
     assert "val_absent" in found["message"]
 
@@ -260,7 +262,7 @@ def test_a_cuda_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = dataclasses.replace(CONFIG, device="cuda")
-    found = failure(list(worker.run(environment(driver), order(plan, packed, config))))
+    found = failure(list(training.run(environment(driver), order(plan, packed, config))))
     assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
 
 
@@ -270,10 +272,10 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
 ) -> None:
     url = str(tmp_path / "checkpoints") if keeper == "directory" else None
     storage = open_storage(url or str(driver.folder))
-    whole = list(worker.run(environment(driver), order(plan, packed, driver_hosts_channel=False)))
+    whole = list(training.run(environment(driver), order(plan, packed, driver_hosts_channel=False)))
     failure(
         list(
-            worker.run(
+            training.run(
                 environment(driver),
                 order(plan, packed, breaking(OSError("gone"), step=11), storage_url=url, attempt=1),
             )
@@ -283,12 +285,12 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
     assert found is not None
     assert found.step in (4, 8)  # an aborted run abandons the checkpoint that is being written
     again = order(plan, packed, storage_url=url, attempt=2, resume_path=found.path)
-    ((kind, payload),) = list(worker.run(environment(driver), again))
+    ((kind, payload),) = list(training.run(environment(driver), again))
     assert kind == "result"
     report = json.loads(payload)
     assert report["steps"] == 12
     assert [record["epoch"] for record in report["history"]] == [1, 2, 3]
-    assert (driver.folder / worker.FINAL).read_bytes() == whole[1][1]
+    assert (driver.folder / training.FINAL).read_bytes() == whole[1][1]
     end = latest(storage, "0123456789abcdef")
     assert end is not None
     assert end.step == (12 if keeper == "directory" else 8)
@@ -301,15 +303,15 @@ def test_windows_change_the_run_and_it_goes_on_in_them_with_the_same_bits(
     url = str(tmp_path / "checkpoints")
     config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(interval=3))
 
-    def weights(*orders: worker.WorkOrder) -> bytes:
+    def weights(*orders: training.WorkOrder) -> bytes:
         for one in orders:
-            list(worker.run(environment(driver), one))
-        return (driver.folder / worker.FINAL).read_bytes()
+            list(training.run(environment(driver), one))
+        return (driver.folder / training.FINAL).read_bytes()
 
     whole = weights(order(plan, packed, config))
     assert whole != weights(order(dataclasses.replace(plan, windows=None), packed, config))
     breaks = dataclasses.replace(breaking(OSError("gone"), step=11), checkpoint=config.checkpoint)
-    failure(list(worker.run(environment(driver), order(plan, packed, breaks, storage_url=url))))
+    failure(list(training.run(environment(driver), order(plan, packed, breaks, storage_url=url))))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None and found.step % plan.steps_per_epoch > 0
     assert found.environment[WINDOWS] == "3x4"
@@ -321,12 +323,12 @@ def test_a_checkpoint_of_other_conditions_is_named(
     driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "checkpoints")
-    list(worker.run(environment(driver), order(plan, packed, storage_url=url)))
+    list(training.run(environment(driver), order(plan, packed, storage_url=url)))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None
     driver.events("log")
     later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path, threads=2)
-    list(worker.run(environment(driver), later))
+    list(training.run(environment(driver), later))
     lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("threads: 1 -> 2" in line and "bits will differ" in line for line in lines)
 
@@ -336,7 +338,7 @@ def test_a_driver_that_is_gone_is_a_gang_failure(plan: TrainPlan, packed: Packed
     lost = Driver(Hub(), server, Path())
     there = environment(lost)
     server.shutdown()
-    found = failure(list(worker.run(there, order(plan, packed))))
+    found = failure(list(training.run(there, order(plan, packed))))
     assert (found["kind"], found["type"]) == ("gang", CommunicationError.__name__)
 
 
@@ -355,7 +357,7 @@ def test_the_process_is_left_as_it_was(
 
     before = state()
     config = CONFIG if error is None else breaking(error)
-    list(worker.run(environment(driver), order(plan, packed, config, threads=2)))
+    list(training.run(environment(driver), order(plan, packed, config, threads=2)))
     assert state() == before
 
 
@@ -365,14 +367,14 @@ def test_shards_whose_rows_have_another_order_begin_the_epoch_anew(
     url = str(tmp_path / "checkpoints")
     config = breaking(OSError("gone"), step=11)
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(interval=3))
-    failure(list(worker.run(environment(driver), order(plan, packed, config, storage_url=url))))
+    failure(list(training.run(environment(driver), order(plan, packed, config, storage_url=url))))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None and found.step % plan.steps_per_epoch > 0
     driver.events("log")
     other = [dataclasses.replace(shard, fingerprint="other") for shard in plan.shards]
     changed = dataclasses.replace(plan, shards=tuple(other))
     later = order(changed, packed, storage_url=url, attempt=1, resume_path=found.path)
-    list(worker.run(environment(driver), later))
+    list(training.run(environment(driver), later))
     lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("rows: " in line and "bits will differ" in line for line in lines)
     assert any("shards have changed: epoch " in line and "begins anew" in line for line in lines)

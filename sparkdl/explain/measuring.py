@@ -23,9 +23,9 @@ import cloudpickle
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.gangworker import GangOrder, Member, Results, live
 from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.train.callbacks import NullObserver
+from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def run(environment: WorkerEnvironment, order: MeasureOrder) -> Iterator[tuple[s
 
 
 def _measure(order: MeasureOrder, member: Member) -> Results:
-    from sparkdl.worker import initial_module
+    from sparkdl.worker.training import initial_module
 
     began = time.perf_counter()
     config, structure = cloudpickle.loads(order.payload)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.memberworker import RIVAL_MODEL, RIVAL_REST, decoded
 from sparkdl.spark.populations import CompetitionDriver, Parts, PopulationDriver
 from sparkdl.spark.rounddriver import run_rounds
 from sparkdl.spark.run import Run, Trained
@@ -23,6 +22,7 @@ from sparkdl.sync.population.tournament import Tournament
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.state import Record
+from sparkdl.worker.population_member import RIVAL_MODEL, RIVAL_REST, decoded
 
 
 def train_population(run: Run, strategy: PopulationStrategy) -> Trained:

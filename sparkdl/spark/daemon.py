@@ -17,13 +17,13 @@ PRELOADED = (
     "pyarrow.flight",
     "torch",
     "torch._dynamo",  # imported by the first optimizer of a process
-    "sparkdl.functionworker",
-    "sparkdl.loader",
+    "sparkdl.worker.function_rank",
+    "sparkdl.worker.loader",
     "sparkdl.spark.gang",
     "sparkdl.spark.probe",
     "sparkdl.spark.shards",
     "sparkdl.train.loop",
-    "sparkdl.worker",
+    "sparkdl.worker.training",
 )
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl import functionworker
 from sparkdl.errors import ClusterError, ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
@@ -36,6 +35,7 @@ from sparkdl.spark.slots import Slots, plan_gang, wait_again
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
 from sparkdl.storage.checkpoint_format import folders, latest
 from sparkdl.storage.storage import Storage
+from sparkdl.worker import function_rank
 
 if TYPE_CHECKING:
     from sparkdl.storage.checkpoint_format import CheckpointInfo
@@ -247,7 +247,7 @@ class FunctionJob:
             wait_again(self.spark, slots, settings, in_rounds=False)
         found = self._newest()
         self.view.attempt(attempt, 0 if found is None else found.step)
-        order = functionworker.FunctionOrder(
+        order = function_rank.FunctionOrder(
             run_id=self.run_id,
             run_key=RUN_KEY,
             attempt=attempt,
@@ -268,7 +268,7 @@ class FunctionJob:
         return partial(
             launch,
             self.sets.df,
-            functionworker.run,
+            function_rank.run,
             order,
             channel=link.channel,
             profile=slots.profile,
@@ -286,8 +286,8 @@ class FunctionJob:
                 f"that executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; "
                 "pass rows by TorchRunner(data=...), and let the function read the rest"
             )
-        if not link.files.exists(functionworker.FUNCTION):
-            link.files.write(functionworker.FUNCTION, self.payload)
+        if not link.files.exists(function_rank.FUNCTION):
+            link.files.write(function_rank.FUNCTION, self.payload)
         return b""
 
     def _newest(self) -> CheckpointInfo | None:
@@ -303,12 +303,12 @@ class FunctionJob:
         ranks = range(self.slots.num_workers if self.request.results == "all" else 1)
         if self.link.channel is not None:
             for rank in ranks:
-                data = self.link.files.read(functionworker.VALUE.format(rank))
-                values[rank] = functionworker.unpickled(data)
+                data = self.link.files.read(function_rank.VALUE.format(rank))
+                values[rank] = function_rank.unpickled(data)
         else:
             for rank, kind, data in result.rows:
                 if kind == "value":
-                    values[rank] = functionworker.unpickled(data)
+                    values[rank] = function_rank.unpickled(data)
         return FunctionResult(
             values=[values[rank]["value"] for rank in ranks],
             history=values[0]["history"],

@@ -10,7 +10,6 @@ from functools import partial
 
 import cloudpickle
 
-from sparkdl import worker
 from sparkdl.errors import ClusterError, ShardLost
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.gang import launch
@@ -19,6 +18,7 @@ from sparkdl.spark.resume import find_checkpoint
 from sparkdl.spark.run import Run, Trained
 from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, supervise
 from sparkdl.storage.checkpoint_format import decode
+from sparkdl.worker import training
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
     found = find_checkpoint(run, link.checkpoints) if link.checkpoints is not None else None
     start_step = found.step if found is not None else 0
     run.view.attempt(attempt, start_step)
-    order = worker.WorkOrder(
+    order = training.WorkOrder(
         run_id=run.run_id,
         run_key=run.run_key,
         attempt=attempt,
@@ -94,7 +94,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
         source=run.table.reader,
     )
     return partial(
-        launch, run.table.df, worker.run, order, channel=link.channel, profile=slots.profile
+        launch, run.table.df, training.run, order, channel=link.channel, profile=slots.profile
     )
 
 
@@ -102,8 +102,8 @@ def _weights_in_task(run: Run) -> bytes | None:
     """Initial weights travel over the channel; without it, in the task itself."""
     link, tensors = run.link, run.packed.tensors
     if link.channel is not None:
-        if not link.files.exists(worker.INITIAL):
-            link.files.write(worker.INITIAL, tensors)
+        if not link.files.exists(training.INITIAL):
+            link.files.write(training.INITIAL, tensors)
         return None
     if len(tensors) > _MAX_INLINE_BYTES:
         raise ClusterError(
@@ -117,10 +117,10 @@ def _weights_in_task(run: Run) -> bytes | None:
 def _load_final(run: Run, result: GangResult) -> None:
     """Give the trained weights to the driver's module."""
     if run.link.channel is not None:
-        data = run.link.files.read(worker.FINAL)
+        data = run.link.files.read(training.FINAL)
     else:
         data = next(payload for _, kind, payload in result.rows if kind == "weights")
-    run.module.load_state_dict(decode(data, worker.FINAL))
+    run.module.load_state_dict(decode(data, training.FINAL))
 
 
 def _trained(result: GangResult) -> Trained:

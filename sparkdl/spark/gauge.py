@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from sparkdl import worker
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measuring
@@ -40,6 +39,7 @@ from sparkdl.spark.shards import ShardTable
 from sparkdl.spark.slots import Slots, threads_per_worker
 from sparkdl.spark.sourcetable import SourceTable
 from sparkdl.spark.supervise import Limits, supervise
+from sparkdl.worker import training
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
@@ -268,7 +268,7 @@ def _measure_gang(
 def _weights(link: Link, packed: PackedModule) -> bytes | None:
     """As a fit sends them: over the channel, else in the task."""
     if link.channel is not None:
-        link.files.write(worker.INITIAL, packed.tensors)
+        link.files.write(training.INITIAL, packed.tensors)
         return None
     if len(packed.tensors) > _MAX_INLINE_BYTES:
         raise ClusterError(

@@ -15,11 +15,11 @@ from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ClusterError
 from sparkdl.explain.measuring import for_measuring
 from sparkdl.explain.rates import Stages
-from sparkdl.roundworker import RoundOrder, pack_payload
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.stages import PATH, STATE, merge_states, run_stage
 from sparkdl.spark.supervise import Attempt
 from sparkdl.spark.verdict import verdict
+from sparkdl.worker.round_task import RoundOrder, pack_payload
 
 if TYPE_CHECKING:
     from torch import nn

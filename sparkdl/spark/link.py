@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
-from sparkdl.gangworker import RELAYED
 from sparkdl.spark.hadoop import HadoopStorage, open_on_driver
 from sparkdl.spark.preflight import is_encrypted
 from sparkdl.spark.probe import Findings, probe
@@ -22,6 +21,7 @@ from sparkdl.spark.session import conf, driver_address, is_connect
 from sparkdl.spark.settings import Settings
 from sparkdl.storage.mounted import Mounted
 from sparkdl.storage.storage import Storage, absolute, check_writable, open_storage
+from sparkdl.worker.lifecycle import RELAYED
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

@@ -22,12 +22,9 @@ from sparkdl.data.plan import Shard
 from sparkdl.data.source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
-from sparkdl.functionworker import called, checkpoints, default_group, environment_variables
-from sparkdl.loader import DataSet, LocalSet
 from sparkdl.report.live.choose_view import function_view
 from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
-from sparkdl.runcontext import Context, entered
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.functions import (
@@ -42,6 +39,9 @@ from sparkdl.spark.rundata import Data, prepare_sets, source_table, warn_of_skip
 from sparkdl.spark.shards import SpooledShard, columns_of, spool_columns
 from sparkdl.storage.checkpoint_format import latest, load_shared
 from sparkdl.storage.storage import Storage, check_writable, open_storage
+from sparkdl.worker.context import Context, entered
+from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
+from sparkdl.worker.loader import DataSet, LocalSet
 
 _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""

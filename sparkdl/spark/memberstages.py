@@ -17,10 +17,10 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparkdl.memberworker import pack_parts
-from sparkdl.roundworker import RoundOrder
 from sparkdl.spark.link import Link
 from sparkdl.spark.stages import RESULT_SCHEMA, RoundTask, Rows, collected
+from sparkdl.worker.population_member import pack_parts
+from sparkdl.worker.round_task import RoundOrder
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

@@ -19,8 +19,6 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, TrainingDiverged
-from sparkdl.memberworker import MODEL, OPTIONS, REST, decoded, encoded, pack_parts
-from sparkdl.roundworker import RoundOrder
 from sparkdl.spark.memberstages import run_member_stage
 from sparkdl.spark.rounddriver import RoundsDriver
 from sparkdl.spark.roundtotals import RoundDone
@@ -29,6 +27,8 @@ from sparkdl.spark.stages import Rows, run_stage
 from sparkdl.sync.averaging.period import Period
 from sparkdl.sync.population.population import best_first, members_of
 from sparkdl.train.state import Record
+from sparkdl.worker.population_member import MODEL, OPTIONS, REST, decoded, encoded, pack_parts
+from sparkdl.worker.round_task import RoundOrder
 
 _MEASURED_BYTES = 64 << 20
 """Models that are sent together to all shards to be measured: executors must have room for them,

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from sparkdl import roundworker
 from sparkdl.data.plan import RoundPart
-from sparkdl.roundworker import RoundOrder
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
@@ -40,6 +38,8 @@ from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.validation import record as evaluation_record
+from sparkdl.worker import round_task
+from sparkdl.worker.round_task import RoundOrder
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RoundsDriver(ABC):
             tell=run.recorder.spent,
         )
         blank = pack_blank(run.module)
-        self._payload = roundworker.pack_payload(config, blank.skeleton, blank.tensors)
+        self._payload = round_task.pack_payload(config, blank.skeleton, blank.tensors)
         self.checkpoints = RoundCheckpoints(run)
 
     def train(self) -> Trained:

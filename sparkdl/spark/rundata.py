@@ -13,7 +13,6 @@ from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.source import Source, SpoolSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
-from sparkdl.loader import DataSet
 from sparkdl.spark.checks import check_skipping
 from sparkdl.spark.columns import Prepared
 from sparkdl.spark.datasets import DatasetTable
@@ -24,6 +23,7 @@ from sparkdl.spark.slots import Slots
 from sparkdl.spark.sourcetable import SourceTable, empty_frame
 from sparkdl.spark.specified import prepare_named
 from sparkdl.spark.windows import with_windows
+from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
 

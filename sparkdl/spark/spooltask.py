@@ -135,8 +135,8 @@ class CleanTask:
         """Remove the paths that the driver knows, and the run's folder in every directory."""
         for _ in batches:
             pass
-        if "sparkdl.roundworker" in sys.modules:
-            sys.modules["sparkdl.roundworker"].cool_down()
+        if "sparkdl.worker.round_task" in sys.modules:
+            sys.modules["sparkdl.worker.round_task"].cool_down()
         removed = [path for path in self.paths if remove_spool(Path(path))]
         for root in local_dirs():  # what the driver has not seen: of tasks that were lost
             shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)

@@ -19,12 +19,12 @@ from pyspark.errors import PythonException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparkdl import roundworker
 from sparkdl.comm.channel import Address, ChannelStorage
-from sparkdl.roundworker import RoundOrder, RoundPlace
 from sparkdl.spark.failures import TaskLost, told_by
 from sparkdl.spark.session import is_connect
 from sparkdl.spark.shards import parse_shard
+from sparkdl.worker import round_task
+from sparkdl.worker.round_task import RoundOrder, RoundPlace
 
 if TYPE_CHECKING:
     from pyspark.core.broadcast import Broadcast
@@ -72,7 +72,7 @@ class RoundTask:
             )
             data = self._state_of(shard_id, chunks)
             yield from _rows(shard_id, PATH, place.shard.path.encode())
-            for kind, result in roundworker.run(place, self.order, data):
+            for kind, result in round_task.run(place, self.order, data):
                 yield from _rows(shard_id, kind, result)
 
     def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:

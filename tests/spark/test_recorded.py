@@ -24,10 +24,10 @@ from sparkdl.estimator import TorchClassifier
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 from sparkdl.report.record import RunRecord
 from sparkdl.report.run_folder import RunFolder, RunReader
-from sparkdl.runcontext import context
 from sparkdl.runner import TorchRunner
 from sparkdl.storage.storage import LocalStorage
 from sparkdl.train.callbacks import Callback, CallbackState
+from sparkdl.worker.context import context
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

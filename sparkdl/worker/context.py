@@ -14,7 +14,7 @@ from sparkdl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.loader import Loader, LocalSet
+    from sparkdl.worker.loader import Loader, LocalSet
 
 Save = Callable[[int, dict[str, Any]], None]
 """``save(number, state)`` writes a checkpoint; on rank 0 only."""
@@ -129,7 +129,7 @@ class Context:
             ConfigError: there is no such data set or column, or ``batch_size`` is not positive.
             DataError: with shuffling, a rank has too few rows to have one in each batch.
         """
-        from sparkdl.loader import Loader
+        from sparkdl.worker.loader import Loader
 
         if name not in self._sets:
             known = ", ".join(map(repr, self._sets)) or "none: pass TorchRunner(data=...)"

@@ -15,8 +15,8 @@ from sparkdl.data.plan import RoundPart, Shard
 from sparkdl.errors import TrainingDiverged
 
 if TYPE_CHECKING:
-    from sparkdl.reporter import Reporter
-    from sparkdl.roundworker import Warm
+    from sparkdl.worker.reporter import Reporter
+    from sparkdl.worker.round_task import Warm
 
 MODEL, REST = "model", "rest"
 RIVAL_MODEL, RIVAL_REST = "rival model", "rival rest"

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import cloudpickle
 
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
-from sparkdl.gangworker import (
+from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
     Results,
@@ -30,15 +31,14 @@ from sparkdl.gangworker import (
     live,
     say_what_differs,
 )
-from sparkdl.runtime.versions import WorkerEnvironment, versions
 
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.loader import DataSet
-    from sparkdl.runcontext import Context, Save
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
     from sparkdl.storage.storage import Storage
+    from sparkdl.worker.context import Context, Save
+    from sparkdl.worker.loader import DataSet
 
 FUNCTION = "function.pkl"
 """File of the driver that holds a function too large for the task."""
@@ -93,7 +93,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 
 
 def _call(order: FunctionOrder, member: Member) -> Results:
-    from sparkdl.runcontext import entered
+    from sparkdl.worker.context import entered
 
     function = _loaded(order, member)
     comm, reporter = member.comm, member.reporter
@@ -152,8 +152,8 @@ def called(function: Callable[[], Any]) -> Any:
 def _context(
     order: FunctionOrder, member: Member, storage: Storage | None, save: Save | None
 ) -> Context:
-    from sparkdl.loader import LocalSet
-    from sparkdl.runcontext import Context
+    from sparkdl.worker.context import Context
+    from sparkdl.worker.loader import LocalSet
 
     rank = member.comm.rank
     return Context(

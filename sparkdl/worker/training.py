@@ -21,7 +21,10 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.gangworker import (
+from sparkdl.runtime.process import cpu_model
+from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.storage.storage import Storage
+from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
     Results,
@@ -29,9 +32,6 @@ from sparkdl.gangworker import (
     live,
     say_what_differs,
 )
-from sparkdl.runtime.process import cpu_model
-from sparkdl.runtime.versions import WorkerEnvironment, versions
-from sparkdl.storage.storage import Storage
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,11 +24,11 @@ from sparkdl.data.plan import RoundPart, Shard, TrainPlan
 from sparkdl.data.source import ShardSource, SpoolSource
 from sparkdl.data.spool.writer import Split
 from sparkdl.errors import ClusterError, DataError, ShardLost
-from sparkdl.gangworker import describe_failure
-from sparkdl.reporter import Reporter, captured_output
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import difference, versions
+from sparkdl.worker.lifecycle import describe_failure
+from sparkdl.worker.reporter import Reporter, captured_output
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -136,10 +136,10 @@ def _work(
         warm.seen.add(place.shard.shard_id)
         reporter.send({"kind": "hardware", "hardware": warm.hardware})
     if order.is_population:
-        from sparkdl import memberworker
+        from sparkdl.worker import population_member
 
         with torch_threads(order.threads):
-            return memberworker.work(warm, place.shard, order.part, state, reporter)
+            return population_member.work(warm, place.shard, order.part, state, reporter)
     tree = decode(state, "the round's state")
     with torch_threads(order.threads):
         if order.part is None:

@@ -1,0 +1,1 @@
+"""The life of one rank inside a Spark task."""
