@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkdl.explain.predict import Prediction
+from sparkdl.explain.predict_times import Prediction
 
 TOLERANCE = 0.05
 """By how much a fit may be longer than the shortest one to do with fewer workers."""

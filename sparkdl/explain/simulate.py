@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sparkdl.explain.cost import Compute, Layout, Link, Network
-from sparkdl.explain.pattern import Pattern
-from sparkdl.explain.rates import Stages
+from sparkdl.explain.cost_model import Compute, Layout, Link, Network, Stages
+from sparkdl.explain.traffic import Pattern
 
 Clocks = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from functools import partial
 from sparkdl.data.column_stats import SpoolSummary
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
-from sparkdl.explain.skew import shard_rows, shared_rows
+from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.checks import check_labels, shaped
 from sparkdl.spark.dryrun import dry_run
 from sparkdl.spark.intake import Intake

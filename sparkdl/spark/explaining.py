@@ -18,11 +18,11 @@ from pyspark.sql import DataFrame
 from sparkdl.comm import compression
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
+from sparkdl.explain.comparison import Outlook, Places, strategy_text, world_sizes
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
-from sparkdl.explain.outlook import Outlook, Places, strategy_text, world_sizes
-from sparkdl.explain.pattern import ModelSize
-from sparkdl.explain.predict import Workload
+from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
+from sparkdl.explain.traffic import ModelSize
 from sparkdl.spark.dryrun import check_empty_batches
 from sparkdl.spark.estimated import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.gauge import Gauged, gauge, num_ranks, why_no_gang

@@ -20,10 +20,9 @@ import cloudpickle
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ClusterError
-from sparkdl.explain import measuring
+from sparkdl.explain import measure_worker
 from sparkdl.explain.calibrate import GangFound, found_by
-from sparkdl.explain.cost import Compute
-from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Stages
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
@@ -208,7 +207,7 @@ def _measure_gang(
     intake, settings = bench.intake, bench.intake.settings
     trained = [p for p in bench.module.parameters() if p.requires_grad]
     gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-    order = measuring.MeasureOrder(
+    order = measure_worker.MeasureOrder(
         run_id=run_id,
         run_key=run_id,
         attempt=0,
@@ -238,7 +237,7 @@ def _measure_gang(
         return partial(
             launch,
             table.df,
-            measuring.run,
+            measure_worker.run,
             replace(order, attempt=attempt),
             channel=link.channel,
             profile=bench.slots.profile,
@@ -279,12 +278,12 @@ def _weights(link: Link, packed: PackedModule) -> bytes | None:
     return packed.tensors
 
 
-def _levels(bench: Bench) -> list[measuring.LevelOrder]:
+def _levels(bench: Bench) -> list[measure_worker.LevelOrder]:
     """Who works at the same time, with which threads; of one level batches of several sizes."""
     sizes = bench.batch_sizes
     places = [*gang_places(bench), *task_places(bench)]
     return [
-        measuring.LevelOrder(*place, sizes if number == 0 else sizes[:1])
+        measure_worker.LevelOrder(*place, sizes if number == 0 else sizes[:1])
         for number, place in enumerate(dict.fromkeys(places))
     ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sparkdl.data.plan import Column, TrainPlan, make_plan
-from sparkdl.explain.rates import Fixed
+from sparkdl.explain.cost_model import Fixed
 from sparkdl.spark.estimated import source_table
 from sparkdl.spark.intake import Intake
 from sparkdl.spark.preflight import ClusterInfo

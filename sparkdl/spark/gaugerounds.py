@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ClusterError
-from sparkdl.explain.measuring import for_measuring
-from sparkdl.explain.rates import Stages
+from sparkdl.explain.cost_model import Stages
+from sparkdl.explain.measure_worker import for_measuring
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.stages import PATH, STATE, merge_states, run_stage
 from sparkdl.spark.supervise import Attempt

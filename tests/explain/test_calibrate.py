@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sparkdl.explain.calibrate import found_by, spreads
-from sparkdl.explain.cost import Layout, ring_seconds, shared_seconds
-from sparkdl.explain.cost import Link as LinkCost
+from sparkdl.explain.cost_model import Layout, ring_seconds, shared_seconds
+from sparkdl.explain.cost_model import Link as LinkCost
 
 
 def step(rows: int, seconds: float, spread: float, generator: random.Random) -> dict[str, Any]:

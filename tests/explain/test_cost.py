@@ -8,33 +8,33 @@ import statistics
 
 import pytest
 
-from sparkdl.explain import cost
-from sparkdl.explain.cost import Compute, Layout, Link, Network, expected_order, fit_line
+from sparkdl.explain import cost_model
+from sparkdl.explain.cost_model import Compute, Layout, Link, Network, expected_order, fit_line
 from sparkdl.sync.averaging.period import AutoPeriod, RoundReport
 
 LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
 
 
 def test_a_ring_sends_a_part_of_the_tensor_in_each_message() -> None:
-    assert cost.ring_seconds(LINK, 8000, 1) == 0
-    assert cost.ring_seconds(LINK, 8000, 2) == pytest.approx(2 * (1e-3 + 4e-3))
-    assert cost.ring_seconds(LINK, 8000, 8) == pytest.approx(14 * (1e-3 + 1e-3))
+    assert cost_model.ring_seconds(LINK, 8000, 1) == 0
+    assert cost_model.ring_seconds(LINK, 8000, 2) == pytest.approx(2 * (1e-3 + 4e-3))
+    assert cost_model.ring_seconds(LINK, 8000, 8) == pytest.approx(14 * (1e-3 + 1e-3))
 
 
 def test_a_tree_sends_all_of_it_on_every_level() -> None:
-    assert cost.tree_seconds(LINK, 8000, 1) == 0
-    assert cost.tree_seconds(LINK, 8000, 8) == pytest.approx(6 * (1e-3 + 8e-3))
-    assert cost.tree_seconds(LINK, 8000, 9) == pytest.approx(8 * (1e-3 + 8e-3))
+    assert cost_model.tree_seconds(LINK, 8000, 1) == 0
+    assert cost_model.tree_seconds(LINK, 8000, 8) == pytest.approx(6 * (1e-3 + 8e-3))
+    assert cost_model.tree_seconds(LINK, 8000, 9) == pytest.approx(8 * (1e-3 + 8e-3))
 
 
 def test_trees_win_with_small_tensors_and_many_ranks_only() -> None:
-    assert cost.tree_seconds(LINK, 8, 64) < cost.ring_seconds(LINK, 8, 64)
-    assert cost.tree_seconds(LINK, 1e7, 64) > cost.ring_seconds(LINK, 1e7, 64)
+    assert cost_model.tree_seconds(LINK, 8, 64) < cost_model.ring_seconds(LINK, 8, 64)
+    assert cost_model.tree_seconds(LINK, 1e7, 64) > cost_model.ring_seconds(LINK, 1e7, 64)
 
 
 def test_a_server_that_is_asked_seldom_is_cheaper() -> None:
-    assert cost.server_seconds(LINK, 8000, 1, 1) == 0
-    always, seldom = (cost.server_seconds(LINK, 8000, 4, period) for period in (1, 4))
+    assert cost_model.server_seconds(LINK, 8000, 1, 1) == 0
+    always, seldom = (cost_model.server_seconds(LINK, 8000, 4, period) for period in (1, 4))
     assert always == pytest.approx(2 * (2e-3 + 2 * 6e-3))
     assert seldom == pytest.approx(always * (1 + 1 / 4) / 2)
 
@@ -49,14 +49,14 @@ def test_sums_by_topology() -> None:
     one, two = Layout(world_size=4, num_nodes=1), Layout(world_size=8, num_nodes=2)
     assert network.sum_seconds(8000, one, "shared") == pytest.approx(1e-5 + 8e-6)
     assert network.sum_seconds(8000, one, "shared", in_place=False) == pytest.approx(2e-5 + 2.4e-5)
-    across = cost.ring_seconds(LINK, 2000, 2)
+    across = cost_model.ring_seconds(LINK, 2000, 2)
     assert network.sum_seconds(8000, two, "hierarchical") == pytest.approx(1e-5 + 8e-6 + across)
     uneven = Layout(world_size=7, num_nodes=2)
     assert network.sum_seconds(8000, uneven, "hierarchical") > across * 2
-    assert network.sum_seconds(8000, two, "ring") == cost.ring_seconds(LINK, 8000, 8)
+    assert network.sum_seconds(8000, two, "ring") == cost_model.ring_seconds(LINK, 8000, 8)
     assert network.sum_seconds(8000, Layout(world_size=1, num_nodes=1), "ring") == 0
     without = Network(messages=LINK)
-    assert without.sum_seconds(8000, one, "shared") == cost.ring_seconds(LINK, 8000, 4)
+    assert without.sum_seconds(8000, one, "shared") == cost_model.ring_seconds(LINK, 8000, 4)
 
 
 @pytest.mark.parametrize("count", [2, 8, 100, 1000])
@@ -114,7 +114,7 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
 
 
 def test_the_period_is_the_one_that_training_would_find() -> None:
-    found = cost.period_for_share(0.4, 0.01, 0.05)
+    found = cost_model.period_for_share(0.4, 0.01, 0.05)
     assert found == 760  # 0.4 / (760 * 0.01 + 0.4) is 5 %
     period = AutoPeriod(share=0.05)
     for _ in range(20):

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan
-from sparkdl.explain.measuring import StepTimer, at_work, for_measuring
+from sparkdl.explain.measure_worker import StepTimer, at_work, for_measuring
 from tests.train.runs import NUM_FEATURES, make_data, plan_for
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from sparkdl.explain.outlook import PLAIN, strategy_text
-from sparkdl.explain.pattern import ModelSize, pattern_of
-from sparkdl.explain.predict import sent_bytes
+from sparkdl.explain.comparison import PLAIN, strategy_text
+from sparkdl.explain.predict_times import sent_bytes
+from sparkdl.explain.traffic import ModelSize, pattern_of
 from sparkdl.sync import STRATEGIES, resolve
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.local_sgd import LocalSGD

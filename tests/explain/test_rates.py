@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.explain.cost import Compute, Layout
-from sparkdl.explain.rates import Calibration, Level, Stages, interpolated
+from sparkdl.explain.cost_model import Calibration, Compute, Layout, Level, Stages, interpolated
 
 ONE = Compute(fixed_seconds=0.1, row_seconds=0.001, step_spread=0.0, rank_spread=0.2)
 FOUR = Compute(fixed_seconds=0.4, row_seconds=0.004, step_spread=0.3, rank_spread=0.2)

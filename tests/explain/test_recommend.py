@@ -9,13 +9,12 @@ import math
 import pytest
 
 from sparkdl.config import CheckpointConfig, TrainConfig
-from sparkdl.explain.cost import Compute, Link, Network
+from sparkdl.explain.comparison import Outlook, Places, world_sizes
+from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Link, Network, Stages
 from sparkdl.explain.explanation import Explanation, PlanFacts
-from sparkdl.explain.outlook import Outlook, Places, world_sizes
-from sparkdl.explain.pattern import ModelSize
-from sparkdl.explain.predict import Workload
-from sparkdl.explain.rates import Calibration, Fixed, Level, Stages
+from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import Recommendation, recommend, seconds_text
+from sparkdl.explain.traffic import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 GIGABIT, SLOW = 1 / 110e6, 1 / 11e6

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdl.explain.cost import Compute, Layout, Link, Network
-from sparkdl.explain.pattern import Pattern
-from sparkdl.explain.predict import step_time
-from sparkdl.explain.rates import Calibration, Level, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Layout, Level, Link, Network, Stages
+from sparkdl.explain.predict_times import step_time
 from sparkdl.explain.simulate import Cluster, simulate
+from sparkdl.explain.traffic import Pattern
 
 # A network of 10 Gbit/s, and shared memory.
 NETWORK = Network(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sparkdl.explain.skew import shard_rows, shared_rows
+from sparkdl.explain.calibrate import shard_rows, shared_rows
 
 
 def test_rows_that_are_all_known_are_counted() -> None:

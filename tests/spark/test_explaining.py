@@ -101,7 +101,7 @@ def test_the_plan_is_the_one_of_fit(df: DataFrame) -> None:
 def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None:
     from pyspark.sql import functions as F
 
-    from sparkdl.explain.skew import shard_rows
+    from sparkdl.explain.calibrate import shard_rows
     from sparkdl.spark.columns import prepare
 
     features = F.array(F.when(F.col("id") % 2 == 0, F.lit(0)).otherwise(F.col("id")))

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 
 from sparkdl.comm.topology import choose
 from sparkdl.data.plan import steps_per_epoch
-from sparkdl.explain.cost import (
+from sparkdl.explain.cost_model import (
+    Calibration,
+    Fixed,
     Layout,
     Network,
     period_for_share,
     ring_seconds,
     server_seconds,
 )
-from sparkdl.explain.pattern import Pattern
-from sparkdl.explain.rates import Calibration, Fixed
+from sparkdl.explain.traffic import Pattern
 
 _BACKWARD_SHARE = 0.6
 """Part of a step in which gradients come; of forward, backward and update backward is the most."""

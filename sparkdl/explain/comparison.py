@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.explain.cost import Layout
+from sparkdl.explain.cost_model import Calibration, Layout
 from sparkdl.explain.explanation import ScalingRow, StrategyRow
-from sparkdl.explain.pattern import ModelSize, pattern_of
-from sparkdl.explain.predict import Prediction, Workload, predict
-from sparkdl.explain.rates import Calibration
+from sparkdl.explain.predict_times import Prediction, Workload, predict
 from sparkdl.explain.recommend import SMALL_SHARE, Option
+from sparkdl.explain.traffic import ModelSize, pattern_of
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.adasum import Adasum
@@ -145,7 +144,7 @@ class Outlook:
 
     def _local_sgd(self, world_size: int) -> LocalSGD:
         """With as long a round as holds agreeing at a small share of the time."""
-        from sparkdl.explain.predict import with_period
+        from sparkdl.explain.predict_times import with_period
 
         if not self.can(LocalSGD(), world_size, in_rounds=False) or world_size == 1:
             return LocalSGD()
