@@ -23,8 +23,8 @@ from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.spool.mapped import ShardData
 from sparkdl.data.spool.writer import open_spool
 from sparkdl.runtime.process import tuned_allocator
-from sparkdl.spark.checks import prepare_columns, shaped
-from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.fit.checks import prepare_columns, shaped
+from sparkdl.spark.frames.shard_table import ShardTable
 
 ROW_BYTES = PIXELS + 8
 

@@ -31,7 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from sparkdl.data.plan import make_plan
 from sparkdl.runtime.process import tuned_allocator
-from sparkdl.spark.checks import shaped
+from sparkdl.spark.fit.checks import shaped
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """How does a user train a module on a DataFrame? With a Spark ML estimator.
 
 The estimators differ in their default loss, in what they make of the label column and in the
-model they return. Everything else is in their Params (`sparkdl.params`) and in
-`sparkdl.spark.fit`.
+model they return. Everything else is in their Params (`sparkdl.spark.params.params`) and in
+`sparkdl.spark.fit.fit`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.config import Task
-from sparkdl.dataparams import OptionalLabelParams
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.modelparams import INFERENCE_BATCH_SIZE
-from sparkdl.parambase import with_accessors
-from sparkdl.params import ClassOutputParams, TrainParams, training_values
+from sparkdl.spark.params.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
+from sparkdl.spark.params.data_params import OptionalLabelParams
+from sparkdl.spark.params.model_params import INFERENCE_BATCH_SIZE
+from sparkdl.spark.params.param_base import with_accessors
+from sparkdl.spark.params.params import ClassOutputParams, TrainParams, training_values
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from sparkdl.data.source import Source
     from sparkdl.explain.explanation import Explanation
     from sparkdl.multiplefits import Fits
-    from sparkdl.spark.fit import FitRequest, FitResult
-    from sparkdl.spark.sharing import Spools
+    from sparkdl.spark.fit.fit import FitRequest, FitResult
+    from sparkdl.spark.frames.shared_spools import Spools
 
 E = TypeVar("E", bound="_TorchEstimator")
 
@@ -51,7 +51,7 @@ class _TorchEstimator(
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         """Train on a DataFrame, or on a source such as `ParquetSource`."""
-        from sparkdl.spark.fit import fit
+        from sparkdl.spark.fit.fit import fit
 
         return self._model(fit(dataset, self._request()))
 
@@ -86,7 +86,7 @@ class _TorchEstimator(
             on_epoch: is given each epoch's history record, on the driver; what it raises ends
                 the fit.
         """
-        from sparkdl.spark.fit import fit
+        from sparkdl.spark.fit.fit import fit
 
         return self._model(fit(dataset, replace(self._request(), on_epoch=on_epoch), spools))
 
@@ -125,8 +125,8 @@ class _TorchEstimator(
             StorageError: what ``fit`` would raise.
             WorkerError: the module, loss or optimizer failed on a worker.
         """
-        from sparkdl.spark.estimated import ExplainOptions
-        from sparkdl.spark.explaining import explain
+        from sparkdl.spark.explain.estimate import ExplainOptions
+        from sparkdl.spark.explain.explain_fit import explain
 
         options = ExplainOptions(
             calibrate=calibrate,
@@ -139,8 +139,8 @@ class _TorchEstimator(
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
-        from sparkdl.spark.fit import FitRequest
-        from sparkdl.spark.recorded import shown_params
+        from sparkdl.spark.fit.fit import FitRequest
+        from sparkdl.spark.run.run_facts import shown_params
 
         config, others = training_values(self, self._task)
         name, params = type(self).__name__, shown_params(self)
@@ -168,14 +168,14 @@ class _TorchEstimator(
 
     def write(self) -> MLWriter:
         """A writer that saves the Params without pickle."""
-        from sparkdl.persist import ParamsWriter
+        from sparkdl.spark.params.save_stage import ParamsWriter
 
         return ParamsWriter(self)
 
     @classmethod
     def read(cls: type[E]) -> MLReader[E]:
         """A reader for what `write` saved."""
-        from sparkdl.persist import ParamsReader
+        from sparkdl.spark.params.save_stage import ParamsReader
 
         return ParamsReader(cls)
 

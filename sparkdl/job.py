@@ -26,11 +26,11 @@ from sparkdl.jobfile import (
     TrainJob,
 )
 from sparkdl.jobobjects import VALIDATION_COLUMN, make_estimator
-from sparkdl.spark.columns import find, hashable, quoted
-from sparkdl.spark.hadoop import open_on_driver
-from sparkdl.spark.outputs import vectors_to_arrays
-from sparkdl.spark.saving import check_place, is_there, load_instance
-from sparkdl.spark.session import is_case_sensitive
+from sparkdl.spark.frames.columns import find, hashable, quoted
+from sparkdl.spark.inference.output_columns import vectors_to_arrays
+from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
+from sparkdl.spark.session.compat import is_case_sensitive
+from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:

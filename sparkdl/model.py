@@ -19,30 +19,30 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl import scoring
 from sparkdl.config import Task
-from sparkdl.converters import to_metrics
 from sparkdl.data.collate import example_arguments
 from sparkdl.data.plan import Column
-from sparkdl.dataparams import labels_of, loss_of_labels, loss_weights
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
 from sparkdl.inference.evaluate_rows import Measures, chosen_curves
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named
-from sparkdl.modelparams import UNKNOWN_LOSS, PredictParams
-from sparkdl.parambase import with_accessors
-from sparkdl.params import ClassOutputParams
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
-from sparkdl.spark.arrowudf import with_column
-from sparkdl.spark.columns import Prepared, find, require
-from sparkdl.spark.labels import read_beside
-from sparkdl.spark.outputs import Wanted, by_rows, plan_outputs
-from sparkdl.spark.sending import Sender
-from sparkdl.spark.session import is_case_sensitive
-from sparkdl.spark.specified import specification_of, trained_column, trained_entry
+from sparkdl.spark.frames.columns import Prepared, find, require
+from sparkdl.spark.frames.specified_columns import specification_of, trained_column, trained_entry
+from sparkdl.spark.inference import evaluate_model
+from sparkdl.spark.inference.arrow_udf import with_column
+from sparkdl.spark.inference.label_columns import read_beside
+from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
+from sparkdl.spark.inference.send_module import Sender
+from sparkdl.spark.params.converters import to_metrics
+from sparkdl.spark.params.data_params import labels_of, loss_of_labels, loss_weights
+from sparkdl.spark.params.model_params import UNKNOWN_LOSS, PredictParams
+from sparkdl.spark.params.param_base import with_accessors
+from sparkdl.spark.params.params import ClassOutputParams
+from sparkdl.spark.session.compat import is_case_sensitive
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
@@ -274,7 +274,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         """
         model = self.copy()._set(**params)
         task, columns = model._evaluate_task(dataset, to_metrics(metrics or {}), curves)
-        return scoring.evaluate(task, dataset, columns)
+        return evaluate_model.evaluate(task, dataset, columns)
 
     def scores(
         self, dataset: DataFrame, *keys: str, scoreCol: str = "loss", **params: Any
@@ -304,11 +304,11 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         if any(key == scoreCol or (not case and key.lower() == scoreCol.lower()) for key in kept):
             raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
         task, columns = model._evaluate_task(dataset, {}, False)
-        return scoring.row_scores(task, dataset, columns, kept, scoreCol)
+        return evaluate_model.row_scores(task, dataset, columns, kept, scoreCol)
 
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
-    ) -> tuple[scoring.EvaluateTask, list[SparkColumn]]:
+    ) -> tuple[evaluate_model.EvaluateTask, list[SparkColumn]]:
         """What the tasks of an evaluation do, and the columns that they get."""
         if self.getOrDefault("loss") == UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
@@ -325,10 +325,10 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         )
         forward = self._forward(())
         predicted = self._predictions()[0]
-        num_classes = scoring.num_classes(
+        num_classes = evaluate_model.num_classes(
             self._module, example_arguments(self._columns), forward, predicted, self._task
         )
-        task = scoring.EvaluateTask(
+        task = evaluate_model.EvaluateTask(
             **self._module_task(dataset.sparkSession, forward),
             measures=Measures(
                 task=self._task,
@@ -345,14 +345,14 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
-        from sparkdl.persist import ModelWriter
+        from sparkdl.spark.params.save_stage import ModelWriter
 
         return ModelWriter(self)
 
     @classmethod
     def read(cls: type[M]) -> MLReader[M]:
         """A reader for what `write` saved."""
-        from sparkdl.persist import ModelReader
+        from sparkdl.spark.params.save_stage import ModelReader
 
         return ModelReader(cls)
 

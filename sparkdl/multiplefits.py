@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.spark import interrupts
-from sparkdl.spark.sharing import Spools
+from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.session import interrupts
 
 M = TypeVar("M")
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.converters import to_inputs
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.spark.functions import FunctionRequest, run_function
-from sparkdl.spark.interrupts import interruptible
-from sparkdl.spark.localfunction import run_here
-from sparkdl.spark.recorded import shown
-from sparkdl.spark.sourcetable import active_session, require_source
+from sparkdl.spark.frames.source_table import active_session, require_source
+from sparkdl.spark.functions.run_function import FunctionRequest, run_function
+from sparkdl.spark.functions.run_in_driver import run_here
+from sparkdl.spark.params.converters import to_inputs
+from sparkdl.spark.run.run_facts import shown
+from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.worker.function_rank import Script
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.job import read_training_data
 from sparkdl.jobobjects import make_estimator
 from sparkdl.report.summary import finite
-from sparkdl.spark.hadoop import open_on_driver
-from sparkdl.spark.saving import check_place
-from sparkdl.spark.sharing import Spools
+from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.params.stage_metadata import check_place
+from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, without_password
 from sparkdl.studyfile import Space, StudySection, TuneJob
 from sparkdl.studystorage import finished, first_number, import_optuna, open_study

@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
 from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.serialization.saved_module import VERSION
-from sparkdl.spark import saving
+from sparkdl.spark.params import stage_metadata
 from tests.describable import NeedsWidth
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ EXPECTED = {"described": described, "factory": lambda: filled(NeedsWidth(5)), "p
 
 
 def test_every_format_has_a_folder() -> None:
-    newest = max(VERSION, saving.FORMAT)
+    newest = max(VERSION, stage_metadata.FORMAT)
     assert [folder.name for folder in FORMATS] == [f"format-{n}" for n in range(1, newest + 1)]
 
 

@@ -42,7 +42,7 @@ from sparkdl.jobfile import (
     load_job,
 )
 from sparkdl.model import TorchClassifierModel
-from sparkdl.spark.saving import _parent, check_place
+from sparkdl.spark.params.stage_metadata import _parent, check_place
 
 pytestmark = pytest.mark.spark
 

@@ -19,7 +19,7 @@ from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.summary import TrainingSummary
-from sparkdl.spark.sending import ARTIFACT_BYTES
+from sparkdl.spark.inference.send_module import ARTIFACT_BYTES
 
 pytestmark = pytest.mark.spark
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from sparkdl import Callback, ParquetSource, Tensor, TorchRegressor
 from sparkdl.errors import WorkerError
-from sparkdl.spark.session import is_connect
-from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -10,20 +10,20 @@ import torchmetrics
 from pyspark.ml.param import Param
 from torch import nn
 
-from sparkdl.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.params import (
+from sparkdl.report.listeners.tensorboard import TensorBoard
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.spark.params.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
+from sparkdl.spark.params.params import (
     FACE_ONLY,
     FIELDS,
     OBJECT_PARAMS,
     training_values,
 )
-from sparkdl.report.listeners.tensorboard import TensorBoard
-from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 ESTIMATORS = [TorchEstimator, TorchClassifier, TorchRegressor]

@@ -15,7 +15,6 @@ from pyspark.ml import PipelineModel
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl import persist
 from sparkdl.config import EarlyStopping
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
@@ -24,8 +23,8 @@ from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.spark import saving
-from sparkdl.spark.saving import load_instance
+from sparkdl.spark.params import save_stage, stage_metadata
+from sparkdl.spark.params.stage_metadata import load_instance
 from sparkdl.storage.storage import LocalStorage
 
 pytestmark = pytest.mark.spark
@@ -212,7 +211,7 @@ def edit_metadata(folder: Path, **changes: Any) -> None:
     """Change entries, and the sums with them."""
     part = metadata_file(folder)
     metadata = {**json.loads(part.read_text()), **changes}
-    metadata["sparkdl"]["sha256"] = saving.sum_of(metadata)
+    metadata["sparkdl"]["sha256"] = stage_metadata.sum_of(metadata)
     part.write_text(json.dumps(metadata))
 
 
@@ -261,7 +260,7 @@ def test_metadata_with_any_other_byte_is_refused_before_code_is_imported(
     def refuse(*_: Any) -> None:
         raise AssertionError("restored from damaged metadata")
 
-    monkeypatch.setattr(persist, "restore", refuse)
+    monkeypatch.setattr(save_stage, "restore", refuse)
     places = [data.index(word) for word in (b"logged_loss", b"learningRate", b'"uid"', b"TorchReg")]
     for at in (*places, len(data) - own + 9):
         part.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -369,9 +368,11 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleared: list[bool] = []
-    monkeypatch.setattr(persist, "is_connect", lambda _: True)
-    monkeypatch.setattr(persist, "make_way", lambda path, overwrite, _: cleared.append(overwrite))
-    monkeypatch.setattr(saving, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    monkeypatch.setattr(save_stage, "is_connect", lambda _: True)
+    monkeypatch.setattr(
+        save_stage, "make_way", lambda path, overwrite, _: cleared.append(overwrite)
+    )
+    monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchRegressor(module=make_custom).save(str(tmp_path / "e"))
     assert cleared == [False, True]
@@ -385,9 +386,9 @@ def test_nor_does_such_a_client_delete_what_is_there(
     model = TorchModel(nn.Linear(3, 1), [COLUMN])
     model.save(path)
     cleared: list[str] = []
-    monkeypatch.setattr(persist, "is_connect", lambda _: True)
-    monkeypatch.setattr(persist, "make_way", lambda path, *_: cleared.append(path))
-    monkeypatch.setattr(saving, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
+    monkeypatch.setattr(save_stage, "is_connect", lambda _: True)
+    monkeypatch.setattr(save_stage, "make_way", lambda path, *_: cleared.append(path))
+    monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):
         TorchModel(nn.Linear(3, 1), [COLUMN]).write().overwrite().save(path)
     monkeypatch.undo()

@@ -16,7 +16,6 @@ from sklearn import metrics
 from torch import nn
 from torchmetrics import classification
 
-from sparkdl import scoring
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import evaluate_rows
@@ -24,6 +23,7 @@ from sparkdl.inference.evaluate_rows import Evaluator, Measures, Part
 from sparkdl.inference.outputs import Output
 from sparkdl.inference.scores import ClassificationScores, RegressionScores
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.spark.inference import evaluate_model
 
 pytestmark = pytest.mark.spark
 
@@ -278,7 +278,7 @@ def batch_of_parts(measures: Measures, numbers: list[int]) -> pa.RecordBatch:
         evaluator = Evaluator(measures, torch.device("cpu"))
         logits, labels = torch.randn(3, 2), torch.tensor([0, 1, 1])
         evaluator.update(logits, logits, labels, None, 3)
-        batches += scoring._told(evaluator.part, number)
+        batches += evaluate_model._told(evaluator.part, number)
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return batch
 
@@ -293,7 +293,7 @@ def test_states_too_large_in_all_are_refused_before_they_are_unpacked(
     batch = batch_of_parts(measures, [0, 1, 2])
     sizes = [dict(row["listed"])["auroc"] for row in batch.to_pylist()]
     assert len(set(sizes)) == 1 and sizes[0] > 0
-    add = scoring.AddTask(measures, 2)
+    add = evaluate_model.AddTask(measures, 2)
     monkeypatch.setattr(evaluate_rows, "LISTED_BYTES", 2 * sizes[0])
     groups = [row for out in add(iter([batch])) for row in out.to_pylist()]
     assert [(row["part"], row["kind"]) for row in groups] == [(0, "part"), (1, "part")]
@@ -304,8 +304,10 @@ def test_states_too_large_in_all_are_refused_before_they_are_unpacked(
 
     monkeypatch.setattr(Part, "from_bytes", refuse)
     with pytest.raises(ConfigError, match="'auroc' keeps something of every row"):
-        scoring._sum(groups, measures)
-    (row,) = [row for out in scoring.AddTask(measures, 1)(iter([batch])) for row in out.to_pylist()]
+        evaluate_model._sum(groups, measures)
+    (row,) = [
+        row for out in evaluate_model.AddTask(measures, 1)(iter([batch])) for row in out.to_pylist()
+    ]
     assert row["kind"] == "ConfigError" and b"'auroc' keeps something" in row["payload"]
 
 
@@ -313,13 +315,13 @@ def test_the_driver_gets_states_of_metrics_as_one_part(
     many: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    add = scoring._sum
+    add = evaluate_model._sum
 
     def counted(rows: Any, measures: Measures) -> Part:
         seen.append(len(rows))
         return add(rows, measures)
 
-    monkeypatch.setattr(scoring, "_sum", counted)
+    monkeypatch.setattr(evaluate_model, "_sum", counted)
     column = Column(name="features", role="feature", dtype="float64", shape=(4,))
     model = TorchClassifierModel(nn.Linear(4, 3).double(), [column], num_classes=3)
     auroc = {"auroc": classification.MulticlassAUROC(3)}

@@ -26,7 +26,7 @@ from sparkdl.jobfile import (
     TrainOutput,
     ValidationSection,
 )
-from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.storage.storage import open_storage
 from sparkdl.studyfile import Space, StudySection, TuneJob
 from sparkdl.studystorage import open_study

@@ -22,8 +22,8 @@ from sparkdl.jobfile import SparkSection
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from sparkdl.spark.preflight import ClusterInfo
-    from sparkdl.spark.settings import Settings
+    from sparkdl.spark.cluster.cluster_info import ClusterInfo
+    from sparkdl.spark.session.settings import Settings
 
 _CONNECT_SECONDS = 5.0
 _STOP_SECONDS = 30.0
@@ -84,7 +84,7 @@ def _start(order: Order) -> SparkSession:
 
 
 def _session(spark: SparkSession, seconds: float) -> str:
-    from sparkdl.spark.session import conf
+    from sparkdl.spark.session.compat import conf
 
     return f"Spark {spark.version} on {conf(spark, 'spark.master')} after {seconds:.1f} s"
 
@@ -116,9 +116,9 @@ def addresses(master: str) -> list[tuple[str, int]]:
 
 
 def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
-    from sparkdl.spark import preflight
-    from sparkdl.spark.session import conf
-    from sparkdl.spark.settings import read_settings
+    from sparkdl.spark.cluster import cluster_info
+    from sparkdl.spark.session.compat import conf
+    from sparkdl.spark.session.settings import read_settings
 
     get = partial(conf, spark)
     try:
@@ -126,7 +126,7 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     except SparkDLError as error:
         yield wrong("session", str(error))
         return
-    barrier = checked("barrier", lambda: _gang_support(preflight.from_conf(get), get, settings))
+    barrier = checked("barrier", lambda: _gang_support(cluster_info.from_conf(get), get, settings))
     yield barrier
     try:
         info = _wait_for_executors(spark, settings)
@@ -140,7 +140,7 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     if installed("torch") is None:
         yield left_out("workers", "they cannot be tried without torch on the driver")
         return
-    tasks = max(workers, preflight.total_slots(info, None, None) or 0)
+    tasks = max(workers, cluster_info.total_slots(info, None, None) or 0)
     for subject, url in (("channel", None), ("storage", order.checkpoint_dir)):
         if subject == "storage" and url is None:
             yield left_out("storage", "--checkpoint-dir URL tries a place for checkpoints")
@@ -153,9 +153,9 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
 
 
 def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
-    from sparkdl.spark.arrival import await_executors
-    from sparkdl.spark.preflight import from_conf, wait_for_slots
-    from sparkdl.spark.session import conf
+    from sparkdl.spark.cluster.cluster_info import from_conf, wait_for_slots
+    from sparkdl.spark.cluster.slots import await_executors
+    from sparkdl.spark.session.compat import conf
 
     if from_conf(partial(conf, spark)).dynamic_allocation:  # they come when there are jobs
         return await_executors(spark, settings)
@@ -165,7 +165,7 @@ def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
 
 def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
     """Workers for the trial, and what is to be said of the room for them."""
-    from sparkdl.spark.preflight import choose_num_workers
+    from sparkdl.spark.cluster.cluster_info import choose_num_workers
 
     if info.dynamic_allocation:
         there = f"{info.num_executors or 0} executors are there now"
@@ -189,21 +189,21 @@ def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
 
 
 def _gang_support(info: ClusterInfo, get: Any, settings: Settings) -> str:
-    from sparkdl.spark.preflight import require_gang_support
+    from sparkdl.spark.cluster.cluster_info import require_gang_support
 
     require_gang_support(info, get, settings)
     return "can run: no dynamic allocation, no encryption that a gang would break"
 
 
 def _plain_files(get: Any, settings: Settings) -> str:
-    from sparkdl.spark.preflight import require_plain_files
+    from sparkdl.spark.cluster.cluster_info import require_plain_files
 
     require_plain_files(get, settings)
     return "rows may lie in Spark's local directories while training runs"
 
 
 def _memory(info: ClusterInfo, get: Any, workers: int) -> str:
-    from sparkdl.spark.preflight import check_memory, overhead_bytes
+    from sparkdl.spark.cluster.cluster_info import check_memory, overhead_bytes
 
     check_memory(info, get, replica_bytes=0, state_bytes=0, spool_bytes=0, num_workers=workers)
     if not info.master.startswith(("yarn", "k8s")):
@@ -219,7 +219,7 @@ def _link(
     The probe behind it compares versions as well.
     """
     from sparkdl.runtime.versions import versions
-    from sparkdl.spark.link import open_link
+    from sparkdl.spark.cluster.link import open_link
 
     with contextlib.ExitStack() as stack:
         ask = partial(
@@ -288,8 +288,8 @@ def _in_session(error: Exception) -> str:
     Raises:
         Exception: ``error``, if it is neither.
     """
-    from sparkdl.spark.failures import is_spark_error, told_by
-    from sparkdl.spark.probe import PYTHON_REMEDY
+    from sparkdl.spark.cluster.probe import PYTHON_REMEDY
+    from sparkdl.spark.session.failures import is_spark_error, told_by
 
     if isinstance(error, SparkDLError):
         return str(error)

@@ -19,9 +19,9 @@ PRELOADED = (
     "torch._dynamo",  # imported by the first optimizer of a process
     "sparkdl.worker.function_rank",
     "sparkdl.worker.loader",
-    "sparkdl.spark.gang",
-    "sparkdl.spark.probe",
-    "sparkdl.spark.shards",
+    "sparkdl.spark.cluster.gang",
+    "sparkdl.spark.cluster.probe",
+    "sparkdl.spark.frames.shard_table",
     "sparkdl.train.loop",
     "sparkdl.worker.training",
 )

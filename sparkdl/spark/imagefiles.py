@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import DataError
 from sparkdl.prepare.options import FolderSection
-from sparkdl.spark.session import conf, is_connect, num_slots
+from sparkdl.spark.session.compat import conf, is_connect, num_slots
 
 _GLOB = frozenset("[]{}*?\\")
 _HOST = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//[^/]*)?")

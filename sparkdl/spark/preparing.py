@@ -24,11 +24,11 @@ from sparkdl.prepare.ledger import Ledger, Record, Report
 from sparkdl.prepare.options import PrepareJob
 from sparkdl.prepare.plan import Part, digest_of, make_parts
 from sparkdl.prepare.source import Source
-from sparkdl.spark.columns import quoted
-from sparkdl.spark.hadoop import open_on_driver
+from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.imagefiles import Listed, list_files, qualified, tuned
 from sparkdl.spark.partwriter import PartWriter
-from sparkdl.spark.session import described, num_slots
+from sparkdl.spark.session.compat import described, num_slots
+from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import check_writable
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
     spark = _session() if scheme_of(text) is not None else None
     if spark is None:
         return open_storage(text)
-    from sparkdl.spark.hadoop import open_on_driver
+    from sparkdl.spark.session.hadoop_storage import open_on_driver
 
     return open_on_driver(spark, text)
 

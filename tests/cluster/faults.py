@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkdl.spark.spooltask import SpoolTask
+from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.cluster.processes import parent_of
 

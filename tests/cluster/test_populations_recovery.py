@@ -15,7 +15,7 @@ from tests.cluster.test_recovery import digest, nothing_is_left, request, traini
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from sparkdl.spark.request import FitRequest
+    from sparkdl.spark.run.run import FitRequest
 
 pytestmark = [
     pytest.mark.spark,
@@ -49,7 +49,7 @@ def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
 def test_a_lost_task_changes_no_bit(
     df: DataFrame, tmp_path: Path, name: str, fault: type[faults.Fault]
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     undisturbed = fit(df, under(POPULATIONS[name]))
     strike = fault(str(tmp_path / "struck"), 1, 6)

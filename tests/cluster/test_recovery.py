@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from torch import nn
 
-    from sparkdl.spark.request import FitRequest, FitResult
+    from sparkdl.spark.run.run import FitRequest, FitResult
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ def df(cluster: SparkSession) -> DataFrame:
 
 
 def request(*callbacks: Any, **changes: Any) -> FitRequest:
-    from sparkdl.spark.request import FitRequest
+    from sparkdl.spark.run.run import FitRequest
 
     config = TrainConfig(
         task="classification",
@@ -104,7 +104,7 @@ def nothing_is_left(cluster: SparkSession, local_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(df: DataFrame) -> str:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     result = fit(df, request())
     assert result.summary.restarts == 0
@@ -126,7 +126,7 @@ def test_a_lost_worker_changes_no_bit(
     df: DataFrame, undisturbed: str, tmp_path: Path,
     fault: Callable[..., faults.Fault], rank: int, step: int,
 ) -> None:  # fmt: skip
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     marker = tmp_path / "struck"
     result = fit(df, request(fault(marker=str(marker), rank=rank, step=step)))
@@ -141,7 +141,7 @@ def test_a_lost_worker_changes_no_bit(
 def test_a_worker_lost_while_a_checkpoint_is_written(
     df: DataFrame, undisturbed: str, tmp_path: Path, rank: int, delay_seconds: float
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     fault = faults.KillWorkerSoon(
         marker=str(tmp_path / "struck"), rank=rank, step=10, delay_seconds=delay_seconds
@@ -156,12 +156,12 @@ def test_a_worker_lost_while_a_checkpoint_is_written(
 def test_a_worker_lost_while_it_spools(
     df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparkdl.spark import shards
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
+    from sparkdl.spark.frames import shard_table
 
     marker = tmp_path / "struck"
     task = partial(faults.KillingSpoolTask, marker=str(marker))
-    monkeypatch.setattr(shards, "SpoolTask", task)
+    monkeypatch.setattr(shard_table, "SpoolTask", task)
     result = fit(df, request())
     assert marker.exists()
     assert digest(result) == undisturbed
@@ -169,7 +169,7 @@ def test_a_worker_lost_while_it_spools(
 
 @pytest.mark.timeout(240)
 def test_too_many_losses_end_the_fit(df: DataFrame, tmp_path: Path) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     fault = faults.KillWorker(marker=str(tmp_path / "struck"), rank=0, step=3)
     with pytest.raises(TrainingFailed, match=r"failed once \(maxRestarts=0\).*lost"):
@@ -181,7 +181,7 @@ def test_too_many_losses_end_the_fit(df: DataFrame, tmp_path: Path) -> None:
 def test_an_error_of_the_user_ends_the_fit_at_once(
     df: DataFrame, tmp_path: Path, rank: int
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     fault = faults.Fail(marker=str(tmp_path / "struck"), rank=rank, step=12)
     began = time.monotonic()
@@ -198,7 +198,7 @@ def test_an_error_of_the_user_ends_the_fit_at_once(
 def test_a_finished_run_is_not_trained_again_and_can_be_continued(
     df: DataFrame, undisturbed: str, tmp_path: Path
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     checkpoint = CheckpointConfig(directory=str(tmp_path / "c"), interval=5)
     first = request(checkpoint=checkpoint)

@@ -15,7 +15,7 @@ from tests.cluster.test_recovery import digest, nothing_is_left, request, traini
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from sparkdl.spark.request import FitRequest
+    from sparkdl.spark.run.run import FitRequest
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def in_rounds(*callbacks: faults.Fault) -> FitRequest:
 
 @pytest.fixture(scope="module")
 def undisturbed(df: DataFrame) -> str:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     return digest(fit(df, in_rounds()))
 
@@ -60,7 +60,7 @@ def test_spark_runs_a_lost_task_alone(
     rank: int,
     step: int,
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     result = fit(df, in_rounds(fault(str(tmp_path / "struck"), rank, step)))
     assert (tmp_path / "struck").exists()
@@ -72,10 +72,10 @@ def test_spark_runs_a_lost_task_alone(
 def test_a_worker_that_stands_still_is_replaced(
     df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparkdl.spark import rounddriver
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
+    from sparkdl.spark.rounds import round_driver
 
-    monkeypatch.setattr(rounddriver, "_PATIENCE", 1)
+    monkeypatch.setattr(round_driver, "_PATIENCE", 1)
     result = fit(df, in_rounds(faults.StopWorker(str(tmp_path / "struck"), 1, 5)))
     assert result.summary.restarts == 1
     assert digest(result) == undisturbed

@@ -17,7 +17,7 @@ from tests.cluster.test_recovery import digest, nothing_is_left, request, traini
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from sparkdl.spark.request import FitRequest
+    from sparkdl.spark.run.run import FitRequest
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -55,7 +55,7 @@ def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
 def test_synchronous_strategies_end_with_the_same_bits(
     df: DataFrame, tmp_path: Path, kept: str
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     strategy = SYNCHRONOUS[kept]
     assert strategy.deterministic
@@ -69,7 +69,7 @@ def test_synchronous_strategies_end_with_the_same_bits(
 def test_strategies_driven_by_time_come_to_their_end(
     df: DataFrame, tmp_path: Path, kept: str
 ) -> None:
-    from sparkdl.spark.fit import fit
+    from sparkdl.spark.fit.fit import fit
 
     strategy = DRIVEN_BY_TIME[kept]
     assert not strategy.deterministic

@@ -10,7 +10,7 @@ import sys
 from pyspark.sql import SparkSession
 
 from sparkdl.config import CheckpointConfig
-from sparkdl.spark.fit import fit
+from sparkdl.spark.fit.fit import fit
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pyspark.sql import SparkSession
 
-from sparkdl.spark.fit import fit
+from sparkdl.spark.fit.fit import fit
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows

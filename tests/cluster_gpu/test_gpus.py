@@ -14,18 +14,18 @@ from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
 from sparkdl.runtime.versions import WorkerEnvironment, local_rank, numbered
-from sparkdl.spark.fit import fit
-from sparkdl.spark.gang import launch
-from sparkdl.spark.preflight import (
+from sparkdl.spark.cluster.cluster_info import (
     choose_num_workers,
     inspect_cluster,
     slots_per_executor,
     wait_for_slots,
 )
-from sparkdl.spark.request import FitRequest
-from sparkdl.spark.session import conf
-from sparkdl.spark.settings import Settings, read_settings
-from sparkdl.spark.slots import make_profile
+from sparkdl.spark.cluster.gang import launch
+from sparkdl.spark.cluster.slots import make_profile
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.run.run import FitRequest
+from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

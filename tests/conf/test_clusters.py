@@ -74,8 +74,12 @@ def test_workers_are_forked_from_a_daemon_that_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", APPLICATIONS[1:])
 def test_gangs_are_possible(name: str) -> None:
-    from sparkdl.spark.preflight import from_conf, require_gang_support, slots_per_executor
-    from sparkdl.spark.settings import read_settings
+    from sparkdl.spark.cluster.cluster_info import (
+        from_conf,
+        require_gang_support,
+        slots_per_executor,
+    )
+    from sparkdl.spark.session.settings import read_settings
 
     for variant in (name, f"{name}-gpu"):
         conf = {"spark.master": {"yarn": "yarn", "kubernetes": "k8s://x"}.get(name, "spark://x:1")}
@@ -90,7 +94,7 @@ def test_gangs_are_possible(name: str) -> None:
 
 
 def test_settings_of_sparkdl_are_known_and_have_good_values() -> None:
-    from sparkdl.spark.settings import _ENTRIES, read_settings
+    from sparkdl.spark.session.settings import _ENTRIES, read_settings
 
     known = {f"spark.sparkdl.{entry}" for entry, _ in _ENTRIES.values()}
     for path in FILES:

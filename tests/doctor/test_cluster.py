@@ -18,8 +18,9 @@ from sparkdl.doctor import cluster
 from sparkdl.doctor.cluster import Order, addresses, examine_cluster
 from sparkdl.doctor.finding import Finding
 from sparkdl.errors import ClusterError
-from sparkdl.spark import arrival, preflight, session
-from sparkdl.spark.preflight import ClusterInfo
+from sparkdl.spark.cluster import cluster_info, slots
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.session import compat
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -151,11 +152,11 @@ def test_where_no_gang_can_run_none_is_tried(
 def test_under_dynamic_allocation_no_executor_is_waited_for(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = session.conf
+    real = compat.conf
     entries = {"spark.dynamicAllocation.enabled": "true", "spark.sparkdl.startTimeout": "30"}
-    for module in (session, preflight, arrival):
+    for module in (compat, cluster_info, slots):
         monkeypatch.setattr(module, "conf", lambda s, key: entries.get(key) or real(s, key))
-    monkeypatch.setattr(preflight, "wait_for_slots", lambda *_: pytest.fail("waits"))
+    monkeypatch.setattr(cluster_info, "wait_for_slots", lambda *_: pytest.fail("waits"))
     findings = list(cluster._examine(spark, Order()))
     found = states(findings)
     assert list(found)[:2] == ["barrier", "slots"]

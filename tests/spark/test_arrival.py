@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark import arrival as module
-from sparkdl.spark.arrival import await_executors, settle
-from sparkdl.spark.settings import Settings
+from sparkdl.spark.cluster import slots as module
+from sparkdl.spark.cluster.slots import await_executors, settle
+from sparkdl.spark.session.settings import Settings
 
 
 class World:

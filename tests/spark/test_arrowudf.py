@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from sparkdl.spark.arrowudf import WithColumn, python_functions, with_column
+from sparkdl.spark.inference.arrow_udf import WithColumn, python_functions, with_column
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,7 +15,7 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.writer import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
-from sparkdl.spark.checks import (
+from sparkdl.spark.fit.checks import (
     check_labels,
     check_sync_batch_norm,
     check_training,
@@ -23,9 +23,9 @@ from sparkdl.spark.checks import (
     prepare_columns,
     shaped,
 )
-from sparkdl.spark.dryrun import check_empty_batches, dry_run, watched_run
-from sparkdl.spark.request import FitRequest
-from sparkdl.spark.shards import SpooledShard
+from sparkdl.spark.fit.dry_run import check_empty_batches, dry_run, watched_run
+from sparkdl.spark.frames.shard_table import SpooledShard
+from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 if TYPE_CHECKING:

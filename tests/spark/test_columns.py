@@ -14,7 +14,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Role
 from sparkdl.errors import DataError
-from sparkdl.spark.columns import Prepared, prepare, require, validation_indicator
+from sparkdl.spark.frames.columns import Prepared, prepare, require, validation_indicator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -16,14 +16,16 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
-from sparkdl.spark import explaining, gauge, preflight, spooltask
-from sparkdl.spark.estimated import ExplainOptions
-from sparkdl.spark.explaining import explain
-from sparkdl.spark.fit import fit
-from sparkdl.spark.intake import take_in
-from sparkdl.spark.request import FitRequest
-from sparkdl.spark.sample import take_sample
-from sparkdl.spark.shards import ShardTable
+from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.explain import explain_fit, measure_gang
+from sparkdl.spark.explain.estimate import ExplainOptions
+from sparkdl.spark.explain.explain_fit import explain
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.fit.intake import take_in
+from sparkdl.spark.frames import spool_task
+from sparkdl.spark.frames.frame_sample import take_sample
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def request(**changes: Any) -> FitRequest:
 def tell_folders(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:
         pass
-    found = [str(path) for root in spooltask.local_dirs() for path in Path(root).glob("sparkdl-*")]
+    found = [str(path) for root in spool_task.local_dirs() for path in Path(root).glob("sparkdl-*")]
     yield pa.RecordBatch.from_pydict({"folder": pa.array(found, pa.string())})
 
 
@@ -102,7 +104,7 @@ def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None
     from pyspark.sql import functions as F
 
     from sparkdl.explain.calibrate import shard_rows
-    from sparkdl.spark.columns import prepare
+    from sparkdl.spark.frames.columns import prepare
 
     features = F.array(F.when(F.col("id") % 2 == 0, F.lit(0)).otherwise(F.col("id")))
     many = spark.range(0, 1000, 1, 3).select(features.alias("features"))
@@ -217,7 +219,7 @@ def test_a_cluster_without_gangs(
     real = spark.conf.get
     key = "spark.dynamicAllocation.enabled"
     monkeypatch.setattr(
-        preflight, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
+        cluster_info, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
     )
     found = explain(df, request(strategy="parameter_averaging"), QUICK)
     assert any("this cluster runs no gang" in note for note in found.notes)
@@ -235,7 +237,7 @@ def with_total(monkeypatch: pytest.MonkeyPatch, total: int | None) -> None:
         intake = take_in(*arguments)
         return replace(intake, slots=replace(intake.slots, total=total))
 
-    monkeypatch.setattr(explaining, "take_in", taken)
+    monkeypatch.setattr(explain_fit, "take_in", taken)
 
 
 @pytest.mark.parametrize("calibrate", [True, False])
@@ -253,7 +255,7 @@ def test_a_cluster_that_does_not_tell_its_slots(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_total(monkeypatch, None)
-    monkeypatch.setattr(explaining, "total_slots", lambda *_: None)
+    monkeypatch.setattr(explain_fit, "total_slots", lambda *_: None)
     asked = request(strategy="parameter_averaging", num_workers=5)
     found = explain(df, asked, QUICK)
     assert found.plan.slots is None
@@ -266,13 +268,13 @@ def test_a_cluster_that_does_not_tell_its_slots(
 def test_an_interrupt_ends_it_and_leaves_nothing(
     spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = gauge.measure_rounds
+    real = measure_gang.measure_rounds
 
     def pressed(bench: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return real(bench)
 
-    monkeypatch.setattr(gauge, "measure_rounds", pressed)
+    monkeypatch.setattr(measure_gang, "measure_rounds", pressed)
     with pytest.raises(KeyboardInterrupt, match="the files that it needed are removed"):
         explain(df, request(), QUICK)
     assert spools(spark) == []

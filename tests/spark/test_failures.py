@@ -21,7 +21,7 @@ from pyspark.errors import (
 )
 
 from sparkdl.errors import DataError, StorageError, TrainingFailed
-from sparkdl.spark.failures import is_loss, raise_unless_loss, told_by
+from sparkdl.spark.session.failures import is_loss, raise_unless_loss, told_by
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -23,9 +23,10 @@ from torchmetrics.classification import BinaryAccuracy
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
-from sparkdl.spark import preflight, spooltask
-from sparkdl.spark.fit import fit
-from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.frames import spool_task
+from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def num_jobs(spark: SparkSession) -> int:
 def tell_local_dirs(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for _ in batches:
         pass
-    yield pa.RecordBatch.from_pydict({"folder": spooltask.local_dirs()})
+    yield pa.RecordBatch.from_pydict({"folder": spool_task.local_dirs()})
 
 
 @pytest.fixture(scope="module")
@@ -283,10 +284,10 @@ def test_a_cluster_that_cannot_run_a_gang(
 ) -> None:
     real = spark.conf.get
     monkeypatch.setattr(
-        preflight, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
+        cluster_info, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
     )
     for module in ("intake", "slots"):
-        monkeypatch.setattr(f"sparkdl.spark.{module}.conf", preflight.conf)
+        monkeypatch.setattr(f"sparkdl.spark.{module}.conf", cluster_info.conf)
     before = num_jobs(spark)
     with pytest.raises(ClusterError, match=message):
         fit(df, request())
@@ -469,7 +470,7 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
             return [HostLoad(num_shards=2, num_bytes=size, memory_bytes=memory_bytes)]
 
         with monkeypatch.context() as patch:
-            patch.setattr("sparkdl.spark.windows.host_loads", loads)
+            patch.setattr("sparkdl.spark.frames.choose_windows.host_loads", loads)
             # So small that the few rows of this test need several of them.
             patch.setattr("sparkdl.data.shuffle_windows._LEAST_WINDOW", 200)
             directory = str(tmp_path / directory)

@@ -14,7 +14,7 @@ from py4j.protocol import Py4JJavaError
 
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.runtime.versions import WorkerEnvironment
-from sparkdl.spark.gang import _CHUNK_BYTES, launch
+from sparkdl.spark.cluster.gang import _CHUNK_BYTES, launch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

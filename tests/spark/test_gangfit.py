@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.gangfit import _heal
-from sparkdl.spark.supervise import Attempt
+from sparkdl.spark.cluster.supervisor import Attempt
+from sparkdl.spark.fit.gang_fit import _heal
 
 
 @pytest.mark.parametrize(("kind", "rebuilt"), [("ShardLost", 1), ("CommunicationError", 0)])

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.spark import interrupts
-from sparkdl.spark.interrupts import Cleanup, interruptible, is_in_call, raise_if_asked
+from sparkdl.spark.session import interrupts
+from sparkdl.spark.session.interrupts import Cleanup, interruptible, is_in_call, raise_if_asked
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -18,7 +18,12 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.spark.outputs import Wanted, plan_outputs, spark_type, vectors_to_arrays
+from sparkdl.spark.inference.output_columns import (
+    Wanted,
+    plan_outputs,
+    spark_type,
+    vectors_to_arrays,
+)
 
 ZEROS = Arguments((torch.zeros(2, 3),))
 FEATURES = Column(name="features", role="feature", dtype="float32", shape=(3,))

@@ -14,9 +14,9 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping
 from sparkdl.errors import CheckpointError, ConfigError, DataError, TrainingDiverged
-from sparkdl.spark.fit import fit
-from sparkdl.spark.mode import choose_mode
-from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.fit.intake import choose_mode
+from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.population.population_based_training import PopulationBasedTraining, Range

@@ -9,8 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from sparkdl.errors import ClusterError
-from sparkdl.spark import preflight
-from sparkdl.spark.preflight import (
+from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.cluster.cluster_info import (
     ClusterInfo,
     check_memory,
     choose_num_workers,
@@ -23,8 +23,8 @@ from sparkdl.spark.preflight import (
     slots_per_executor,
     wait_for_slots,
 )
-from sparkdl.spark.settings import Settings
-from sparkdl.spark.slots import make_profile, threads_per_worker
+from sparkdl.spark.cluster.slots import make_profile, threads_per_worker
+from sparkdl.spark.session.settings import Settings
 
 MIB = 2**20
 
@@ -101,14 +101,14 @@ def test_cores_follow_from_slots(
 ) -> None:
     spark = MagicMock()
     spark.sparkContext.getConf.return_value.get.return_value = cpus
-    monkeypatch.setattr(preflight, "num_slots", lambda _: slots)
-    assert preflight._cores_of_an_executor(spark, executors) == cores
+    monkeypatch.setattr(cluster_info, "num_slots", lambda _: slots)
+    assert cluster_info._cores_of_an_executor(spark, executors) == cores
 
 
 def test_local_star_with_parts_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"spark.master": "local[*]", "spark.task.cpus": "0.3"}
-    monkeypatch.setattr(preflight, "conf", lambda _, key: entries.get(key))
-    monkeypatch.setattr(preflight, "num_slots", lambda _: 3)
+    monkeypatch.setattr(cluster_info, "conf", lambda _, key: entries.get(key))
+    monkeypatch.setattr(cluster_info, "num_slots", lambda _: 3)
     assert inspect_cluster(MagicMock()).cores_per_executor == 1
 
 

@@ -11,8 +11,8 @@ import pytest
 from pyspark.errors import PythonException
 
 from sparkdl.errors import ClusterError
-from sparkdl.spark import probe as module
-from sparkdl.spark.probe import probe
+from sparkdl.spark.cluster import probe as module
+from sparkdl.spark.cluster.probe import probe
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,7 +51,7 @@ def test_executors_without_sparkdl() -> None:
 def test_a_task_that_executors_cannot_import(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from sparkdl.spark.probe import ProbeTask\nclass Task(ProbeTask): ...\n"
+    source = "from sparkdl.spark.cluster.probe import ProbeTask\nclass Task(ProbeTask): ...\n"
     (tmp_path / "only_on_the_driver.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     import only_on_the_driver  # type: ignore[import-not-found]

@@ -375,7 +375,7 @@ def test_spark_names_our_jobs_and_keeps_the_users_name(
 
 
 def test_params_are_shown_without_passwords(df: DataFrame) -> None:
-    from sparkdl.spark.recorded import shown, shown_params
+    from sparkdl.spark.run.run_facts import shown, shown_params
 
     estimator = classifier(None, checkpointDir="s3://key:secret@bucket/x")
     text = str(shown_params(estimator))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.resume import find_checkpoint
+from sparkdl.spark.run.resume import find_checkpoint
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,

@@ -14,9 +14,9 @@ from torch import nn
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
 from sparkdl.inputs import Tensor, named
-from sparkdl.spark.fit import fit
-from sparkdl.spark.mode import choose_mode
-from sparkdl.spark.request import FitRequest, FitResult
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.fit.intake import choose_mode
+from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.callbacks import Callback, CallbackState

@@ -18,7 +18,7 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.spark.runkey import run_key
+from sparkdl.spark.run.run_key import run_key
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 SCRIPT = """

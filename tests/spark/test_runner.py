@@ -14,7 +14,7 @@ import pytest
 import sparkdl
 from sparkdl import Image, Sequence, Tensor, TorchRunner
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
-from sparkdl.spark.session import is_connect
+from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

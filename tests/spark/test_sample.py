@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from sparkdl.errors import DataError
-from sparkdl.spark import sample as module
-from sparkdl.spark.columns import Prepared
-from sparkdl.spark.interrupts import interruptible
-from sparkdl.spark.sample import Sample, bounded, count_rows, take_sample
+from sparkdl.spark.frames import frame_sample as module
+from sparkdl.spark.frames.columns import Prepared
+from sparkdl.spark.frames.frame_sample import Sample, bounded, count_rows, take_sample
+from sparkdl.spark.session.interrupts import interruptible
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -159,7 +159,7 @@ def test_jobs_are_cancelled_until_there_are_none(
         if len(calls) == 3:
             is_over.set()
 
-    monkeypatch.setattr("sparkdl.spark.cancelling.cancel_jobs", cancel)
+    monkeypatch.setattr("sparkdl.spark.session.cancel.cancel_jobs", cancel)
     assert bounded(spark, lambda: is_over.wait(20), 0.1) is None
     assert len(calls) == 3
     assert threads() == []

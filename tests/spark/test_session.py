@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.gang import _environment
-from sparkdl.spark.session import driver_address, shares_console
+from sparkdl.spark.cluster.gang import _environment
+from sparkdl.spark.session.compat import driver_address, shares_console
 
 
 @pytest.mark.parametrize(

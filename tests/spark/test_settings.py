@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.settings import Settings, read_settings
+from sparkdl.spark.session.settings import Settings, read_settings
 
 
 def read(**entries: str) -> Settings:

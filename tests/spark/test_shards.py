@@ -21,12 +21,12 @@ from sparkdl.data.spool.writer import open_spool
 from sparkdl.errors import DataError, StorageError
 from sparkdl.inputs import Named, Tensor
 from sparkdl.inputs import Sequence as SequenceInput
-from sparkdl.spark import shards as module
-from sparkdl.spark import spooltable
-from sparkdl.spark.columns import prepare, validation_indicator
-from sparkdl.spark.shards import ShardTable, SpooledShard, content_of
-from sparkdl.spark.specified import prepare_named
-from sparkdl.spark.spooltask import CleanTask
+from sparkdl.spark.frames import shard_table
+from sparkdl.spark.frames import shard_table as module
+from sparkdl.spark.frames.columns import prepare, validation_indicator
+from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard, content_of
+from sparkdl.spark.frames.specified_columns import prepare_named
+from sparkdl.spark.frames.spool_task import CleanTask
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -364,8 +364,8 @@ def looks(table: ShardTable, monkeypatch: pytest.MonkeyPatch) -> list[int | floa
     """What closing does: how many tasks look for spools, and how long it waits between."""
     done: list[int | float] = []
     with monkeypatch.context() as patch:
-        patch.setattr(spooltable, "num_slots", lambda _: 0)
-        patch.setattr(spooltable.time, "sleep", done.append)
+        patch.setattr(shard_table, "num_slots", lambda _: 0)
+        patch.setattr(shard_table.time, "sleep", done.append)
         patch.setattr(table, "_clean", done.append)
         table.close()
     return done

@@ -31,11 +31,11 @@ from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool.writer import Split
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
-from sparkdl.spark.checks import prepare_columns, shaped
-from sparkdl.spark.fit import fit
-from sparkdl.spark.request import FitRequest
-from sparkdl.spark.shards import ShardTable, content_of
-from sparkdl.spark.sourcetable import SourceTable, empty_frame
+from sparkdl.spark.fit.checks import prepare_columns, shaped
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.frames.shard_table import ShardTable, content_of
+from sparkdl.spark.frames.source_table import SourceTable, empty_frame
+from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.spark.test_fit import digest, make_net, request
 

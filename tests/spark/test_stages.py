@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.spark import stages
-from sparkdl.spark.stages import MergeTask, merge_states, tree_levels
+from sparkdl.spark.rounds import round_stages
+from sparkdl.spark.rounds.round_stages import MergeTask, merge_states, tree_levels
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 
@@ -27,15 +27,15 @@ def test_levels_of_the_tree(shards: int, depth: int, levels: list[int]) -> None:
 
 
 def test_a_group_is_merged_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_CHUNK_BYTES", 64)  # so that results come in several chunks
+    monkeypatch.setattr(round_stages, "_CHUNK_BYTES", 64)  # so that results come in several chunks
     rows = []
     for rank, weight, value in ((3, 1.0, 8.0), (2, 3.0, 4.0), (7, 2.0, 1.0)):
-        for batch in stages._rows(rank, "state", payload(weight, value)):
+        for batch in round_stages._rows(rank, "state", payload(weight, value)):
             rows += batch.append_column("group", pa.array([rank // 4])).to_pylist()
-    for batch in stages._rows(2, "result", b"{}"):
+    for batch in round_stages._rows(2, "result", b"{}"):
         rows += batch.append_column("group", pa.array([0])).to_pylist()
     rows.reverse()
-    merged = stages._gathered(
+    merged = round_stages._gathered(
         [
             row
             for batch in MergeTask()([pa.RecordBatch.from_pylist(rows)])
@@ -53,7 +53,7 @@ def test_a_group_is_merged_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatc
 def test_merging_in_levels_is_merging_at_once() -> None:
     payloads = [payload(weight, value) for weight, value in ((1, 0.1), (2, 0.7), (5, -3), (4, 9))]
     weight, at_once = merge_states(payloads)
-    halves = [stages.merge_payloads(payloads[:2]), stages.merge_payloads(payloads[2:])]
+    halves = [round_stages.merge_payloads(payloads[:2]), round_stages.merge_payloads(payloads[2:])]
     again, in_levels = merge_states(halves)
     assert weight == again == 12
     torch.testing.assert_close(at_once["w"], in_levels["w"], rtol=0, atol=1e-15)

@@ -27,8 +27,15 @@ from sparkdl.errors import (
     TrainingFailed,
     WorkerError,
 )
-from sparkdl.spark import supervise as module
-from sparkdl.spark.supervise import Attempt, GangResult, Limits, Rows, persistently, supervise
+from sparkdl.spark.cluster import supervisor as module
+from sparkdl.spark.cluster.supervisor import (
+    Attempt,
+    GangResult,
+    Limits,
+    Rows,
+    persistently,
+    supervise,
+)
 
 Job = Callable[[], Rows]
 

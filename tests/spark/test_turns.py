@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.spark.turns import Turns
+from sparkdl.spark.cluster.slot_queue import Turns
 
 
 def most_at_a_time(num_slots: int, total: int | None) -> int:

@@ -11,9 +11,9 @@ import pytest
 from sparkdl.data.column_stats import SpoolSummary
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
-from sparkdl.spark.preflight import ClusterInfo
-from sparkdl.spark.shards import SpooledShard
-from sparkdl.spark.windows import as_begun, host_loads, with_windows
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.frames.choose_windows import as_begun, host_loads, with_windows
+from sparkdl.spark.frames.shard_table import SpooledShard
 from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
 from tests.checkpoint.memory import MemoryStorage
 

@@ -15,12 +15,12 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.writer import open_spool
 from sparkdl.errors import ConfigError
-from sparkdl.spark import fit as module
-from sparkdl.spark.columns import prepare
-from sparkdl.spark.fit import fit
-from sparkdl.spark.request import FitRequest
-from sparkdl.spark.runkey import run_key
-from sparkdl.spark.shards import ShardTable, SpooledShard
+from sparkdl.spark.fit import fit as module
+from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.frames.columns import prepare
+from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
+from sparkdl.spark.run.run import FitRequest
+from sparkdl.spark.run.run_key import run_key
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:

@@ -1,0 +1,154 @@
+"""Do the executors have what a gang needs? One small job asks, before any data is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.errors import PythonException
+from pyspark.sql import SparkSession
+
+from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
+from sparkdl.runtime.versions import difference, versions
+from sparkdl.spark.session.compat import described
+from sparkdl.spark.session.failures import raise_unless_loss, told_by
+from sparkdl.storage.storage import open_storage, without_password
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+
+PYTHON_REMEDY = (
+    "executors need the Python that PYSPARK_PYTHON or spark.pyspark.python names, at that path: "
+    "install it there, or ship one with --archives env.tar.gz#env and "
+    "PYSPARK_PYTHON=./env/bin/python; where they were lost, their logs say why"
+)
+"""What to do about executors that cannot start a Python worker."""
+_SCHEMA = pa.schema([("answer", pa.string())])
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTask:
+    """Asks one executor. Runs there."""
+
+    channel: Address | None
+    storage_url: str | None
+    marker: str | None
+    """File in the storage that the driver has written."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one JSON answer."""
+        import socket
+
+        for _ in batches:
+            pass
+        answer = {
+            "host": socket.gethostname(),
+            "versions": versions(),
+            "reaches_driver": self._reaches_driver(),
+            **self._storage(),
+        }
+        yield pa.RecordBatch.from_pydict({"answer": [json.dumps(answer)]}, schema=_SCHEMA)
+
+    def _reaches_driver(self) -> bool:
+        if self.channel is None:
+            return False
+        client = ChannelClient(self.channel, timeout_seconds=_CONNECT_SECONDS)
+        try:
+            client.get("probe")
+        except CommunicationError:
+            return False
+        finally:
+            client.close()
+        return True
+
+    def _storage(self) -> dict[str, object]:
+        """Why the storage cannot be opened here, if so; whether the driver's file is there."""
+        if self.storage_url is None or self.marker is None:
+            return {"storage_failure": None, "sees_marker": True}
+        try:
+            found = open_storage(self.storage_url).exists(self.marker)
+        except SparkDLError as error:
+            return {"storage_failure": str(error), "sees_marker": False}
+        return {"storage_failure": None, "sees_marker": found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the executors can do; what they must be able to do has been checked."""
+
+    reaches_driver: bool
+    """Whether every executor asked reaches the driver's channel."""
+    storage_failure: str | None
+    """Why an executor cannot open the storage; None: all can."""
+
+
+def probe(
+    spark: SparkSession,
+    *,
+    num_tasks: int,
+    profile: ResourceProfile | None,
+    channel: Address | None,
+    storage_url: str | None,
+    marker: str | None,
+    run_id: str,
+) -> Findings:
+    """Compare versions and reach the storage on the executors.
+
+    Raises:
+        ClusterError: an executor has no Python or no sparkdl, or runs other versions than the
+            driver.
+        StorageError: an executor opens the storage, but finds another one than the driver's.
+    """
+    task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
+    with described(spark, f"sparkdl {run_id}: check the executors"):
+        try:
+            rows = (
+                spark.range(0, num_tasks, 1, num_tasks)
+                .mapInArrow(task, "answer string", profile=profile)
+                .collect()
+            )
+        except PythonException as error:
+            # The task itself raises nothing, so its executor could not even begin it.
+            raise ClusterError(
+                f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
+                "there as on the driver, or send it along with --archives or --py-files"
+            ) from error
+        except Exception as error:
+            raise_unless_loss(error)
+            raise ClusterError(
+                f"no task could run on the executors ({told_by(error)}); {PYTHON_REMEDY}"
+            ) from error
+    answers = [json.loads(row["answer"]) for row in rows]
+    for answer in answers:
+        _check(answer, storage_url)
+    failures = [f"{a['storage_failure']} (on {a['host']})" for a in answers if a["storage_failure"]]
+    return Findings(
+        reaches_driver=all(answer["reaches_driver"] for answer in answers),
+        storage_failure=failures[0] if failures else None,
+    )
+
+
+def _last_line(error: PythonException) -> str:
+    """Of the executor's traceback, which ends with what was raised."""
+    traceback, _, _ = str(error).partition("\n\nJVM stacktrace:")
+    return traceback.strip().rpartition("\n")[2].strip()
+
+
+def _check(answer: Mapping[str, object], storage_url: str | None) -> None:
+    found = answer["versions"]
+    assert isinstance(found, dict)
+    problem = difference(versions(), found, f"the executor on {answer['host']}")
+    if problem is not None:
+        raise ClusterError(problem)
+    if not answer["sees_marker"] and not answer["storage_failure"]:
+        raise StorageError(
+            f"checkpointDir {without_password(storage_url or '')} cannot be used from the executor "
+            f"on {answer['host']}: what the driver wrote there is not visible here; choose a "
+            "directory that driver and all executors share, such as hdfs://, s3:// or a network "
+            "mount, or leave checkpointDir unset"
+        )

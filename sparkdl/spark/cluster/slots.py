@@ -1,0 +1,186 @@
+"""How many workers does a run get, with how many threads, and when are there slots for them?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import ClusterError
+from sparkdl.spark.cluster.cluster_info import (
+    ClusterInfo,
+    choose_num_workers,
+    from_conf,
+    inspect_cluster,
+    registered_executors,
+    require_gang_support,
+    total_slots,
+    wait_for_slots,
+)
+from sparkdl.spark.session.compat import conf, is_connect
+from sparkdl.spark.session.settings import Settings
+
+_STILL_SECONDS = 3.0
+"""How long no executor may have come before they are taken to be all there."""
+_STARTING_SECONDS = 30.0
+"""Age of an application from which on its executors are there; also Spark's own patience."""
+
+
+def await_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
+    """The cluster when its executors have registered, for a number of workers made from theirs.
+
+    Returns at once where the configuration gives their number, where it comes and goes with the
+    jobs, and where the application is not new.
+    """
+    configured = from_conf(partial(conf, spark))
+    if is_connect(spark) or configured.num_executors or configured.dynamic_allocation:
+        return inspect_cluster(spark)
+    age_seconds = time.time() - spark.sparkContext.startTime / 1000
+    settle(
+        partial(registered_executors, spark),
+        still_seconds=_STILL_SECONDS if age_seconds < _STARTING_SECONDS else 0.0,
+        timeout_seconds=settings.start_timeout_seconds,
+    )
+    return inspect_cluster(spark)
+
+
+def settle(
+    count: Callable[[], int],
+    *,
+    still_seconds: float,
+    timeout_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when ``count`` has been the same for a while and not 0, or when time is up."""
+    began = since = clock()
+    found = count()
+    while clock() - began < timeout_seconds and (found == 0 or clock() - since < still_seconds):
+        sleep(0.1)
+        before, found = found, count()
+        if found != before:
+            since = clock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What the cluster part of the preflight decided."""
+
+    num_workers: int
+    """Workers of a gang, or shards that are trained in rounds."""
+    threads: int
+    profile: ResourceProfile | None
+    total: int | None = None
+    """Workers of this kind that the cluster has room for; None: not known."""
+
+
+def plan_gang(
+    spark: SparkSession,
+    settings: Settings,
+    *,
+    num_workers: int | None,
+    cpus_per_worker: int | None,
+    gpus_per_worker: float | None,
+) -> Slots:
+    """Decide for a gang, and wait until all its slots are free.
+
+    Raises:
+        ClusterError: the cluster cannot run it.
+    """
+    info = _inspect(spark, num_workers, settings)
+    require_gang_support(info, partial(conf, spark), settings)
+    profile = make_profile(info, cpus_per_worker, gpus_per_worker)
+    number = choose_num_workers(
+        info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+    )
+    wait_for_slots(spark, number, profile, settings)
+    threads = threads_per_worker(info, number, cpus_per_worker)
+    total = total_slots(inspect_cluster(spark), cpus_per_worker, gpus_per_worker)
+    return Slots(num_workers=number, threads=threads, profile=profile, total=total)
+
+
+def plan_rounds(
+    spark: SparkSession,
+    settings: Settings,
+    *,
+    num_workers: int | None,
+    cpus_per_worker: int | None,
+    gpus_per_worker: float | None,
+) -> Slots:
+    """Decide for rounds. Shards need no slots of their own, so none are waited for.
+
+    Raises:
+        ClusterError: the number of shards cannot be known.
+    """
+    info = _inspect(spark, num_workers, settings)
+    if num_workers is None:
+        num_workers = choose_num_workers(
+            info, None, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+        )
+    return Slots(
+        num_workers=num_workers,
+        # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
+        threads=cpus_per_worker or info.task_threads,
+        profile=make_profile(info, cpus_per_worker, gpus_per_worker),
+        total=total_slots(info, cpus_per_worker, gpus_per_worker),
+    )
+
+
+def wait_again(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: bool) -> None:
+    """Wait for executors before a job is submitted again; in rounds Spark itself does."""
+    if not in_rounds:
+        wait_for_slots(spark, slots.num_workers, slots.profile, settings)
+
+
+def _inspect(spark: SparkSession, num_workers: int | None, settings: Settings) -> ClusterInfo:
+    """The cluster as it is, or, if the number of workers follows from it, when it is all there."""
+    if num_workers is not None:
+        return inspect_cluster(spark)
+    return await_executors(spark, settings)
+
+
+def make_profile(
+    info: ClusterInfo, cpus_per_worker: int | None, gpus_per_worker: float | None
+) -> ResourceProfile | None:
+    """Resources of one worker, for stage-level scheduling; None when none were asked for.
+
+    Raises:
+        ClusterError: this master has no stage-level scheduling, or executors have too little.
+    """
+    if cpus_per_worker is None and gpus_per_worker is None:
+        return None
+    if re.match(r"local(\[|$)", info.master):
+        raise ClusterError(
+            f"cpusPerWorker and gpusPerWorker need stage-level scheduling, which {info.master} "
+            "does not have; leave them unset, or use standalone, YARN, Kubernetes or local-cluster"
+        )
+    cpus = cpus_per_worker or info.task_threads  # a profile has no parts of cores
+    if info.cores_per_executor is not None and cpus > info.cores_per_executor:
+        raise ClusterError(
+            f"cpusPerWorker={cpus} exceeds the {info.cores_per_executor} cores of an executor; "
+            "lower it or raise spark.executor.cores"
+        )
+    if gpus_per_worker is not None and gpus_per_worker > info.gpus_per_executor:
+        raise ClusterError(
+            f"gpusPerWorker={gpus_per_worker:g} exceeds the {info.gpus_per_executor} gpus of an "
+            "executor; lower it or set spark.executor.resource.gpu.amount"
+        )
+    requests = TaskResourceRequests().cpus(cpus)
+    gpus = gpus_per_worker if gpus_per_worker is not None else info.gpus_per_task
+    if gpus:
+        requests = requests.resource("gpu", gpus)
+    return ResourceProfileBuilder().require(requests).build
+
+
+def threads_per_worker(info: ClusterInfo, num_workers: int, cpus_per_worker: int | None) -> int:
+    """Threads of torch per worker: the cores of an executor, shared by the workers in it."""
+    if info.num_executors is None or info.cores_per_executor is None:
+        return cpus_per_worker or info.task_threads
+    workers_per_executor = -(-num_workers // max(1, info.num_executors))
+    share = info.cores_per_executor // workers_per_executor
+    return max(1, share, cpus_per_worker or 1)

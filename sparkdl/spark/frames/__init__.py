@@ -1,0 +1,1 @@
+"""DataFrames and sources as tables of shards."""

@@ -1,0 +1,93 @@
+"""In which windows does a run mix its rows, given the memory of its hosts?"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, choose_windows, from_text
+from sparkdl.errors import CheckpointError
+from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
+from sparkdl.spark.frames.shard_table import SpooledShard
+from sparkdl.spark.run.run import Run
+from sparkdl.storage.checkpoint_format import folders, read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+def with_windows(
+    plan: TrainPlan,
+    spooled: Sequence[SpooledShard],
+    info: ClusterInfo,
+    get: Get,
+    window_bytes: int | None,
+) -> TrainPlan:
+    """The plan with the windows of a run that begins.
+
+    Args:
+        plan: without windows.
+        spooled: its shards, with the memory of the hosts where they lie.
+        info: the cluster.
+        get: reads Spark's configuration.
+        window_bytes: what the user says of their size.
+    """
+    num_bytes = sum(part.shard.num_bytes for part in spooled)
+    num_rows = sum(part.shard.num_rows + part.shard.num_validation_rows for part in spooled)
+    by_rank = [
+        sum(shard.num_bytes for shard in plan.shards_of(rank)) for rank in range(plan.world_size)
+    ]
+    windows = choose_windows(
+        host_loads(spooled, info, get),
+        bytes_by_rank=by_rank,
+        row_bytes=max(1, -(-num_bytes // num_rows)),
+        window_bytes=window_bytes,
+    )
+    if windows is not None:
+        logger.info(
+            "up to %d MiB of rows per worker are not mixed as a whole: %d row groups of %d rows "
+            "at a time",
+            max(by_rank) >> 20,
+            windows.groups_together,
+            windows.group_rows,
+        )
+    return replace(plan, windows=windows)
+
+
+def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> list[HostLoad]:
+    """What each host has to hold, and the memory that the executors' heaps leave for it."""
+    by_host: dict[str, list[SpooledShard]] = defaultdict(list)
+    for part in spooled:
+        by_host[part.shard.host].append(part)
+    is_one_process = info.master == "local" or info.master.startswith("local[")
+    heap = get("spark.driver.memory" if is_one_process else "spark.executor.memory") or "1g"
+    executors = -(-(info.num_executors or len(by_host)) // len(by_host))
+    heaps = executors * parse_bytes(heap, unit=2**20)
+    return [
+        HostLoad(
+            num_shards=len(parts),
+            num_bytes=sum(part.shard.num_bytes for part in parts),
+            memory_bytes=max(0, min(part.memory_bytes for part in parts) - heaps),
+        )
+        for parts in by_host.values()
+    ]
+
+
+def as_begun(run: Run) -> Run:
+    """The run with the windows that its newest checkpoint has, if there is one.
+
+    What was begun on hosts with more or less memory goes on in the same order of rows.
+    """
+    storage = run.link.checkpoints
+    if storage is None:
+        return run
+    for path in reversed(folders(storage, run.run_key)):
+        try:
+            text = read_manifest(storage, path).environment.get(WINDOWS)
+            windows = run.plan.windows if text is None else from_text(text)
+        except CheckpointError:  # said by whoever looks for the checkpoint to go on from
+            continue
+        return replace(run, plan=replace(run.plan, windows=windows))
+    return run

@@ -1,0 +1,260 @@
+"""What do some rows, and a count, tell of a DataFrame before it is spooled?
+
+The rows come to the driver, a few megabytes at most, so that no job that follows reads the source.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.errors import DataError
+from sparkdl.spark.frames.columns import Prepared
+from sparkdl.spark.session.cancel import end_job
+from sparkdl.spark.session.compat import described, is_connect, tag_jobs
+from sparkdl.spark.session.interrupts import raise_if_asked
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GROWTH = 64
+"""How many times the rows of one look the next one takes: 1, 64, 4,096."""
+_MOST_ROWS = 4096
+_MOST_BYTES = 8 << 20
+"""Of the sample on the driver."""
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Some rows of a DataFrame, as a DataFrame of their own."""
+
+    df: DataFrame
+    prepared: tuple[Prepared, ...]
+    """The columns, to be taken from ``df``."""
+    validation: SparkColumn | None
+    num_rows: int
+    is_all: bool
+    """Whether the DataFrame has no more rows."""
+    row_bytes: float
+    """Mean size of a row in memory."""
+    read_row_seconds: float
+    """About what one task takes to read one row of the source, without its start."""
+    hashes: tuple[int, ...]
+    """Of each training row that by which Spark spreads rows over shards."""
+
+    def repeated(self, times: int) -> DataFrame:
+        """A DataFrame of ``times`` as many rows, made by Spark's tasks."""
+        spark = self.df.sparkSession
+        copies = spark.range(times).crossJoin(F.broadcast(self.df))
+        return copies.select(*self.df.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """The first rows of a DataFrame, as one of their own."""
+
+    table: DataFrame
+    num_rows: int
+    is_all: bool
+    row_bytes: float
+    seconds: float
+    """What reading them took."""
+
+    @property
+    def more(self) -> int:
+        """Rows of the next look; no more than these if they are enough."""
+        by_bytes = int(_MOST_BYTES / max(1.0, self.row_bytes))
+        return self.num_rows if self.is_all else min(
+            _MOST_ROWS, by_bytes, _GROWTH * self.num_rows
+        )  # fmt: skip
+
+
+def take_sample(
+    df: DataFrame,
+    prepared: Sequence[Prepared],
+    validation: SparkColumn | None,
+    seconds: float,
+) -> Sample:
+    """Take the first rows that Spark finds, as they would be spooled.
+
+    Args:
+        df: the rows.
+        prepared: their columns.
+        validation: says which rows are for validation; None: none.
+        seconds: longest that it may take. What was found until then is the sample.
+
+    Raises:
+        DataError: not even the first row was found in time.
+    """
+    names = [f"c{i}" for i in range(len(prepared))]
+    columns = [p.expression.alias(name) for p, name in zip(prepared, names, strict=True)]
+    if validation is not None:
+        columns.append(validation.alias("validation"))
+    look, read_row_seconds = _looked(df.select(*columns), seconds)
+    with described(df.sparkSession, _LOOKING):
+        hashes = _hashes(look.table)
+    return Sample(
+        df=look.table,
+        prepared=tuple(
+            replace(p, expression=F.col(name)) for p, name in zip(prepared, names, strict=True)
+        ),
+        validation=None if validation is None else F.col("validation"),
+        num_rows=look.num_rows,
+        is_all=look.is_all,
+        row_bytes=look.row_bytes,
+        read_row_seconds=read_row_seconds,
+        hashes=hashes,
+    )
+
+
+_LOOKING = "sparkdl explain: look at some rows"
+
+
+def _looked(selected: DataFrame, seconds: float) -> tuple[_Look, float]:
+    """The last of some looks, each larger than the one before, and the seconds of a row."""
+    spark = selected.sparkSession
+    ends = time.monotonic() + seconds
+    look = bounded(spark, partial(_look, selected, 1), seconds)
+    if look is None:
+        raise DataError(
+            f"Spark has not found the first row within {seconds:g} s; give it more time by "
+            f"{option_text('count_seconds')}, or write the rows to files first"
+        )
+    row_seconds = 0.0
+    while (wanted := look.more) > look.num_rows:
+        left = max(_LOOK_SECONDS, ends - time.monotonic())
+        larger = bounded(spark, partial(_look, selected, wanted), left)
+        if larger is None:
+            logger.info("%d rows took too long; the sample is of %d", wanted, look.num_rows)
+            break
+        more_rows = larger.num_rows - look.num_rows
+        if more_rows > 0:
+            row_seconds = max(0.0, larger.seconds - look.seconds) / more_rows
+        look = larger
+    return look, row_seconds
+
+
+def _look(selected: DataFrame, wanted: int) -> _Look:
+    """The first rows; Spark reads as few partitions as it needs for them."""
+    spark = selected.sparkSession
+    began = time.perf_counter()
+    with described(spark, _LOOKING):
+        if is_connect(spark):
+            rows = selected.limit(wanted).toArrow()
+            seconds = time.perf_counter() - began
+            table = spark.createDataFrame(rows, schema=selected.schema)
+        else:
+            # A limit that is collected as Arrow would read `wanted` rows of every partition. The
+            # rows stay in the JVM, so that no type changes.
+            of_java: Any = selected
+            first = of_java._jdf.takeAsList(wanted)
+            seconds = time.perf_counter() - began
+            java = of_java.sparkSession._jsparkSession
+            table = DataFrame(java.createDataFrame(first, of_java._jdf.schema()), spark)
+            rows = table.toArrow()
+    return _Look(
+        table=table,
+        num_rows=rows.num_rows,
+        is_all=rows.num_rows < wanted,
+        row_bytes=rows.nbytes / max(1, rows.num_rows),
+        seconds=seconds,
+    )
+
+
+def option_text(name: str) -> str:
+    """An option of `explain`, as it is given in Python and to a job."""
+    return f"explain(df, {name}=...), or --set explain.{name}=... of a job"
+
+
+def _hashes(table: DataFrame) -> tuple[int, ...]:
+    """What `ShardTable` has Spark partition by; Spark hashes it once more."""
+    row_hash = F.hash(F.xxhash64(*[F.col(name) for name in table.columns]))
+    if "validation" in table.columns:
+        table = table.where("NOT coalesce(validation, false)")
+    found = table.select(row_hash.alias("hash")).toArrow()
+    return tuple(found.column("hash").to_pylist())
+
+
+def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) -> tuple[int, int]:
+    """Rows for training and for validation.
+
+    Of columnar files Spark counts by their footers; of other sources it reads the rows.
+
+    Raises:
+        DataError: it takes longer than ``seconds``.
+    """
+    marked = (
+        F.lit(0) if validation is None else F.sum(F.coalesce(validation, F.lit(False)).cast("long"))
+    )
+
+    def count() -> tuple[int, int]:
+        with described(df.sparkSession, "sparkdl explain: count the rows"):
+            row = df.agg(F.count(F.lit(1)), marked).first()
+        assert row is not None
+        return int(row[0]), int(row[1] or 0)
+
+    found = bounded(df.sparkSession, count, seconds)
+    if found is None:
+        raise DataError(
+            f"counting the rows took more than {seconds:g} s; say how many there are by "
+            f"{option_text('num_rows')}; or give it more time by count_seconds, likewise"
+        )
+    return found[0] - found[1], found[1]
+
+
+def bounded(spark: SparkSession, work: Callable[[], T], seconds: float) -> T | None:
+    """What ``work`` returns, or None if it is not done in time; then its Spark jobs are cancelled.
+
+    Raises:
+        Exception: what ``work`` raises.
+    """
+    tag = f"sparkdl-explain-{uuid.uuid4().hex[:12]}"
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            tag_jobs(spark, tag)
+            results.append(work())
+        except BaseException as error:  # raised below, in the caller's thread
+            errors.append(error)
+        finally:
+            is_over.set()
+
+    is_over = threading.Event()
+    thread = threading.Thread(target=call, name="sparkdl-explain", daemon=True)
+    thread.start()
+    in_time = False
+    try:
+        in_time = _comes(is_over, seconds)
+    finally:  # also if the user interrupts
+        if not in_time:
+            end_job(spark, tag, is_over)
+    if not in_time:
+        return None
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _comes(event: threading.Event, seconds: float) -> bool:
+    """Whether an event comes in time."""
+    ends = time.monotonic() + seconds
+    while not event.is_set() and (left := ends - time.monotonic()) > 0:
+        raise_if_asked()
+        event.wait(min(_LOOK_SECONDS, left))
+    return event.is_set()

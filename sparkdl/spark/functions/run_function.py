@@ -1,0 +1,323 @@
+"""How does a function run on all workers of a cluster? The whole of ``TorchRunner.run``, in order.
+
+Checks first, then the spools of its data sets, then the gang under the supervisor. Whatever
+happens, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.errors import ClusterError, ConfigError, ShardLost
+from sparkdl.inputs import Specification
+from sparkdl.report.listeners.listener import Listener
+from sparkdl.report.live.choose_view import function_view, shows_lines
+from sparkdl.report.live.progress import SharedView, View
+from sparkdl.report.recorder import Recorder
+from sparkdl.runtime.versions import versions
+from sparkdl.spark.cluster.cluster_info import require_plain_files
+from sparkdl.spark.cluster.gang import launch
+from sparkdl.spark.cluster.link import Link, open_link
+from sparkdl.spark.cluster.slots import Slots, plan_gang, wait_again
+from sparkdl.spark.cluster.supervisor import (
+    Attempt,
+    GangResult,
+    Limits,
+    Rows,
+    persistently,
+    supervise,
+)
+from sparkdl.spark.fit.checks import travelling
+from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
+from sparkdl.spark.run.run_facts import Clock, record_run
+from sparkdl.spark.session.compat import conf, shares_console
+from sparkdl.spark.session.interrupts import Cleanup
+from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.storage.checkpoint_format import folders, latest
+from sparkdl.storage.storage import Storage
+from sparkdl.worker import function_rank
+
+if TYPE_CHECKING:
+    from sparkdl.storage.checkpoint_format import CheckpointInfo
+
+logger = logging.getLogger(__name__)
+
+_MAX_INLINE_BYTES = 16 * 2**20
+"""Largest function that travels in the task."""
+RUN_KEY = "function"
+"""Folder of a function's checkpoints in the place that the user names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionRequest:
+    """What a `TorchRunner` asks for."""
+
+    function: Callable[[], Any]
+    data: Mapping[str, Data]
+    inputs: Mapping[str, Specification] | None
+    """Columns of a batch by name; None: all columns of each data set."""
+    num_workers: int | None
+    device: str
+    max_restarts: int
+    checkpoint_dir: str | None
+    resume: bool
+    keep_checkpoints: int
+    results: Literal["first", "all"]
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+    verbose: int
+    report_dir: str | None = None
+    listeners: tuple[Listener, ...] = ()
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionResult:
+    """What came of it."""
+
+    values: list[Any]
+    """What the function returned: on rank 0, or on all ranks."""
+    history: list[dict[str, float]]
+    restarts: int
+
+
+def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResult:
+    """Run a function on all workers; within `interruptible`.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DataError: a data set cannot be used.
+        ClusterError: the cluster cannot run the gang.
+        StorageError: checkpoints cannot be kept.
+        WorkerError: the function failed on a worker.
+        TrainingFailed: workers were lost more than ``max_restarts`` times.
+    """
+    run_id = uuid.uuid4().hex[:12]
+    with record_run(
+        spark,
+        run_id=run_id,
+        name="TorchRunner",
+        params=request.params,
+        report_dir=request.report_dir,
+        listeners=request.listeners,
+    ) as recorder:
+        result = _run(spark, run_id, request, recorder)
+        recorder.end(None, result.history)
+    return result
+
+
+def _run(
+    spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
+) -> FunctionResult:
+    """See `run_function`."""
+    clock = Clock(recorder)
+    settings = read_settings(partial(conf, spark))
+    payload = _pickled(request.function)
+    frames = {name: df for name, df in request.data.items() if isinstance(df, DataFrame)}
+    if frames:
+        require_plain_files(partial(conf, spark), settings)
+    prepared = prepare_sets(spark, request.data, request.inputs)
+    slots = plan_gang(
+        spark,
+        settings,
+        num_workers=request.num_workers,
+        cpus_per_worker=request.cpus_per_worker,
+        gpus_per_worker=request.gpus_per_worker,
+    )
+    with Cleanup() as stack:
+        link = open_link(
+            spark,
+            checkpoint_dir=request.checkpoint_dir,
+            num_workers=slots.num_workers,
+            profile=slots.profile,
+            settings=settings,
+            run_id=run_id,
+            stack=stack,
+        )
+        check_folder(link.checkpoints, request)
+        clock.lap("preflight")
+        recorder.phase("spool")
+        sets = DataSets(spark, request.data, prepared, run_id, slots)
+        stack.callback(sets.close)
+        persistently(
+            sets.collect,
+            max_restarts=request.max_restarts,
+            prepare=partial(wait_again, spark, slots, settings, in_rounds=False),
+        )
+        view: View = SharedView(function_view(request.verbose), recorder)
+        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
+        stack.callback(view.close)
+        job = FunctionJob(
+            spark=spark,
+            run_id=run_id,
+            request=request,
+            payload=payload,
+            sets=sets,
+            slots=slots,
+            link=link,
+            settings=settings,
+            view=view,
+            recorder=recorder,
+        )
+        clock.lap("spool")
+        recorder.facts(world_size=slots.num_workers, mode="gang", slots=slots.total)
+        recorder.phase("train")
+        result = job.run()
+        clock.lap("train")
+        recorder.phase("clean up")
+    clock.lap("clean up")
+    return result
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    try:
+        return travelling(function)
+    except Exception as error:  # whatever the user's classes raise when they are pickled
+        raise ConfigError(
+            "the function, or what it is called with or refers to, cannot be sent to the workers: "
+            f"{error}; make such things in the function, and pass DataFrames by "
+            "TorchRunner(data=...)"
+        ) from error
+
+
+def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
+    """Refuse to mix the checkpoints of two runs.
+
+    Raises:
+        ConfigError: there are some of an earlier one.
+    """
+    if request.checkpoint_dir is None or request.resume:
+        return
+    assert storage is not None
+    if folders(storage, RUN_KEY):
+        raise ConfigError(
+            f"{request.checkpoint_dir} holds checkpoints of an earlier run; pass resume=True to go "
+            "on from the newest of them, or another checkpoint_dir to begin anew"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob:
+    """A run's fixed values, once its data is there."""
+
+    spark: SparkSession
+    run_id: str
+    request: FunctionRequest
+    payload: bytes
+    sets: DataSets
+    slots: Slots
+    link: Link
+    settings: Settings
+    view: View
+    recorder: Recorder
+
+    def run(self) -> FunctionResult:
+        """Run the gang to its end, however many submissions that takes."""
+        settings = self.settings
+        result = supervise(
+            self.spark,
+            self._submit,
+            world_size=self.slots.num_workers,
+            hub=self.link.hub,
+            limits=Limits(
+                max_restarts=self.request.max_restarts,
+                heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
+                start_timeout_seconds=settings.start_timeout_seconds,
+                queue_timeout_seconds=settings.queue_timeout_seconds,
+            ),
+            view=self.view,
+            run_id=self.run_id,
+            is_watched=self.link.channel is not None,
+            heal=self._heal,
+            recorder=self.recorder,
+            what="run a function",
+        )
+        return self._result(result)
+
+    def _heal(self, failed: Attempt) -> None:
+        if failed.has_reported(ShardLost):
+            self.sets.rebuild()
+
+    def _submit(self, attempt: int) -> Callable[[], Rows]:
+        link, slots, settings = self.link, self.slots, self.settings
+        if attempt > 0:
+            self.recorder.begun_again(attempt, None)
+            link.hub.clear(f"{self.run_id}/{attempt - 1}/")
+            wait_again(self.spark, slots, settings, in_rounds=False)
+        found = self._newest()
+        self.view.attempt(attempt, 0 if found is None else found.step)
+        order = function_rank.FunctionOrder(
+            run_id=self.run_id,
+            run_key=RUN_KEY,
+            attempt=attempt,
+            device=self.request.device,
+            payload=self._in_task(),
+            sets=self.sets.collect(),
+            results=self.request.results,
+            keep=self.request.keep_checkpoints,
+            storage_url=link.url,
+            relays=link.relays,
+            driver_hosts_channel=link.channel is not None,
+            resume_path=None if found is None else found.path,
+            threads=slots.threads,
+            versions=versions(),
+            start_timeout_seconds=settings.start_timeout_seconds,
+            collective_timeout_seconds=settings.collective_timeout_seconds,
+        )
+        return partial(
+            launch,
+            self.sets.df,
+            function_rank.run,
+            order,
+            channel=link.channel,
+            profile=slots.profile,
+            keeps_process=False,
+        )
+
+    def _in_task(self) -> bytes:
+        """The function, if it is small; else it travels over the channel."""
+        link = self.link
+        if len(self.payload) <= _MAX_INLINE_BYTES:
+            return self.payload
+        if link.channel is None:
+            raise ClusterError(
+                f"the function and its arguments have {len(self.payload) >> 20} MiB; from a driver "
+                f"that executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; "
+                "pass rows by TorchRunner(data=...), and let the function read the rest"
+            )
+        if not link.files.exists(function_rank.FUNCTION):
+            link.files.write(function_rank.FUNCTION, self.payload)
+        return b""
+
+    def _newest(self) -> CheckpointInfo | None:
+        if self.link.checkpoints is None:
+            return None
+        found = latest(self.link.checkpoints, RUN_KEY, lambda _: True)
+        if found is not None:
+            logger.info("going on from checkpoint %d (%s)", found.step, found.path)
+        return found
+
+    def _result(self, result: GangResult) -> FunctionResult:
+        values: dict[int, Any] = {}
+        ranks = range(self.slots.num_workers if self.request.results == "all" else 1)
+        if self.link.channel is not None:
+            for rank in ranks:
+                data = self.link.files.read(function_rank.VALUE.format(rank))
+                values[rank] = function_rank.unpickled(data)
+        else:
+            for rank, kind, data in result.rows:
+                if kind == "value":
+                    values[rank] = function_rank.unpickled(data)
+        return FunctionResult(
+            values=[values[rank]["value"] for rank in ranks],
+            history=values[0]["history"],
+            restarts=result.restarts,
+        )

@@ -1,0 +1,58 @@
+"""How does a model's module get to the executors? Large ones are sent once per session."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from sparkdl.serialization import packed_module
+from sparkdl.spark.session.compat import is_connect
+
+BROADCAST_BYTES = 1 << 20
+"""Larger modules travel in a broadcast variable, smaller ones inside the UDF."""
+ARTIFACT_BYTES = 4 << 20
+"""The same for Spark Connect, where messages are limited and a file costs a round trip."""
+
+Fetch = Callable[[], packed_module.PackedModule]
+
+
+class Sender:
+    """Sends modules, and remembers what it sent last."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, tuple[Any, Fetch]] = {}
+        """Digest -> the session or context that has it, and how workers get it."""
+
+    def fetch(self, spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
+        """How workers get the packed module. A large one is sent once per session and content."""
+        connect = is_connect(spark)
+        if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
+            return packed_module.SentByValue(packed)
+        owner = spark if connect else spark.sparkContext
+        sent = self.sent.get(packed.digest)
+        if sent is None or sent[0] is not owner:
+            fetch = _as_artifact(spark, packed) if connect else _as_broadcast(spark, packed)
+            self.sent.clear()
+            self.sent[packed.digest] = sent = (owner, fetch)
+        return sent[1]
+
+
+def _as_broadcast(
+    spark: SparkSession, packed: packed_module.PackedModule
+) -> packed_module.SentByBroadcast:
+    return packed_module.SentByBroadcast(spark.sparkContext.broadcast(packed))
+
+
+def _as_artifact(
+    spark: SparkSession, packed: packed_module.PackedModule
+) -> packed_module.SentAsArtifact:
+    name = f"sparkdl-{packed.digest[:32]}.module"
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+        path = Path(folder) / name
+        packed_module.write_packed(packed, path)
+        spark.addArtifacts(str(path), file=True)
+    return packed_module.SentAsArtifact(name)

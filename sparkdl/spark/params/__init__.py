@@ -1,0 +1,1 @@
+"""The Params of estimators and models, and how these are saved."""

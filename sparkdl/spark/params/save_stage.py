@@ -1,0 +1,281 @@
+"""How are estimators and models saved and loaded, alone and inside pipelines?
+
+``<path>/metadata`` is written by Spark as for any ML instance, so pipelines can read it; values
+that are objects are described, never pickled. A model's files lie in ``<path>/model``, the module
+that an estimator holds (with its weights) in ``<path>/module``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
+from pyspark.sql import SparkSession
+from torch import Tensor, nn
+
+from sparkdl import __version__
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError, StorageError
+from sparkdl.model import TorchModel
+from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.example_inputs import example_of
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.saved_module import (
+    PreparedModule,
+    load_module_from,
+    open_module,
+    prepare_module,
+    prepare_weights,
+)
+from sparkdl.spark.params.model_params import UNKNOWN_LOSS
+from sparkdl.spark.params.params import OBJECT_PARAMS
+from sparkdl.spark.params.stage_metadata import (
+    FORMAT,
+    beside,
+    damaged,
+    is_there,
+    make_way,
+    place_of,
+    read_metadata,
+    sum_of,
+    take_place,
+    write_metadata,
+)
+from sparkdl.spark.session.compat import is_connect
+from sparkdl.storage.storage import Storage, drop_password, without_password
+
+logger = logging.getLogger(__name__)
+P = TypeVar("P", bound=MLReadable[Any])
+M = TypeVar("M", bound=TorchModel)
+
+_MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
+_WEIGHTS = "initialWeights"
+
+
+class ParamsWriter(MLWriter):
+    """Saves Params. What is there already is deleted when the new is written as a whole."""
+
+    def __init__(self, instance: Params) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def save(self, path: str) -> None:
+        """Save to ``path``, which must not exist unless ``overwrite()`` was called.
+
+        Raises:
+            DescribeError: a Param holds an object that cannot be written as JSON.
+            ConfigError: the module cannot be written without pickle.
+            StorageError: the place cannot be written.
+        """
+        folders: dict[str, PreparedModule] = {}
+        described = self._describe(folders)
+        if self.shouldOverwrite and is_there(path, self.sparkSession):
+            aside = beside(path)
+            self._write(described, folders, aside)
+            take_place(aside, self.sparkSession)
+        else:
+            make_way(path, self.shouldOverwrite, self.sparkSession)
+            self._write(described, folders, path)
+
+    def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:
+        """Write to where there is nothing; what was begun is removed if it cannot be ended."""
+        extra = {"sparkdl": _about(described, self.sparkSession)}
+        try:
+            storage = write_metadata(described, path, self.sparkSession, extra)
+            self._check_place(storage)
+            for folder, prepared in folders.items():
+                prepared.write(storage, folder)
+        except BaseException:
+            make_way(path, True, self.sparkSession)
+            raise
+
+    def _check_place(self, storage: Storage) -> None:
+        """See that this is the folder in which Spark has written the metadata."""
+        if is_connect(self.sparkSession) and not storage.exists("metadata"):
+            raise StorageError(
+                f"{storage} lies on the host of the Spark Connect server, where this client cannot "
+                "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
+            )
+
+    def _describe(self, folders: dict[str, PreparedModule]) -> Params:
+        """A twin of the instance whose values are JSON; its modules go to ``folders``."""
+        twin = copy.copy(self.instance)
+        twin._paramMap = {
+            param: self._as_json(param.name, value, folders)
+            for param, value in self.instance._paramMap.items()
+        }
+        twin._defaultParamMap = {
+            param: self._as_json(param.name, value, folders)
+            for param, value in self.instance._defaultParamMap.items()
+        }
+        return twin
+
+    def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
+        value = self._without_passwords(name, value)
+        if name not in OBJECT_PARAMS:
+            return value
+        value = self._to_save(name, value)
+        try:
+            if name == "module" and isinstance(value, nn.Module):
+                folders[_MODULE] = prepare_module(value, None, example_inputs=None, extra={})
+                return {"folder": _MODULE}
+            if name == "initialWeights" and value is not None and value.is_in_memory:
+                folders[_WEIGHTS] = prepare_weights(value.source)
+                return {"folder": _WEIGHTS, "skip": list(value.skip)}
+            return describe(value)
+        except ConfigError as error:
+            raise DescribeError(
+                f"cannot save Param {name!r} of {self.instance.uid}: {error}"
+            ) from error
+
+    def _without_passwords(self, name: str, value: Any) -> Any:
+        """A path or URL as others may read it."""
+        is_source = isinstance(value, InitialWeights) and not value.is_in_memory
+        url = value.source if is_source else value
+        if not isinstance(url, str) or drop_password(url) == url:
+            return value
+        logger.warning(
+            "%s: the password in %s is not saved; set it again on what is loaded",
+            self.instance.uid,
+            name,
+        )
+        url = drop_password(url)
+        return replace(value, source=url) if is_source else url
+
+    def _to_save(self, name: str, value: Any) -> Any:
+        """The value of a Param, or what is saved in its place."""
+        return value
+
+
+class ModelWriter(ParamsWriter):
+    """Saves a model: Params, module, summary."""
+
+    instance: TorchModel
+
+    def _to_save(self, name: str, value: Any) -> Any:
+        """A loss that JSON cannot hold stays behind: the model predicts without."""
+        if name != "loss" or _describable(value) is not None:
+            return value
+        logger.warning(
+            "%s: the loss %r cannot be saved; evaluate and scores of the loaded model need loss=",
+            self.instance.uid,
+            value,
+        )
+        return UNKNOWN_LOSS
+
+    def _describe(self, folders: dict[str, PreparedModule]) -> Params:
+        model = self.instance
+        extra = {
+            "columns": [column.to_dict() for column in model.columns],
+            "num_classes": model._num_classes,
+            "factory": _describable(model.module_factory),
+        }
+        others = {}
+        if model.hasSummary:
+            others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
+        folders[_MODEL] = prepare_module(
+            model.module,
+            model.module_factory,
+            example_inputs=example_of(model.columns),
+            extra=extra,
+            others=others,
+        )
+        return super()._describe(folders)
+
+
+class ParamsReader(MLReader[P]):
+    """Loads what `ParamsWriter` saved."""
+
+    def __init__(self, cls: type[P]) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def load(self, path: str) -> P:
+        """Load from ``path``.
+
+        Raises:
+            StorageError: the files are missing, damaged, of another class or a later format.
+            ConfigError: the code that a description names cannot be imported here.
+        """
+        metadata = read_metadata(path, self.sparkSession)
+        self._check(metadata, path)
+        instance: Any = self._make(path)
+        instance._resetUid(metadata["uid"])
+        instance._paramMap = {}
+        instance._setDefault(**self._values(metadata["defaultParamMap"], instance, path))
+        instance._set(**self._values(metadata["paramMap"], instance, path))
+        loaded: P = instance
+        return loaded
+
+    def _make(self, path: str) -> P:
+        return self.cls()
+
+    def _check(self, metadata: Mapping[str, Any], path: str) -> None:
+        expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
+        if metadata["class"] != expected:
+            raise StorageError(
+                f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
+            )
+        if "sparkdl" not in metadata:
+            raise damaged(path, "it does not say which sparkdl has written it")
+
+    def _values(self, saved: Mapping[str, Any], instance: Params, path: str) -> dict[str, Any]:
+        values = {}
+        for name, value in saved.items():
+            if not instance.hasParam(name):
+                raise StorageError(
+                    f"{without_password(path)} has a Param {name!r} that this version does not know"
+                )
+            values[name] = self._from_json(name, value, path)
+        return values
+
+    def _from_json(self, name: str, value: Any, path: str) -> Any:
+        if name not in OBJECT_PARAMS:
+            return value
+        if isinstance(value, dict) and "folder" in value:
+            storage = place_of(path, self.sparkSession)
+            if name == "module":
+                return load_module_from(storage, _MODULE)[0]
+            state = open_module(storage, _WEIGHTS).weights()
+            own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
+            return InitialWeights(source=own, skip=tuple(value["skip"]))
+        return restore(value)
+
+
+class ModelReader(ParamsReader[M]):
+    """Loads what `ModelWriter` saved; nothing is unpickled."""
+
+    def _make(self, path: str) -> M:
+        storage = place_of(path, self.sparkSession)
+        saved = open_module(storage, _MODEL)
+        data = saved.files.get(_SUMMARY)
+        if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):
+            data = storage.read(f"{_MODEL}/{_SUMMARY}")  # not in the list of files then
+        summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
+        module, extra = saved.make(), saved.extra()
+        columns = [Column.from_dict(column) for column in extra["columns"]]
+        model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
+        model.module_factory = extra["factory"]
+        return model
+
+
+def _about(described: Params, spark: SparkSession) -> dict[str, Any]:
+    """Our own entry of the metadata, with the sum of what Spark will write."""
+    metadata = json.loads(DefaultParamsWriter._get_metadata_to_save(described, spark))
+    return {"format": FORMAT, "version": __version__, "sha256": sum_of(metadata)}
+
+
+def _describable(factory: Any) -> Any:
+    """The factory if JSON can hold it, for a loaded model to be saved again; otherwise None."""
+    try:
+        describe(factory)
+    except DescribeError:
+        return None
+    return factory

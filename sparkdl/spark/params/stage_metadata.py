@@ -1,0 +1,239 @@
+"""Where does a saved instance lie, and who writes its metadata? Spark, where it can.
+
+Spark writes and reads ``<path>/metadata`` for every ML instance. A Spark without a file system for
+the path's scheme (plain pyspark knows no S3) leaves that to `Storage`: the same file with the same
+name, so that a Spark which does know the scheme reads it too.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from pyspark.errors import AnalysisException
+from pyspark.ml.param import Params
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl import __version__
+from sparkdl.errors import StorageError
+from sparkdl.runtime.json_objects import import_object
+from sparkdl.spark.session.compat import is_connect
+from sparkdl.spark.session.failures import is_spark_error
+from sparkdl.spark.session.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
+from sparkdl.storage.atomic_folder import digest
+from sparkdl.storage.storage import (
+    Storage,
+    check_writable,
+    open_storage,
+    scheme_of,
+    without_password,
+)
+
+FORMAT = 2
+"""Version of the layout; raised when an older sparkdl could not read it. All before are read."""
+_METADATA = "metadata/part-00000"
+_SEALED = ("class", "uid", "paramMap", "defaultParamMap")
+"""Entries of the metadata whose sum is kept in it from format 2 on."""
+
+
+def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
+    """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does.
+
+    Raises:
+        StorageError: something is there, and Spark does not know the place.
+    """
+    if is_connect(spark):
+        from pyspark.ml.connect.readwrite import RemoteMLWriter
+
+        RemoteMLWriter.handleOverwrite(path, overwrite)
+    elif _is_ours(path, spark):
+        _make_way(open_storage(path), overwrite)
+    else:
+        from pyspark.ml.wrapper import JavaWrapper
+
+        name = "org.apache.spark.ml.util.FileSystemOverwrite"
+        helper: Any = JavaWrapper(JavaWrapper._new_java_obj(name))
+        helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
+
+
+def _make_way(storage: Storage, overwrite: bool) -> None:
+    if not storage.list(""):
+        return
+    if not overwrite:
+        raise StorageError(f"{storage} already exists; use write().overwrite().save(...)")
+    for name in storage.list(""):
+        storage.remove(name)
+
+
+def check_place(path: str, spark: SparkSession) -> None:
+    """See that an instance can be saved to ``path``, before there is one to lose.
+
+    Raises:
+        StorageError: the place cannot be written; names cause and remedy.
+    """
+    # What is not there must not be there afterwards either.
+    folder = path if is_there(path, spark) else _parent(path)
+    is_python = is_connect(spark) or _is_ours(path, spark)
+    check_writable(open_storage(folder) if is_python else HadoopStorage(spark, folder))
+
+
+def _parent(path: str) -> str:
+    """The folder that ``path`` lies in; a bucket or host itself."""
+    parent, slash, _ = path.rstrip("/").rpartition("/")
+    if not slash:
+        return "."
+    if parent.endswith(":/"):
+        return path
+    return f"{parent}/" if parent in ("", f"{scheme_of(path)}:") else parent
+
+
+def beside(path: str) -> str:
+    """A folder in ``path`` for what will take its place; see `take_place`."""
+    return f"{path.rstrip('/')}/new-{uuid.uuid4().hex}"
+
+
+def take_place(aside: str, spark: SparkSession) -> None:
+    """Delete all but ``aside`` in the folder that it lies in, and move what it holds there.
+
+    Whoever stops this in the middle leaves the new instance, whole or in part in ``aside``, which
+    can be moved by hand. The metadata, without which nothing is read, are the last to move.
+    """
+    is_ours = _is_ours(aside, spark)
+    root, _, name = (aside if is_ours else _qualified(aside, spark)).rpartition("/")
+    storage = open_storage(root) if is_ours else open_on_driver(spark, root)
+    for old in storage.list(""):
+        if old != name:
+            storage.remove(old)
+    for folder in sorted(storage.list(name), key=lambda folder: folder == "metadata"):
+        for file in storage.list(f"{name}/{folder}"):
+            storage.move(f"{name}/{folder}/{file}", f"{folder}/{file}")
+    storage.remove(name)
+
+
+def write_metadata(
+    instance: Params, path: str, spark: SparkSession, extra: dict[str, Any]
+) -> Storage:
+    """Write ``<path>/metadata``. Returns the folder ``path``, for the files beside it."""
+    if _is_ours(path, spark):
+        text = DefaultParamsWriter._get_metadata_to_save(instance, spark, extra)
+        storage = open_storage(path)
+        storage.write(_METADATA, f"{text}\n".encode())
+        storage.write("metadata/_SUCCESS", b"")
+        return storage
+    DefaultParamsWriter.saveMetadata(instance, path, spark, extraMetadata=extra)
+    return place_of(path, spark)
+
+
+def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
+    """What ``<path>/metadata`` says, found to be what was written if it is ours.
+
+    Raises:
+        StorageError: it is not there, cannot be read, is damaged or of a later format.
+    """
+    try:
+        metadata = _read_metadata(path, spark)
+        if not isinstance(metadata["class"], str):
+            raise TypeError(f"class {metadata['class']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, repr(error)) from error
+    except Exception as error:  # Spark's own have no common base class
+        if not is_spark_error(error):
+            raise
+        raise StorageError(
+            f"Spark cannot read {without_password(path)}/metadata: {without_password(str(error))}; "
+            "check the path, and that the model is whole"
+        ) from error
+    if "sparkdl" in metadata:
+        _check(metadata, path)
+    return metadata
+
+
+def _check(metadata: Mapping[str, Any], path: str) -> None:
+    written = metadata["sparkdl"]
+    if written.get("format") not in range(1, FORMAT + 1):
+        raise StorageError(
+            f"{without_password(path)} was written by sparkdl {written.get('version', '(unknown)')}"
+            f" in format {written.get('format')}; this sparkdl {__version__} reads formats up to "
+            f"{FORMAT}"
+        )
+    if written["format"] > 1 and written.get("sha256") != sum_of(metadata):
+        raise damaged(path, "it is not what was written")
+
+
+def sum_of(metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of what counts in the metadata."""
+    return digest({name: metadata.get(name) for name in _SEALED})
+
+
+def _read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
+    if _is_ours(path, spark):
+        text = open_storage(path).read(_METADATA).decode()
+        return DefaultParamsReader._parseMetaData(text)
+    return DefaultParamsReader.loadMetadata(path, spark)
+
+
+def damaged(path: str, why: str) -> StorageError:
+    """What to raise where ``<path>/metadata`` is not what was written."""
+    place = f"{without_password(path)}/metadata"
+    return StorageError(f"{place} is damaged: {why}; save it again, or take an intact copy")
+
+
+def is_there(path: str, spark: SparkSession) -> bool:
+    """Whether there is something at ``path``, on whatever file system Spark or Python reaches."""
+    if _is_ours(path, spark):
+        return bool(open_storage(path).list(""))
+    try:
+        spark.read.format("binaryFile").load(path).schema  # noqa: B018
+    except AnalysisException as error:
+        if error.getCondition() == "PATH_NOT_FOUND":
+            return False
+        raise
+    return True
+
+
+def load_instance(path: str, spark: SparkSession) -> Any:
+    """A saved instance of whatever class.
+
+    Raises:
+        StorageError: it cannot be read, is damaged, or is Spark's own where Spark cannot read.
+    """
+    name = read_metadata(path, spark)["class"]  # imported only if it is what was written
+    if not _is_ours(path, spark):
+        return DefaultParamsReader.loadParamsInstance(path, spark)
+    if name.startswith("pyspark."):
+        raise StorageError(
+            f"{without_password(path)} holds a {name}, whose files only Spark can read, and this "
+            f"one has no file system for {scheme_of(path)}://; add one, such as hadoop-aws"
+        )
+    module, _, cls = name.rpartition(".")
+    return import_object(f"{module}:{cls}").load(path)
+
+
+def place_of(path: str, spark: SparkSession) -> Storage:
+    """The folder ``path``, as this process reaches it."""
+    return (
+        open_storage(path)
+        if _is_ours(path, spark)
+        else open_on_driver(spark, _qualified(path, spark))
+    )
+
+
+def _is_ours(path: str, spark: SparkSession) -> bool:
+    """Whether Spark has no file system for the path's scheme."""
+    scheme = scheme_of(path)
+    return scheme is not None and not is_connect(spark) and not knows_scheme(spark, scheme)
+
+
+def _qualified(path: str, spark: SparkSession) -> str:
+    """``path`` as Spark resolves it: with scheme and host of the cluster's default file system.
+
+    Spark tells where it reads the metadata from; that works on Spark Connect as well.
+    """
+    row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
+    if row is None:
+        raise StorageError(f"{without_password(path)}/metadata is empty; save the instance again")
+    return unquote(str(row[0])).rsplit("/metadata/", 1)[0]

@@ -1,0 +1,288 @@
+"""How does a round run on Spark? A plain stage over the shard table, and a tree that merges.
+
+Nothing here needs a barrier: Spark may run tasks one after the other, twice (speculation), or
+again after a loss. The state travels as a broadcast variable, and on Spark Connect, which has
+none, as a broadcast join.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.errors import PythonException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparkdl.comm.channel import Address, ChannelStorage
+from sparkdl.spark.cluster.link import Link
+from sparkdl.spark.frames.shard_table import parse_shard
+from sparkdl.spark.session.compat import is_connect
+from sparkdl.spark.session.failures import TaskLost, told_by
+from sparkdl.worker import round_task
+from sparkdl.worker.population_member import pack_parts
+from sparkdl.worker.round_task import RoundOrder, RoundPlace
+
+if TYPE_CHECKING:
+    from pyspark.core.broadcast import Broadcast
+    from pyspark.resource import ResourceProfile
+
+
+Rows = list[tuple[int, str, bytes]]
+
+RESULT_SCHEMA = "rank int, kind string, seq int, payload binary"
+_ARROW_SCHEMA = pa.schema(
+    [("rank", pa.int32()), ("kind", pa.string()), ("seq", pa.int32()), ("payload", pa.binary())]
+)
+_CHUNK_BYTES = 16 << 20
+STATE = "state"
+PATH = "path"
+"""Kind of the row that tells where a task has found its shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTask:
+    """One shard's part of a round. Runs on executors."""
+
+    order: RoundOrder
+    channel: Address | None
+    state: Broadcast[bytes] | str | None
+    """The round's state; a folder of the driver's files, which has one for each shard; None: it
+    comes in the rows, in columns ``seq`` and ``chunk``."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Run every shard of the partition, which is one, and yield its results in chunks."""
+        shards: dict[int, str] = {}
+        chunks: dict[int, bytes] = {}
+        for batch in batches:
+            for row in batch.to_pylist():
+                shards[row["shard_id"]] = row["payload"]
+                if self.state is None:
+                    chunks[row["seq"]] = row["chunk"]
+        context = TaskContext.get()
+        assert context is not None
+        gpu = context.resources().get("gpu")
+        for shard_id, payload in shards.items():
+            place = RoundPlace(
+                shard=parse_shard(shard_id, json.loads(payload)),
+                gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
+                channel=self.channel,
+            )
+            data = self._state_of(shard_id, chunks)
+            yield from _rows(shard_id, PATH, place.shard.path.encode())
+            for kind, result in round_task.run(place, self.order, data):
+                yield from _rows(shard_id, kind, result)
+
+    def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:
+        if self.state is None:
+            return _joined(chunks)
+        if not isinstance(self.state, str):
+            return self.state.value
+        assert self.channel is not None
+        with contextlib.closing(ChannelStorage(self.channel)) as files:
+            return files.read(f"{self.state}/{shard_id}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeTask:
+    """Merges the states of a group of shards, in the order of their numbers."""
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield one state per group, under its first shard's number, and all other rows."""
+        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+        groups: dict[int, list[tuple[int, bytes]]] = {}
+        group_of = {row["rank"]: row["group"] for row in rows}
+        for rank, kind, payload in sorted(_gathered(rows)):
+            if kind == STATE:
+                groups.setdefault(group_of[rank], []).append((rank, payload))
+            else:
+                yield from _rows(rank, kind, payload)
+        for members in groups.values():
+            merged = merge_payloads([payload for _, payload in members])
+            yield from _rows(members[0][0], STATE, merged)
+
+
+def merge_payloads(payloads: Sequence[bytes]) -> bytes:
+    """The weighted mean of states that `roundworker.run` gave, with the sum of their weights."""
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.tensor_tree import snapshot
+
+    if len(payloads) == 1:
+        return payloads[0]
+    weight, state = merge_states(payloads)
+    return b"".join(encode(snapshot({"weight": weight, "state": state})))
+
+
+def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:
+    """As `merge_payloads`, decoded: the sum of weights, and the mean."""
+    from sparkdl.storage.checkpoint_format import decode
+    from sparkdl.sync.averaging.merge import merge
+
+    parts = [decode(payload, "a replica's state") for payload in payloads]
+    weights = [part["weight"] for part in parts]
+    return sum(weights), merge([part["state"] for part in parts], weights)
+
+
+def run_stage(
+    table: DataFrame,
+    order: RoundOrder,
+    state: bytes,
+    *,
+    depth: int,
+    channel: Address | None,
+    profile: ResourceProfile | None,
+) -> Rows:
+    """Run one round's job.
+
+    Args:
+        table: the shard table.
+        order: what every task shall do.
+        state: what the tasks begin from.
+        depth: levels of the tree that merges states; 1: the driver merges all of them.
+        channel: where tasks report; None: nowhere.
+        profile: resources of a task.
+
+    Returns:
+        (shard id, kind, payload) of everything the tasks yielded, in the order of shards.
+
+    Raises:
+        TaskLost: a task could not find its shard anywhere.
+        Exception: Spark's own, when tasks were lost too often.
+    """
+    num_shards = order.plan.world_size
+    broadcast = None
+    if is_connect(table.sparkSession):
+        table = table.crossJoin(F.broadcast(_as_rows(table, state)))
+    else:
+        broadcast = table.sparkSession.sparkContext.broadcast(state)
+    task = RoundTask(order=order, channel=channel, state=broadcast)
+    try:
+        results = table.mapInArrow(task, RESULT_SCHEMA, profile=profile)
+        for num_groups in tree_levels(num_shards, depth):
+            results = _merged(results, num_shards, num_groups)
+        return collected(results)
+    finally:
+        if broadcast is not None:
+            broadcast.destroy()
+
+
+def collected(results: DataFrame) -> Rows:
+    """Run the job, and put the chunks of each result together; see `run_stage`."""
+    try:
+        return sorted(_gathered(results.toArrow().to_pylist()))
+    except PythonException as error:
+        # Tasks report what the user's code does; they raise for lost shards only.
+        raise TaskLost(told_by(error)) from error
+
+
+def tree_levels(num_shards: int, depth: int) -> list[int]:
+    """Groups at each level below the driver, as Spark's treeAggregate chooses them."""
+    scale = max(2, round(num_shards ** (1 / depth) + 0.499))
+    levels, count = [], num_shards
+    while depth > 1 and count > scale + -(-count // scale):
+        count = -(-count // scale)
+        levels.append(count)
+    return levels
+
+
+def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
+    group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
+    grouped = results.select("*", group).repartition(num_groups, "group")
+    return grouped.mapInArrow(MergeTask(), RESULT_SCHEMA)
+
+
+def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
+    chunks = [state[at : at + _CHUNK_BYTES] for at in range(0, len(state), _CHUNK_BYTES)]
+    columns = {
+        "seq": pa.array(range(len(chunks)), pa.int32()),
+        "chunk": pa.array(chunks, pa.binary()),
+    }
+    return table.sparkSession.createDataFrame(pa.table(columns))
+
+
+def _rows(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
+    for number, at in enumerate(range(0, max(1, len(payload)), _CHUNK_BYTES)):
+        chunk: dict[str, Sequence[Any]] = {
+            "rank": [rank],
+            "kind": [kind],
+            "seq": [number],
+            "payload": [payload[at : at + _CHUNK_BYTES]],
+        }
+        yield pa.RecordBatch.from_pydict(chunk, schema=_ARROW_SCHEMA)
+
+
+def _gathered(rows: Sequence[dict[str, Any]]) -> Rows:
+    """Put the chunks of each result together."""
+    parts: dict[tuple[int, str], dict[int, bytes]] = {}
+    for row in rows:
+        parts.setdefault((row["rank"], row["kind"]), {})[row["seq"]] = row["payload"]
+    return [(rank, kind, _joined(chunks)) for (rank, kind), chunks in parts.items()]
+
+
+def _joined(chunks: dict[int, bytes]) -> bytes:
+    return b"".join(chunks[number] for number in sorted(chunks))
+
+
+"""Spark sends a DataFrame's rows within its tasks, each of which may have 128 MB."""
+
+
+def run_member_stage(
+    table: DataFrame,
+    order: RoundOrder,
+    parts: Mapping[int, Mapping[str, bytes]],
+    *,
+    link: Link,
+    profile: ResourceProfile | None,
+) -> Rows:
+    """Run one job in which each shard trains the member that is sent to it.
+
+    Args:
+        table: the shard table.
+        order: what every task shall do.
+        parts: shard -> the parts of its member's state, as `memberworker.work` takes them; shards
+            that are not in it have nothing to do.
+        link: where tasks report, and get their states.
+        profile: resources of a task.
+
+    Returns:
+        (shard id, kind, payload) of everything the tasks yielded.
+
+    Raises:
+        TaskLost: a task could not find its shard anywhere, or not reach the driver.
+        Exception: Spark's own, when tasks were lost too often.
+    """
+    order = replace(order, is_population=True)
+    table = table.where(F.col("shard_id").isin(list(parts)))
+    if link.channel is None:
+        table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
+        task = RoundTask(order=order, channel=None, state=None)
+        return collected(table.mapInArrow(task, RESULT_SCHEMA, profile=profile))
+    folder = f"members-{order.run_id}-{order.attempt}"
+    try:
+        for shard_id, own in parts.items():
+            link.files.write(f"{folder}/{shard_id}", pack_parts(own))
+        task = RoundTask(order=order, channel=link.channel, state=folder)
+        return collected(table.mapInArrow(task, RESULT_SCHEMA, profile=profile))
+    finally:
+        link.files.remove(folder)
+
+
+def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) -> DataFrame:
+    """A row for every chunk of each state, each in a partition of its own."""
+    frames = []
+    for shard_id, own in parts.items():
+        state = pack_parts(own)
+        for seq, at in enumerate(range(0, len(state), _CHUNK_BYTES)):
+            columns = {
+                "shard_id": pa.array([shard_id], pa.int32()),
+                "seq": pa.array([seq], pa.int32()),
+                "chunk": pa.array([state[at : at + _CHUNK_BYTES]], pa.binary()),
+            }
+            frames.append(table.sparkSession.createDataFrame(pa.table(columns)))
+    return reduce(DataFrame.union, frames)

@@ -1,0 +1,1 @@
+"""What both ways of training share: a run, its key, its record, its resumption."""

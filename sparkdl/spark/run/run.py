@@ -1,0 +1,135 @@
+"""What do both ways of training need of a run, and what do they give back?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import SparkSession
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Column, TrainPlan
+from sparkdl.inputs import Named
+from sparkdl.report.listeners.listener import Listener
+from sparkdl.report.live.progress import View
+from sparkdl.report.recorder import Recorder
+from sparkdl.report.summary import TrainingSummary
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.packed_module import PackedModule
+from sparkdl.spark.cluster.link import Link
+from sparkdl.spark.cluster.slots import Slots
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.session.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's fixed values once the data is known."""
+
+    spark: SparkSession
+    run_id: str
+    run_key: str
+    plan: TrainPlan
+    config: TrainConfig
+    module: nn.Module
+    """The driver's copy; it gets the trained weights."""
+    packed: PackedModule
+    table: ShardTable | SourceTable
+    slots: Slots
+    link: Link
+    settings: Settings
+    view: View
+    max_restarts: int
+    recorder: Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of a run; the weights are in its module."""
+
+    history: list[dict[str, float]]
+    steps: int
+    restarts: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Phase -> seconds."""
+    throughput_by_rank: list[float] = field(default_factory=list)
+    bytes_sent_by_rank: list[int] = field(default_factory=list)
+    population: list[dict[str, float]] = field(default_factory=list)
+
+    def to_summary(self, plan: TrainPlan, laps: dict[str, float], seconds: float) -> Any:
+        """The record for the user."""
+        from sparkdl.report.summary import TrainingSummary
+
+        return TrainingSummary(
+            history=self.history,
+            phase_seconds={**{f"fit: {name}": lap for name, lap in laps.items()}, **self.seconds},
+            restarts=self.restarts,
+            rows=plan.num_rows,
+            validation_rows=plan.num_validation_rows,
+            steps=self.steps,
+            world_size=plan.world_size,
+            throughput_by_rank=self.throughput_by_rank,
+            bytes_sent_by_rank=self.bytes_sent_by_rank,
+            population=self.population,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """What the estimator asks for."""
+
+    module: Any
+    """A ``torch.nn.Module``, or a callable without arguments that makes one."""
+    config: TrainConfig
+    feature_cols: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...] | None, ...]
+    label_col: str | None
+    weight_col: str | None
+    validation_col: str | None
+    num_workers: int | None
+    max_restarts: int
+    verbose: int
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+    initial_weights: InitialWeights | None = None
+    """Where training starts from; None: the weights that the module has."""
+    execution_mode: str = "auto"
+    """``auto``, ``gang`` or ``rounds``."""
+    specified: tuple[Named, ...] = ()
+    """Inputs that were specified; then there are no ``feature_cols``."""
+    on_epoch: Callable[[Mapping[str, float]], None] | None = None
+    """Is given each epoch's history record, on the driver; what it raises ends the fit."""
+    labels: tuple[Named, ...] = ()
+    """Several labels by name; then there is no ``label_col``."""
+    report_dir: str | None = None
+    """Directory or URL in which the run leaves its record; None: nowhere."""
+    listeners: tuple[Listener, ...] = ()
+    name: str = "fit"
+    """What is run, for its record."""
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Inputs of the module."""
+        return len(self.specified or self.feature_cols)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What the estimator gets."""
+
+    module: nn.Module
+    """Trained, on the CPU, in eval mode."""
+    columns: tuple[Column, ...]
+    """The feature columns, as the module takes them."""
+    num_classes: int | None
+    prediction_key: str | None
+    """Where the module's output has the prediction; None: it is all of it."""
+    summary: TrainingSummary

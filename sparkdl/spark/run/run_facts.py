@@ -1,0 +1,162 @@
+"""What does the driver know of a run that belongs into its record?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml.param import Params
+from pyspark.sql import SparkSession
+
+from sparkdl.report.recorder import Recorder, recording
+from sparkdl.runtime.hardware import hardware
+from sparkdl.runtime.versions import versions
+from sparkdl.spark.session.compat import conf, is_connect
+from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
+from sparkdl.storage.storage import Storage, open_storage, without_password
+
+if TYPE_CHECKING:
+    from sparkdl.report.listeners.listener import Listener
+    from sparkdl.spark.run.run import FitRequest, Run
+    from sparkdl.sync.strategy import SyncStrategy
+
+_LONGEST_VALUE = 500
+"""Characters of a Param's value that are kept."""
+
+
+def recorded(
+    spark: SparkSession, request: FitRequest, run_id: str
+) -> AbstractContextManager[Recorder]:
+    """Record a fit; see `record_run`."""
+    return record_run(
+        spark,
+        run_id=run_id,
+        name=request.name,
+        params=request.params,
+        report_dir=request.report_dir,
+        listeners=request.listeners,
+    )
+
+
+@contextmanager
+def record_run(
+    spark: SparkSession | None,
+    *,
+    run_id: str,
+    name: str,
+    params: tuple[Mapping[str, Any], ...],
+    report_dir: str | None,
+    listeners: tuple[Listener, ...],
+) -> Iterator[Recorder]:
+    """Record a run, which may have no session, within `interruptible` if it has; see `recording`.
+
+    The record is written while nothing is interrupted. What the user has interrupted says so,
+    whatever the cancelled jobs have raised.
+    """
+    storage: Storage | None = None
+    if report_dir:
+        storage = open_storage(report_dir) if spark is None else open_on_driver(spark, report_dir)
+    record = recording(
+        run_id=run_id,
+        name=name,
+        params=params,
+        storage=storage,
+        listeners=listeners,
+        versions=versions(),
+        spark={} if spark is None else _spark_facts(spark),
+        driver=hardware(),
+        phase="preflight",
+    )
+    with Cleanup() as stack:
+        recorder = stack.enter_context(record)
+        stack.push(partial(_end_interrupted, recorder))
+        yield recorder
+
+
+def _end_interrupted(
+    recorder: Recorder, _: object, error: BaseException | None, __: object
+) -> None:
+    if error is not None and is_interrupted():
+        recorder.end(KeyboardInterrupt("interrupted"))
+
+
+def shown_params(params: Params) -> tuple[Mapping[str, Any], ...]:
+    """Params by name, as text; those without a value are left out."""
+    return tuple(
+        {
+            "name": param.name,
+            "value": shown(params.getOrDefault(param)),
+            "is_set": params.isSet(param),
+        }
+        for param in params.params
+        if params.isDefined(param)
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as people read it, without passwords."""
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = without_password(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def facts(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> dict[str, Any]:
+    """What is known before training begins, for `Recorder.facts`."""
+    plan, module = run.plan, run.module
+    parameters = list(module.parameters())
+    return {
+        "world_size": plan.world_size,
+        "mode": "rounds" if in_rounds else "gang",
+        "strategy": shown(strategy),
+        "rows": plan.num_rows,
+        "validation_rows": plan.num_validation_rows,
+        "epochs": plan.epochs,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "steps": plan.total_steps,
+        "batch_size": plan.batch_size,
+        "parameters": sum(p.numel() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "rows_by_rank": [plan.rows_of(rank) for rank in range(plan.world_size)],
+        "module": type(module).__qualname__,
+        "slots": run.slots.total,
+    }
+
+
+def _spark_facts(spark: SparkSession) -> dict[str, Any]:
+    found: dict[str, Any] = {"version": spark.version}
+    if is_connect(spark):
+        return {**found, "session": "Spark Connect"}
+    context = spark.sparkContext
+    return {
+        **found,
+        "master": context.master,
+        "application": context.applicationId,
+        "name": conf(spark, "spark.app.name"),
+        "ui": context.uiWebUrl,
+    }
+
+
+class Clock:
+    """Seconds of each phase of a fit on the driver, in order; they go into its record."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End a phase, or a part of it."""
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._recorder.lap(name, now - self._last)
+        self._last = now
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return self._last - self._start

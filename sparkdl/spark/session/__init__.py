@@ -1,0 +1,1 @@
+"""A Spark session: its settings, storage, failures, and how its jobs are cancelled."""

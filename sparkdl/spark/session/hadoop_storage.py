@@ -1,0 +1,196 @@
+"""How does the driver read and write Hadoop's file systems? Through Spark's own JVM.
+
+What Spark can read, checkpoints and models can lie on: its FileSystem brings high availability,
+Kerberos, encryption zones and the cluster's own settings, and needs no native library in Python.
+Executors have no such JVM at hand; `spark.link` says how their files get there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from sparkdl.spark.session.compat import is_connect
+from sparkdl.storage.storage import (
+    Data,
+    Folder,
+    checked,
+    failure,
+    open_storage,
+    pieces,
+    scheme_of,
+    without_password,
+)
+
+_ERRORS: dict[str, Callable[[str], OSError]] = {
+    "FileNotFoundException": lambda text: FileNotFoundError(errno.ENOENT, text),
+    "AccessControlException": lambda text: PermissionError(errno.EACCES, text),
+    "DSQuotaExceededException": lambda text: OSError(errno.EDQUOT, text),
+    "NSQuotaExceededException": lambda text: OSError(errno.EDQUOT, text),
+    "ParentNotDirectoryException": lambda text: NotADirectoryError(errno.ENOTDIR, text),
+}
+"""Hadoop's exceptions for which there is a remedy, by their class's own name."""
+
+
+def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
+    """The storage for a path or URL, as the driver reaches it.
+
+    A URL is opened by Hadoop if Spark has a file system for its scheme, so that it is the place
+    which Spark itself reads and writes, with the same credentials; otherwise, and always from a
+    Spark Connect client, which has no JVM, by Python (`open_storage`).
+
+    Raises:
+        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    """
+    scheme = scheme_of(path_or_url)
+    if scheme in (None, "file") or is_connect(spark) or not knows_scheme(spark, str(scheme)):
+        return open_storage(path_or_url)
+    return HadoopStorage(spark, path_or_url)
+
+
+def knows_scheme(spark: SparkSession, scheme: str) -> bool:
+    """Whether Hadoop has a file system for a scheme; classic Spark only."""
+    from py4j.protocol import Py4JJavaError
+
+    session: Any = spark
+    try:
+        conf = session._jsparkSession.sessionState().newHadoopConf()
+        session._jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, conf)
+    except Py4JJavaError as error:
+        # The scheme is in no configuration, or in one, but its jar is not on the class path.
+        thrown = error.java_exception
+        causes = [thrown, thrown.getCause()] if thrown.getCause() is not None else [thrown]
+        names = {cause.getClass().getSimpleName() for cause in causes}
+        if names & {"UnsupportedFileSystemException", "ClassNotFoundException"}:
+            return False
+        raise
+    return True
+
+
+class HadoopStorage:
+    """A folder of a file system of Hadoop's, through the JVM of a classic Spark session.
+
+    Bytes pass through a temporary file of the driver: the JVM's socket would take them encoded as
+    text, which is several times slower. A write that breaks off before the file is whole leaves
+    what was there.
+    """
+
+    def __init__(self, spark: SparkSession, url: str) -> None:
+        session: Any = spark
+        self._name = without_password(url)
+        self._path = session._jvm.org.apache.hadoop.fs.Path
+        conf = session._jsparkSession.sessionState().newHadoopConf()
+        try:
+            root = self._path(url)
+            self._fs = root.getFileSystem(conf)
+            self._root = self._fs.makeQualified(root)
+        except Exception as error:
+            raise self._failure("open", "", error) from error
+
+    def __str__(self) -> str:
+        return self._name
+
+    @property
+    def url(self) -> str:
+        """The folder with scheme and host, as other processes know it."""
+        return str(self._root.toString())
+
+    def write(self, path: str, data: Data) -> None:
+        """See `Storage.write`."""
+        target = self._at(path)
+        try:
+            with tempfile.NamedTemporaryFile(prefix="sparkdl-") as file:
+                for piece in pieces(data):
+                    file.write(piece)
+                file.flush()
+                try:
+                    self._fs.copyFromLocalFile(False, True, self._local(file.name), target)
+                except Exception as error:
+                    raise self._failure("write", path, error) from error
+        except OSError as error:  # of the driver's own disk
+            place = f"{tempfile.gettempdir()}, on the way to {self._name.rstrip('/')}/{path}"
+            raise failure("write", place, error) from error
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        source = self._at(path)
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+            copy = Path(folder) / "copy"
+            try:
+                # The raw local file system writes no checksums beside the file.
+                self._fs.copyToLocalFile(False, source, self._local(str(copy)), True)
+                return copy.read_bytes()
+            except Exception as error:
+                raise self._failure("read", path, error) from error
+
+    def list(self, path: str) -> builtins.list[str]:
+        """See `Storage.list`."""
+        folder = self._at(path)
+        try:
+            if not self._fs.getFileStatus(folder).isDirectory():
+                return []
+            return sorted(entry.getPath().getName() for entry in self._fs.listStatus(folder))
+        except Exception as error:
+            # Others may remove it at any moment, so it is not asked for beforehand.
+            if isinstance(_told_by_java(error), FileNotFoundError | NotADirectoryError):
+                return []
+            raise self._failure("list", path, error) from error
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        gone = self._at(path)
+        try:
+            if not self._fs.delete(gone, True) and self._fs.exists(gone):
+                raise OSError("the file system has kept it")
+        except Exception as error:
+            raise self._failure("remove", path, error) from error
+
+    def move(self, source: str, target: str) -> None:
+        """See `Folder.move`."""
+        origin, place = self._at(source), self._at(target)
+        try:
+            if not self._fs.exists(origin):
+                raise FileNotFoundError(errno.ENOENT, "not there")
+            self._fs.mkdirs(place.getParent())
+            self._fs.delete(place, False)  # rename replaces nothing
+            if not self._fs.rename(origin, place):
+                raise OSError("the file system has refused to rename")
+        except Exception as error:
+            raise self._failure("move", source, error) from error
+
+    def exists(self, path: str) -> bool:
+        """See `Storage.exists`."""
+        place = self._at(path)
+        try:
+            return bool(self._fs.exists(place))
+        except Exception as error:
+            raise self._failure("look for", path, error) from error
+
+    def _at(self, path: str) -> Any:
+        relative = checked(path)
+        return self._path(self._root, relative) if relative else self._root
+
+    def _local(self, path: str) -> Any:
+        return self._path(Path(path).as_uri())
+
+    def _failure(self, action: str, path: str, error: Exception) -> Exception:
+        place = f"{self._name.rstrip('/')}/{path}" if path else self._name
+        return failure(action, place, _told_by_java(error))
+
+
+def _told_by_java(error: Exception) -> Exception:
+    """An exception of the JVM's as one of Python's, with the first line of its message."""
+    from py4j.protocol import Py4JJavaError
+
+    if not isinstance(error, Py4JJavaError):
+        return error
+    java = error.java_exception
+    name, message = java.getClass().getSimpleName(), java.getMessage()
+    text = f"{name}: {message.strip().splitlines()[0]}" if message else name
+    return _ERRORS[name](text) if name in _ERRORS else OSError(text)

@@ -1,0 +1,305 @@
+"""How does Ctrl-C, or a notebook's stop button, end a fit so that nothing is left behind?
+
+Python raises KeyboardInterrupt wherever the main thread happens to be. In the middle of a call to
+the JVM that is harmful: the job goes on, and py4j would take the late answer for that of the next
+call. So while a fit runs, the signal cancels the fit's jobs at once, KeyboardInterrupt waits until
+no such call is under way, and what is pressed during the cleaning up is heard after it. Who presses
+three times meanwhile does not want to wait for it: then its jobs are cancelled, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from sparkdl.errors import TrainingFailed
+from sparkdl.spark.session.compat import cancel_jobs, tag_jobs, untag_jobs
+
+logger = logging.getLogger(__name__)
+
+_CALLS = ("py4j", "grpc", "pyspark.sql.connect")
+"""Modules that talk to Spark, and must not be torn out of it."""
+_AGAIN_SECONDS = 0.1
+_HURRY_PRESSES = 3
+"""How often one must press during the cleaning up to have it cut short."""
+_WAIT_SECONDS = 60.0
+"""How long a new fit waits for those that are being interrupted."""
+
+_running: list[Interruptible] = []
+"""What can be interrupted now, in all threads; the innermost of a thread last."""
+_changed = threading.Condition()
+_presses = 0
+_before: Any = signal.default_int_handler
+"""What Python would do about the signal without us."""
+
+
+class Interruptible:
+    """Work of one thread that Ctrl-C ends. Made by `interruptible`."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self._tag = f"sparkdl-{uuid.uuid4().hex[:12]}"
+        self.thread = threading.current_thread()
+        self.is_asked = False
+        """Whether it shall end."""
+        self.is_late = False
+        """Whether that was asked for while it was cleaning up anyway."""
+        self.is_ending = False
+        """Whether it cleans up, so that nothing may be cancelled or raised any more."""
+        self._cancelling = threading.Lock()
+        self._late_presses = 0
+        self._is_reminded = False
+
+    def __enter__(self) -> Interruptible:
+        with _changed:
+            _running.append(self)  # first, so that this call to Spark is not torn either
+        try:
+            tag_jobs(self._spark, self._tag)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._call(untag_jobs, self._cleaning)
+        self._leave()
+
+    def _leave(self) -> None:
+        with _changed:
+            _running.remove(self)
+            _changed.notify_all()
+
+    def ask(self) -> None:
+        """Have it end; called from the signal's handler."""
+        if self.is_ending:
+            self._late_presses += 1
+            if self._late_presses == _HURRY_PRESSES:
+                logger.warning("cleaning up is cut short; files may be left on the executors")
+                threading.Thread(target=self._hurry, name="sparkdl-cancel", daemon=True).start()
+        if not self.is_asked:
+            self.is_asked, self.is_late = True, self.is_ending
+            threading.Thread(target=self._cancel, name="sparkdl-cancel", daemon=True).start()
+
+    def took_reminder(self) -> bool:
+        """Whether the signal was our own; told once of each."""
+        was_reminded, self._is_reminded = self._is_reminded, False
+        return was_reminded
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the user does not want to wait for the cleaning up."""
+        return self._late_presses >= _HURRY_PRESSES
+
+    def end(self) -> None:
+        """From now on nothing is raised, and no job is cancelled unless the user is in a hurry."""
+        if not self.is_ending:
+            self.is_ending = True
+            with self._cancelling:
+                self._call(untag_jobs, self._tag)
+                self._call(tag_jobs, self._cleaning)
+
+    @property
+    def _cleaning(self) -> str:
+        """Tag of what is submitted in order to clean up."""
+        return f"{self._tag}-cleaning"
+
+    def _call(self, what: Callable[[SparkSession, str], None], tag: str) -> None:
+        try:
+            what(self._spark, tag)
+        except Exception as error:  # as in _cancel; then there are no jobs to be tagged
+            logger.info("Spark does not answer any more: %s", error)
+
+    def _hurry(self) -> None:
+        """Cancel what cleans up, job by job, until the block has ended."""
+        while self in _running:
+            self._call(cancel_jobs, self._cleaning)
+            time.sleep(_AGAIN_SECONDS)
+
+    def _cancel(self) -> None:
+        """Cancel until the thread has noticed: it may be just about to start another job."""
+        while True:
+            with self._cancelling:
+                if self.is_ending:
+                    return
+                try:
+                    cancel_jobs(self._spark, self._tag)
+                except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
+                    logger.warning("could not cancel Spark's jobs: %s", error)
+                if self.thread is threading.main_thread():
+                    self._is_reminded = True
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(_AGAIN_SECONDS)
+
+
+class Cleanup(contextlib.ExitStack):
+    """An ExitStack whose closing is not interrupted; for use within `interruptible`."""
+
+    def __exit__(self, *details: Any) -> bool | None:
+        """Close everything."""
+        mine = _mine()
+        if mine is not None:
+            mine.end()
+        return super().__exit__(*details)
+
+
+@contextlib.contextmanager
+def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Iterator[None]:
+    """Let Ctrl-C cancel the Spark jobs of the block and, once they have ended, end the block.
+
+    In the main thread the block then ends in KeyboardInterrupt; in others, which run fits for it,
+    in TrainingFailed. Cleaning up belongs into a `Cleanup` within.
+
+    Args:
+        spark: the session.
+        checkpoint_dir: where the user has checkpoints kept, if anywhere.
+
+    Raises:
+        KeyboardInterrupt: the user wants it.
+    """
+    _await_interrupted()
+    with _listening(), Interruptible(spark) as work:
+        try:
+            yield
+        except BaseException as error:
+            work.end()
+            if not _must_tell(work):
+                raise
+            if work.is_late:
+                raise KeyboardInterrupt(_told(checkpoint_dir)) from error
+        else:
+            work.end()
+        if _must_tell(work):
+            # Without the traceback of whatever call was torn off.
+            raise KeyboardInterrupt(_told(checkpoint_dir)) from None
+
+
+def listen() -> None:
+    """In the main thread: have Ctrl-C end what other threads run in `interruptible`."""
+    global _before
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler) and handler is not _on_signal:
+        _before = handler
+        signal.signal(signal.SIGINT, _on_signal)
+
+
+def presses() -> int:
+    """How often the user has interrupted something so far, as far as `listen` was told."""
+    return _presses
+
+
+def raise_if_asked() -> None:
+    """End the work of this thread if it shall end; for threads that wait without being signalled.
+
+    Raises:
+        TrainingFailed: the user has interrupted.
+    """
+    mine = _mine()
+    if mine is not None and mine.is_asked and not mine.is_ending:
+        mine.end()
+        raise TrainingFailed("interrupted")
+
+
+def is_interrupted() -> bool:
+    """Whether the user has ended what this thread does, before it came to its end by itself."""
+    mine = _mine()
+    return mine is not None and mine.is_asked and not mine.is_late
+
+
+def is_hurried() -> bool:
+    """Whether the user does not want to wait until this thread has cleaned up."""
+    mine = _mine()
+    return mine is not None and mine.is_hurried
+
+
+def _told(checkpoint_dir: str | None) -> str:
+    told = "interrupted; its Spark jobs are cancelled, and the files that it needed are removed"
+    if checkpoint_dir is None:
+        return told
+    return f"{told}; asked for the same again, it goes on from its checkpoints in {checkpoint_dir}"
+
+
+def _must_tell(work: Interruptible) -> bool:
+    return work.is_asked and work.thread is threading.main_thread()
+
+
+def _mine() -> Interruptible | None:
+    thread = threading.current_thread()
+    return next((work for work in reversed(_running) if work.thread is thread), None)
+
+
+def _await_interrupted() -> None:
+    """Let fits of other threads that are being interrupted give back their slots first."""
+    thread = threading.current_thread()
+
+    def are_gone() -> bool:
+        return not any(work.is_asked and work.thread is not thread for work in _running)
+
+    with _changed:
+        _changed.wait_for(are_gone, _WAIT_SECONDS)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[None]:
+    """Hear the signal in the block, if this is the main thread, and nowhere else."""
+    before: Callable[..., Any] | Any = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+    listen()
+    try:
+        yield
+    finally:
+        if callable(before):
+            signal.signal(signal.SIGINT, before)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """What Python calls, in the main thread, between two of its instructions."""
+    global _presses
+    mine = _mine()
+    were_reminded = [work.took_reminder() for work in list(_running)]
+    if not any(were_reminded):
+        _presses += 1
+        for work in list(_running):
+            work.ask()
+    if mine is None:
+        _before(number, frame)
+    elif not mine.is_ending and not is_in_call(frame) and not _is_ours(frame):
+        mine.end()
+        raise KeyboardInterrupt
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a block is being entered or left, which must be done as a whole.
+
+    What contextlib does in between is part of it: the block's own ``with`` has not begun by then,
+    or is over.
+    """
+    if frame is not None and frame.f_globals.get("__name__") == contextlib.__name__:
+        return True
+    while frame is not None:
+        if frame.f_globals is globals():
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_call(frame: FrameType | None) -> bool:
+    """Whether a call to Spark is under way."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if any(name == module or name.startswith(f"{module}.") for module in _CALLS):
+            return True
+        frame = frame.f_back
+    return False
