@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sparkdl.commands.doctor import main
+from sparkdl.cli.doctor.doctor_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from sparkdl.cli import run_job
-from sparkdl.commands.evaluate import EVALUATE
+from sparkdl.cli.command_line import run_job
+from sparkdl.cli.job_commands import EVALUATE
 
 if __name__ == "__main__":
     sys.exit(run_job(EVALUATE))

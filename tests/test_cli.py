@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.cli import Form, JobCommand, ended, run_job
+from sparkdl.cli.command_line import Form, JobCommand, ended, run_job
+from sparkdl.cli.job_file import EvaluateJob
 from sparkdl.errors import DataError
-from sparkdl.jobfile import EvaluateJob
 
 CONFIG = str(Path(__file__).parent.parent / "conf" / "evaluate.toml")
 

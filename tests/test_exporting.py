@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.commands.main import main
+from sparkdl.cli.main import main
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.models.demo import DigitsNet

@@ -11,22 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparkdl import job
-from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
-from sparkdl.estimator import TorchEstimator
-from sparkdl.job import (
-    VALIDATION_COLUMN,
-    _choose_columns,
-    load_model,
-    read_data,
-    read_training_data,
-    run_evaluate,
-    run_explain,
-    run_predict,
-    run_train,
-)
-from sparkdl.jobfile import (
+from sparkdl.cli import jobs
+from sparkdl.cli.job_file import (
     DataSection,
     EvaluateJob,
     EvaluateOutput,
@@ -41,6 +27,20 @@ from sparkdl.jobfile import (
     ValidationSection,
     load_job,
 )
+from sparkdl.cli.jobs import (
+    VALIDATION_COLUMN,
+    _choose_columns,
+    load_model,
+    read_data,
+    read_training_data,
+    run_evaluate,
+    run_explain,
+    run_predict,
+    run_train,
+)
+from sparkdl.data.plan import Column
+from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
+from sparkdl.estimator import TorchEstimator
 from sparkdl.model import TorchClassifierModel
 from sparkdl.spark.params.stage_metadata import _parent, check_place
 
@@ -159,14 +159,14 @@ def test_a_job_says_how_much_is_measured(spark: SparkSession, tmp_path: Path) ->
         "estimator.features_col=x", "estimator.num_workers=1", "explain.num_rows=70_000",
         "explain.count_seconds=50", "explain.calibrate=false", "explain.num_workers=[64]",
     ]  # fmt: skip
-    job = load_job(TrainJob, None, settings)
-    assert job.explain.given == {
+    jobs = load_job(TrainJob, None, settings)
+    assert jobs.explain.given == {
         "num_rows": 70_000, "count_seconds": 50, "calibrate": False, "num_workers": (64,)
     }  # fmt: skip
-    found = run_explain(job, spark)
+    found = run_explain(jobs, spark)
     assert found.plan.rows == 70_000
     assert found.scaling == ()
-    wrong = replace(job, explain=ExplainSection(num_rows=0))
+    wrong = replace(jobs, explain=ExplainSection(num_rows=0))
     with pytest.raises(ConfigError, match="num_rows must be at least 1"):
         run_explain(wrong, spark)
 
@@ -198,9 +198,9 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_read(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     place = f"{'file:' * is_url}{tmp_path}/file/models/m"
-    job = replace(training("/there is no such data", None), output=TrainOutput(path=place))
+    jobs = replace(training("/there is no such data", None), output=TrainOutput(path=place))
     with pytest.raises(StorageError, match="cannot write"):
-        run_train(job, spark)
+        run_train(jobs, spark)
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
@@ -237,13 +237,13 @@ def test_a_saved_model_is_evaluated(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
     target = tmp_path / "new" / "scores.json"
-    job = EvaluateJob(
+    jobs = EvaluateJob(
         data=DataSection(path=files),
         model=saved,
         evaluation=EvaluationSection(weight_col="weight"),
         output=EvaluateOutput(path=str(target)),
     )
-    scores = run_evaluate(job, spark)
+    scores = run_evaluate(jobs, spark)
     assert scores["accuracy"] == pytest.approx(4 / 4.5)
     assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
 
@@ -254,12 +254,12 @@ def test_scores_go_where_a_url_says(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "new" / "scores.json"
-    job = EvaluateJob(
+    jobs = EvaluateJob(
         data=DataSection(path=files), model=saved, output=EvaluateOutput(path=f"file://{place}")
     )
-    scores = run_evaluate(job, spark)
+    scores = run_evaluate(jobs, spark)
     assert json.loads(place.read_text(encoding="utf-8")) == scores.to_dict()
-    run_evaluate(replace(job, output=EvaluateOutput(path="here.json")), spark)
+    run_evaluate(replace(jobs, output=EvaluateOutput(path="here.json")), spark)
     assert sorted(
         path.name for path in tmp_path.iterdir() if path.name not in ("model", "rows")
     ) == ["here.json", "new"]
@@ -272,7 +272,7 @@ def test_scores_that_cannot_be_written_are_not_computed(
     spark: SparkSession, files: str, saved: SavedModel, path: str, kind: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(job, "load_model", lambda *_: pytest.fail("evaluates"))
+    monkeypatch.setattr(jobs, "load_model", lambda *_: pytest.fail("evaluates"))
     asked = EvaluateJob(data=DataSection(path=files), model=saved, output=EvaluateOutput(path=path))
     with pytest.raises(kind):
         run_evaluate(asked, spark)
@@ -285,7 +285,7 @@ def test_a_default_place_for_reports_that_cannot_be_written(
 ) -> None:  # fmt: skip
     (tmp_path / "file").touch()
     below = str(tmp_path / "file" / "runs")
-    monkeypatch.setattr(job, "REPORT_DIR", below)
+    monkeypatch.setattr(jobs, "REPORT_DIR", below)
     asked = replace(training(files, None), output=TrainOutput(path=str(tmp_path / "model")))
     model = ObjectRef(factory="torch.nn:Linear", args={"in_features": 2, "out_features": 2})
     estimator = replace(asked.estimator, features_col="x", num_workers=1, epochs=1, verbose=0)
@@ -301,12 +301,12 @@ def test_predictions_are_written_as_arrays(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
     output = PredictOutput(path=str(tmp_path / "p"), columns=("label", "probability"))
-    job = PredictJob(data=DataSection(path=files), model=saved, output=output)
-    assert run_predict(job, spark).count() == 4
+    jobs = PredictJob(data=DataSection(path=files), model=saved, output=output)
+    assert run_predict(jobs, spark).count() == 4
     written = spark.read.parquet(output.path)
     assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
     with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):
-        run_predict(job, spark)
+        run_predict(jobs, spark)
 
 
 def test_csv_takes_plain_columns_only(
@@ -318,12 +318,12 @@ def test_csv_takes_plain_columns_only(
         return PredictJob(data=DataSection(path=files), model=saved, output=output)
 
     with pytest.raises(ConfigError, match=r"CSV cannot hold the columns \['x', 'rawPrediction'"):
-        run_predict(job(), spark)
+        run_predict(jobs(), spark)
     with pytest.raises(ConfigError, match=r"names \['no_such'\], which are not there; known: x"):
-        run_predict(job("no_such"), spark)
+        run_predict(jobs("no_such"), spark)
     dotted = spark.read.parquet(files).withColumn("a.b", F.lit(1))
     assert _choose_columns(dotted, ("a.b", "LABEL")).columns == ["a.b", "LABEL"]
-    written = run_predict(job("label", "prediction"), spark)
+    written = run_predict(jobs("label", "prediction"), spark)
     assert sorted((row.label, row.prediction) for row in written.collect()) == [
         (0, 0.0), (1, 0.0), (1, 1.0), (1, 1.0)
     ]  # fmt: skip
@@ -338,7 +338,7 @@ def test_passwords_in_paths_are_not_shown(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "file://me:secret@localhost/none"
-    monkeypatch.setattr(job, "is_there", lambda path, _: "metadata" not in path)
+    monkeypatch.setattr(jobs, "is_there", lambda path, _: "metadata" not in path)
     for work in (
         lambda: load_model(spark, url),
         lambda: read_data(spark, DataSection(format="table", table=f"`{url}`")),

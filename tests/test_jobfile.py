@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.config import EarlyStopping
-from sparkdl.errors import ConfigError
-from sparkdl.jobfile import (
+from sparkdl.cli.job_file import (
     DataSection,
     EvaluateJob,
     ObjectRef,
@@ -16,6 +14,8 @@ from sparkdl.jobfile import (
     check_reference,
     load_job,
 )
+from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError
 
 CONF = Path(__file__).parent.parent / "conf"
 

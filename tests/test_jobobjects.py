@@ -12,14 +12,14 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
+from sparkdl.cli.job_file import EstimatorSection, TrainJob, load_job
+from sparkdl.cli.job_objects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
+from sparkdl.cli.toml_values import build
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
-from sparkdl.jobfile import EstimatorSection, TrainJob, load_job
-from sparkdl.jobobjects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
 from sparkdl.models.demo import DigitsNet
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.tomlvalues import build
 
 CONF = Path(__file__).parent.parent / "conf"
 

@@ -11,9 +11,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import Image, TorchClassifier, TorchClassifierModel
+from sparkdl.cli.images.prepare import prepare
 from sparkdl.errors import DataError
 from sparkdl.models.demo import PhotoNet
-from sparkdl.spark.preparing import prepare
 from tests.prepare.trees import digit_files, job
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang]

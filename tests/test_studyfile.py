@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from sparkdl.cli.job_file import ExplainSection, load_job
+from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import ExplainSection, load_job
-from sparkdl.studyfile import Space, StudySection, TuneJob
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
+from sparkdl.cli.toml_values import apply_settings, build, parse_value, read_toml
 from sparkdl.errors import ConfigError
-from sparkdl.tomlvalues import apply_settings, build, parse_value, read_toml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
-from sparkdl.errors import ConfigError, StorageError
-from sparkdl.jobfile import (
+from sparkdl.cli.job_file import (
     DataSection,
     EstimatorSection,
     ObjectRef,
@@ -26,11 +25,12 @@ from sparkdl.jobfile import (
     TrainOutput,
     ValidationSection,
 )
+from sparkdl.cli.tune.search import _Watch, _write, run_tune
+from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.tune.study_storage import open_study
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.storage.storage import open_storage
-from sparkdl.studyfile import Space, StudySection, TuneJob
-from sparkdl.studystorage import open_study
-from sparkdl.tuning import _Watch, _write, run_tune
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_all_running_trials_to_the_next_search(
         return 1.0
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("sparkdl.tuning.best_value", press)  # each epoch asks for it
+        patch.setattr("sparkdl.cli.tune.search.best_value", press)  # each epoch asks for it
         run_tune(replace(found, estimator=replace(found.estimator, epochs=20_000)), spark)
     assert trials(tmp_path) == []
     report = run_tune(found, spark)
@@ -277,9 +277,9 @@ def test_a_place_that_cannot_be_written_is_found_before_any_trial(
 SEARCH = """
 import sys
 from pathlib import Path
-from sparkdl.spark.starting import make_session
-from sparkdl.jobfile import SparkSection
-from sparkdl.tuning import run_tune
+from sparkdl.cli.spark_session import make_session
+from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.tune.search import run_tune
 from tests.test_tuning import job
 section = SparkSection(master="local[2]", conf={"spark.ui.enabled": False})
 run_tune(job(sys.argv[1], Path(sys.argv[2]), trials=40), make_session(section, "search"))

@@ -1,6 +1,6 @@
 """What may stand in a job file? The directive ``job-file`` lists it, from the dataclasses.
 
-```{job-file} sparkdl.jobfile:TrainJob
+```{job-file} sparkdl.cli.job_file:TrainJob
 ```
 """
 
@@ -18,8 +18,8 @@ from sphinx.util.docutils import SphinxDirective
 from tables import as_markdown, table
 
 import sparkdl
-from sparkdl.jobfile import DataSection, EstimatorSection
-from sparkdl.tomlvalues import describe
+from sparkdl.cli.job_file import DataSection, EstimatorSection
+from sparkdl.cli.toml_values import describe
 
 if TYPE_CHECKING:
     from docutils import nodes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from sparkdl.spark.preparing import prepare
+from sparkdl.cli.images.prepare import prepare
 from tests.prepare.trees import job
 
 OPTIONS = {"output_rows_per_file": 10, "split": {"test": 0.2}, "image": {"encoding": "png"}}

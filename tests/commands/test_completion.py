@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.commands import completion
-from sparkdl.commands.completion import keys, settings
-from sparkdl.commands.main import main
+from sparkdl.cli import completion
+from sparkdl.cli.completion import keys, settings
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.job_file import TrainJob
+from sparkdl.cli.main import main
+from sparkdl.cli.tune.study_file import TuneJob
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import TrainJob
-from sparkdl.prepare.options import PrepareJob
-from sparkdl.studyfile import TuneJob
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 60

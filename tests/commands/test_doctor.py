@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparkdl.commands import doctor
-from sparkdl.commands.main import main, make_parser
-from sparkdl.doctor.cluster import Order
-from sparkdl.doctor.finding import Finding, note, ok, wrong
+from sparkdl.cli.doctor import doctor_command
+from sparkdl.cli.doctor.cluster_checks import Order
+from sparkdl.cli.doctor.finding import Finding, note, ok, wrong
+from sparkdl.cli.main import main, make_parser
 
 
 def order(*arguments: str) -> Order:
-    return doctor.make_order(make_parser().parse_args(["doctor", *arguments]))
+    return doctor_command.make_order(make_parser().parse_args(["doctor", *arguments]))
 
 
 def test_the_command_line_becomes_an_order() -> None:
@@ -67,8 +67,8 @@ def run(
     def cluster_findings(order: Order) -> Iterator[Finding]:
         return iter(cluster)
 
-    monkeypatch.setattr(doctor, "examine_machine", machine_findings)
-    monkeypatch.setattr(doctor, "examine_cluster", cluster_findings)
+    monkeypatch.setattr(doctor_command, "examine_machine", machine_findings)
+    monkeypatch.setattr(doctor_command, "examine_cluster", cluster_findings)
     return main(["doctor", *words])
 
 
@@ -94,9 +94,9 @@ def test_a_remote_cluster_makes_this_machine_a_client(
 ) -> None:
     assert run(monkeypatch, [ok("Python", "3")], [], "--remote", "sc://a") == 0
     assert "the cluster: sc://a" in capsys.readouterr().out
-    assert doctor.is_client(None, {"SPARK_REMOTE": "sc://a"})
-    assert not doctor.is_client(None, {"SPARK_REMOTE": "local[2]"})
-    assert not doctor.is_client("yarn", {"SPARK_REMOTE": "sc://a"})
+    assert doctor_command.is_client(None, {"SPARK_REMOTE": "sc://a"})
+    assert not doctor_command.is_client(None, {"SPARK_REMOTE": "local[2]"})
+    assert not doctor_command.is_client("yarn", {"SPARK_REMOTE": "sc://a"})
 
 
 def test_the_machine_alone(

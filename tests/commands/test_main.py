@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 import sparkdl
-from sparkdl.commands.main import main, make_parser
-from sparkdl.jobfile import EvaluateJob, PredictJob, TrainJob, load_job
-from sparkdl.prepare.options import PrepareJob
-from sparkdl.studyfile import TuneJob
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.main import main, make_parser
+from sparkdl.cli.tune.study_file import TuneJob
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = {
@@ -98,7 +98,7 @@ def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_and_parsing_import_neither_torch_nor_pyspark() -> None:
     code = (
-        "import json, sys\nfrom sparkdl.commands.main import make_parser\nmake_parser()\n"
+        "import json, sys\nfrom sparkdl.cli.main import make_parser\nmake_parser()\n"
         "heavy = {'torch', 'pyspark', 'pandas', 'pyarrow', 'numpy'}\n"
         "print(json.dumps(sorted(heavy & set(sys.modules))))"
     )
@@ -110,7 +110,7 @@ def test_the_working_directory_can_hold_a_users_modules(tmp_path: Path) -> None:
     code = (
         "import os, sys\nsys.path = [p for p in sys.path if p]\n"
         f"os.chdir({str(tmp_path)!r})\n"
-        "from sparkdl.commands.main import main\nmain(['train', '--starter'])\n"
+        "from sparkdl.cli.main import main\nmain(['train', '--starter'])\n"
         "import own_module\nprint(own_module.VALUE)"
     )
     assert run_python(code).endswith("\n3\n")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.cli import Form
-from sparkdl.commands.prepare import lines
-from sparkdl.commands.train import next_commands
-from sparkdl.prepare.ledger import Report
+from sparkdl.cli.command_line import Form
+from sparkdl.cli.images.ledger import Report
+from sparkdl.cli.job_commands import lines, next_commands
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.tune.study_file import TuneJob
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import EvaluateJob, PredictJob, TrainJob, load_job
-from sparkdl.prepare.options import PrepareJob
-from sparkdl.studyfile import TuneJob
 from tests.docs.blocks import ROOT, Block
 
 KINDS = {
@@ -167,7 +167,7 @@ def _of_options(kind: type, options: Sequence[str]) -> str | None:
 
 def _of_sparkdl(words: list[str]) -> str | None:
     """The job file and settings, where the command takes them; that there is such a command."""
-    if find_spec("sparkdl.commands") is None:
+    if find_spec("sparkdl.cli") is None:
         return "the package has no command sparkdl"
     if words[:1] and words[0] in KINDS and "--config" in words:
         return _of_options(KINDS[words[0]], words[1:])

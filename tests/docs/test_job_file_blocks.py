@@ -6,12 +6,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob
+from sparkdl.cli.job_objects import import_object
+from sparkdl.cli.toml_values import convert
+from sparkdl.cli.tune.study_file import TuneJob
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import EvaluateJob, PredictJob, TrainJob
-from sparkdl.jobobjects import import_object
-from sparkdl.prepare.options import PrepareJob
-from sparkdl.studyfile import TuneJob
-from sparkdl.tomlvalues import convert
 from tests.docs.blocks import Block, blocks
 
 JOBS = (TrainJob, TuneJob, EvaluateJob, PredictJob, PrepareJob)

@@ -14,9 +14,9 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from sparkdl.doctor import cluster
-from sparkdl.doctor.cluster import Order, addresses, examine_cluster
-from sparkdl.doctor.finding import Finding
+from sparkdl.cli.doctor import cluster_checks
+from sparkdl.cli.doctor.cluster_checks import Order, addresses, examine_cluster
+from sparkdl.cli.doctor.finding import Finding
 from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster import cluster_info, slots
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
@@ -44,7 +44,7 @@ def test_a_master_names_hosts_and_ports(master: str, expected: list[tuple[str, i
 
 
 def test_without_pyspark_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "installed", lambda package: None)
+    monkeypatch.setattr(cluster_checks, "installed", lambda package: None)
     (found,) = examine_cluster(Order())
     assert found.state == "left out"
     assert "without pyspark" in found.text
@@ -59,7 +59,7 @@ def closed_port() -> Iterator[int]:
 
 
 def test_a_master_that_is_not_there(closed_port: int) -> None:
-    (found,) = cluster._reachable(f"spark://127.0.0.1:{closed_port}")
+    (found,) = cluster_checks._reachable(f"spark://127.0.0.1:{closed_port}")
     assert found.state == "wrong"
     assert f"nothing answers at 127.0.0.1:{closed_port}" in found.text
     assert "that the master runs" in found.text
@@ -71,29 +71,29 @@ def info(**values: object) -> ClusterInfo:
 
 
 def test_slots_and_workers_are_those_of_fit() -> None:
-    workers, found = cluster._slots(info(), None)
+    workers, found = cluster_checks._slots(info(), None)
     assert (workers, found.state) == (3, "ok")
     assert found.text == "12, of 3 executors with 4 cores; 1 per task; fit would start 3 workers"
 
 
 def test_too_many_workers_are_refused_in_the_words_of_fit() -> None:
-    workers, found = cluster._slots(info(), 13)
+    workers, found = cluster_checks._slots(info(), 13)
     assert (workers, found.state) == (1, "wrong")
     assert "numWorkers=13 needs 13 free slots" in found.text
 
 
 def test_a_cluster_that_does_not_tell_its_executors() -> None:
     unknown = info(num_executors=None, cores_per_executor=None)
-    assert cluster._slots(unknown, None)[0] == 1
-    assert "--num-workers" in cluster._slots(unknown, None)[1].text
-    assert cluster._slots(unknown, 4)[0] == 4
+    assert cluster_checks._slots(unknown, None)[0] == 1
+    assert "--num-workers" in cluster_checks._slots(unknown, None)[1].text
+    assert cluster_checks._slots(unknown, 4)[0] == 4
 
 
 def test_the_trial_has_two_workers_where_there_is_room() -> None:
-    assert cluster._in_trial(1, info(num_executors=1), Order()) == 2
-    assert cluster._in_trial(1, info(num_executors=1, cores_per_executor=1), Order()) == 1
-    assert cluster._in_trial(3, info(), Order()) == 3
-    assert cluster._in_trial(1, info(), Order(num_workers=1)) == 1
+    assert cluster_checks._in_trial(1, info(num_executors=1), Order()) == 2
+    assert cluster_checks._in_trial(1, info(num_executors=1, cores_per_executor=1), Order()) == 1
+    assert cluster_checks._in_trial(3, info(), Order()) == 3
+    assert cluster_checks._in_trial(1, info(), Order(num_workers=1)) == 1
 
 
 def states(findings: list[Finding]) -> dict[str, str]:
@@ -103,7 +103,9 @@ def states(findings: list[Finding]) -> dict[str, str]:
 @pytest.mark.spark
 @pytest.mark.slow
 def test_a_session_that_can_train(spark: SparkSession, tmp_path: Path) -> None:
-    findings = list(cluster._examine(spark, Order(checkpoint_dir=str(tmp_path / "checkpoints"))))
+    findings = list(
+        cluster_checks._examine(spark, Order(checkpoint_dir=str(tmp_path / "checkpoints")))
+    )
     assert [finding.line() for finding in findings if finding.state != "ok"] == []
     assert set(states(findings)) == {
         "slots", "barrier", "files", "memory", "versions", "channel", "storage", "workers", "GPUs",
@@ -118,7 +120,7 @@ def test_a_session_that_can_train(spark: SparkSession, tmp_path: Path) -> None:
 def test_a_checkpoint_dir_that_cannot_be_used(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     order = Order(checkpoint_dir=str(tmp_path / "file" / "below"))
-    found = next(f for f in cluster._examine(spark, order) if f.subject == "storage")
+    found = next(f for f in cluster_checks._examine(spark, order) if f.subject == "storage")
     assert found.state == "wrong"
     assert "choose a path whose parents are folders" in found.text
 
@@ -127,8 +129,8 @@ def test_a_checkpoint_dir_that_cannot_be_used(spark: SparkSession, tmp_path: Pat
 def test_without_torch_the_rest_is_still_asked(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "installed", lambda package: None)
-    found = states(list(cluster._examine(spark, Order())))
+    monkeypatch.setattr(cluster_checks, "installed", lambda package: None)
+    found = states(list(cluster_checks._examine(spark, Order())))
     assert found["slots"] == "ok"
     assert found["workers"] == "left out"
     assert "channel" not in found
@@ -141,8 +143,8 @@ def test_where_no_gang_can_run_none_is_tried(
     def refused(*_: object) -> str:
         raise ClusterError("dynamic allocation; set a fixed number")
 
-    monkeypatch.setattr(cluster, "_gang_support", refused)
-    found = states(list(cluster._examine(spark, Order())))
+    monkeypatch.setattr(cluster_checks, "_gang_support", refused)
+    found = states(list(cluster_checks._examine(spark, Order())))
     assert (found["barrier"], found["workers"]) == ("wrong", "left out")
     assert "GPUs" not in found
 
@@ -157,7 +159,7 @@ def test_under_dynamic_allocation_no_executor_is_waited_for(
     for module in (compat, cluster_info, slots):
         monkeypatch.setattr(module, "conf", lambda s, key: entries.get(key) or real(s, key))
     monkeypatch.setattr(cluster_info, "wait_for_slots", lambda *_: pytest.fail("waits"))
-    findings = list(cluster._examine(spark, Order()))
+    findings = list(cluster_checks._examine(spark, Order()))
     found = states(findings)
     assert list(found)[:2] == ["barrier", "slots"]
     assert (found["barrier"], found["slots"], found["workers"]) == ("wrong", "note", "left out")
@@ -172,7 +174,7 @@ def test_executors_without_python_are_a_finding(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spark.sparkContext, "pythonExec", "/nowhere/python")
-    findings = list(cluster._examine(spark, Order()))
+    findings = list(cluster_checks._examine(spark, Order()))
     text = {finding.subject: finding.text for finding in findings}
     assert (states(findings)["channel"], states(findings)["workers"]) == ("wrong", "wrong")
     assert "/nowhere/python" in text["channel"]
@@ -186,9 +188,9 @@ def test_what_spark_raises_is_a_finding_of_the_session(
     def lost(*_: object) -> None:
         raise PySparkException("the application is gone")
 
-    monkeypatch.setattr(cluster, "_start", lambda order: spark)
-    monkeypatch.setattr(cluster, "bounded", lambda *_: None)
-    monkeypatch.setattr(cluster, "_wait_for_executors", lost)
+    monkeypatch.setattr(cluster_checks, "_start", lambda order: spark)
+    monkeypatch.setattr(cluster_checks, "bounded", lambda *_: None)
+    monkeypatch.setattr(cluster_checks, "_wait_for_executors", lost)
     *_, last = examine_cluster(Order())
     assert (last.subject, last.state) == ("session", "wrong")
     assert "the application is gone" in last.text
@@ -196,7 +198,7 @@ def test_what_spark_raises_is_a_finding_of_the_session(
 
 def test_a_mistake_of_ours_is_no_finding() -> None:
     with pytest.raises(ZeroDivisionError):
-        cluster._in_session(ZeroDivisionError())
+        cluster_checks._in_session(ZeroDivisionError())
 
 
 def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

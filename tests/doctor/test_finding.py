@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sparkdl.doctor.finding import bounded, checked, ok, wrong
+from sparkdl.cli.doctor.finding import bounded, checked, ok, wrong
 from sparkdl.errors import ClusterError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.doctor import machine
-from sparkdl.doctor.machine import (
+from sparkdl.cli.doctor import machine_checks
+from sparkdl.cli.doctor.machine_checks import (
     examine_machine,
     host_name,
     is_within,
@@ -154,8 +154,8 @@ def test_the_foreign_package_elsewhere_is_named(
     folder = tmp_path / "sparkdl-0.2.2.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: sparkdl\nVersion: 0.2.2\n", encoding="utf-8")
-    assert list(machine.foreign_package()) == []
+    assert list(machine_checks.foreign_package()) == []
     monkeypatch.syspath_prepend(tmp_path)
-    (found,) = machine.foreign_package()
+    (found,) = machine_checks.foreign_package()
     assert found.state == "wrong"
     assert f"another package of that name, 0.2.2, is at {tmp_path}" in found.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparkdl.doctor.trial import disk_finding, gpus_finding, workers_finding
+from sparkdl.cli.doctor.trial_gang import disk_finding, gpus_finding, workers_finding
 
 
 def rank(host: str = "a", gpu: str | None = None, device: str = "cpu", **values: Any) -> Any:

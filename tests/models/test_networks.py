@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 import sparkdl.models
+from sparkdl.cli.job_file import TrainJob
+from sparkdl.cli.job_objects import import_object, make_estimator
+from sparkdl.cli.toml_values import build
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.jobfile import TrainJob
-from sparkdl.jobobjects import import_object, make_estimator
 from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.onnx_export import export_onnx
 from sparkdl.serialization.saved_module import load_module_from, save_module
 from sparkdl.storage.storage import LocalStorage
-from sparkdl.tomlvalues import build
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = {

@@ -5,8 +5,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from sparkdl.cli.images.image_labels import by_folder, by_table
 from sparkdl.errors import DataError
-from sparkdl.prepare.labels import by_folder, by_table
 
 PATHS = ["cat/1.png", "cat/deep/2.png", "dog/1.png"]
 ROOTS = ("file:/data/pets", "pets", "/data/pets")

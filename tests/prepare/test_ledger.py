@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkdl.cli.images.ledger import Ledger, Record
+from sparkdl.cli.images.parts import Part
 from sparkdl.errors import ConfigError
-from sparkdl.prepare.ledger import Ledger, Record
-from sparkdl.prepare.plan import Part
 from sparkdl.storage.storage import LocalStorage
 from tests.checkpoint.memory import MemoryStorage
 

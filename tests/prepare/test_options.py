@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.job_file import load_job
+from sparkdl.cli.toml_values import build
 from sparkdl.errors import ConfigError
-from sparkdl.jobfile import load_job
-from sparkdl.prepare.options import PrepareJob
-from sparkdl.tomlvalues import build
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from sparkdl.cli.images.image_bytes import arrow_type, convert, reason
+from sparkdl.cli.images.options import ImageSection
 from sparkdl.data.images import BadImage, read_images
 from sparkdl.inputs import Image
-from sparkdl.prepare.options import ImageSection
-from sparkdl.prepare.pictures import arrow_type, convert, reason
 
 pillow = pytest.importorskip("PIL.Image")
 

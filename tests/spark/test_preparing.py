@@ -11,13 +11,13 @@ import pytest
 from pyspark.ml.feature import IndexToString
 from pyspark.sql import SparkSession
 
+from sparkdl.cli.images.list_files import below, escaped, qualified
+from sparkdl.cli.images.parts import Part
+from sparkdl.cli.images.prepare import prepare
+from sparkdl.cli.images.write_parquet import PartWriter
 from sparkdl.data.images import read_images
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image
-from sparkdl.prepare.plan import Part
-from sparkdl.spark.imagefiles import below, escaped, qualified
-from sparkdl.spark.partwriter import PartWriter
-from sparkdl.spark.preparing import prepare
 from tests.prepare.trees import digit_files, job, png
 
 pytestmark = pytest.mark.spark

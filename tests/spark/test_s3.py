@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import save
 
 from sparkdl import ParameterAveraging, TorchClassifier, TorchClassifierModel, TorchRegressor
+from sparkdl.cli.job_file import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
+from sparkdl.cli.jobs import load_model, run_train
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.job import load_model, run_train
-from sparkdl.jobfile import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
 from sparkdl.report.run_folder import RunReader
 from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.storage.storage import open_storage

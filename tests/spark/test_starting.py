@@ -6,9 +6,9 @@ import pytest
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
+from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.spark_session import _check_entries, make_session
 from sparkdl.errors import ClusterError, ConfigError
-from sparkdl.jobfile import SparkSection
-from sparkdl.spark.starting import _check_entries, make_session
 
 SUBMITTED = {"PYSPARK_GATEWAY_PORT": "1"}
 

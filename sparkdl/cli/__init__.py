@@ -1,0 +1,1 @@
+"""The command line: job files, commands, doctor, tuning, image preparation."""

@@ -1,0 +1,118 @@
+"""How does a shell come to complete the arguments of ``sparkdl``? By argcomplete.
+
+The shell calls ``sparkdl`` itself with the line so far in its environment, so what is completed
+is what the parser takes: subcommands, options, job files, and the keys of job files.
+https://kislyuk.github.io/argcomplete/
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sparkdl.cli.command_line import ended
+from sparkdl.errors import ConfigError
+
+SHELLS = ("bash", "zsh", "fish")
+DESCRIPTION = "Print what makes a shell complete the arguments of sparkdl."
+EXAMPLES = """\
+example:
+  source <(sparkdl completion bash)                       in this shell; for all, in ~/.bashrc
+  source <(sparkdl completion zsh)                        in ~/.zshrc, after compinit
+  sparkdl completion fish > ~/.config/fish/completions/sparkdl.fish
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``sparkdl completion``."""
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=lambda given: ended(lambda: print(script(given.shell), end="")))
+
+
+def script(shell: str) -> str:
+    """What the shell shall read.
+
+    Raises:
+        ConfigError: argcomplete is not installed.
+    """
+    try:
+        argcomplete = import_module("argcomplete")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            'completion needs argcomplete; pip install "sparkdl-torch[completion]"'
+        ) from error
+    text: str = argcomplete.shellcode(["sparkdl"], shell=shell)
+    return f"{text.strip()}\n"
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell and end the process, if it is a shell that asks."""
+    if "_ARGCOMPLETE" in os.environ:
+        import_module("argcomplete").autocomplete(parser)
+
+
+def files_for(action: argparse.Action, *endings: str) -> None:
+    """Have an argument completed by the names of files with these endings, and of folders."""
+    if "_ARGCOMPLETE" in os.environ:
+        _attach(action, import_module("argcomplete.completers").FilesCompleter(endings))
+
+
+def settings_for(action: argparse.Action, job: type) -> None:
+    """Have ``--set`` completed by the keys of a job file, and by the values that a key may have."""
+
+    def completer(prefix: str, **_: Any) -> list[str]:
+        return list(settings(job, prefix))
+
+    _attach(action, completer)
+
+
+def _attach(action: argparse.Action, completer: Any) -> None:
+    action.completer = completer  # type: ignore[attr-defined] # where argcomplete looks for it
+
+
+def settings(job: type, prefix: str) -> Iterator[str]:
+    """What may follow ``--set`` and begins with ``prefix``.
+
+    Args:
+        job: the class of a job file, such as `sparkdl.cli.job_file.TrainJob`.
+        prefix: what is there already; up to ``=`` it is a key, from there on a value.
+    """
+    key, separator, _ = prefix.partition("=")
+    for name, hint in keys(job):
+        if separator and name == key:
+            found = [f"{name}={value}" for value in _values(hint)]
+        else:
+            found = [f"{name}="]
+        yield from (text for text in found if text.startswith(prefix))
+
+
+def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a job file as ``section.key``, and the type of each."""
+    hints = get_type_hints(job)
+    for item in fields(job):
+        hint, name = hints[item.name], f"{above}{item.name}"
+        inner = next((part for part in _parts(hint) if is_dataclass(part)), None)
+        if inner is not None and above.count(".") < 2:
+            assert isinstance(inner, type)
+            yield from keys(inner, f"{name}.")
+        if above:
+            yield name, hint
+
+
+def _values(hint: Any) -> Iterator[str]:
+    """The values of a key that can be listed."""
+    for part in _parts(hint):
+        if get_origin(part) is Literal:
+            yield from map(str, get_args(part))
+        elif part is bool:
+            yield from ("true", "false")
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none is its only one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

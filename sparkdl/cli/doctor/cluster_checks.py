@@ -1,0 +1,302 @@
+"""Has a cluster what training needs? Asked of Spark itself, by what `fit` does before it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sparkdl.cli.doctor import trial_gang
+from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
+from sparkdl.cli.doctor.machine_checks import installed
+from sparkdl.cli.job_file import SparkSection
+from sparkdl.errors import ClusterError, SparkDLError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkdl.spark.cluster.cluster_info import ClusterInfo
+    from sparkdl.spark.session.settings import Settings
+
+_CONNECT_SECONDS = 5.0
+_STOP_SECONDS = 30.0
+_NAMED_HOST = re.compile(r"(?:spark|sc|k8s)://(.*)")
+_DEFAULT_PORTS = {"spark": 7077, "sc": 15002, "k8s": 443}
+_ENTRIES = ("startTimeout", "queueTimeout", "collectiveTimeout")
+"""Of ``spark.sparkdl``, which bound the waits of a gang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the doctor is asked to look at."""
+
+    master: str | None = None
+    """As in ``[spark]`` of a job file; None: what Spark's configuration says."""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_dir: str | None = None
+    num_workers: int | None = None
+    """Workers of the trial; None: one per executor or GPU, as for `fit`."""
+    timeout_seconds: float = 120.0
+    """Longest wait for each answer."""
+
+
+def examine_cluster(order: Order) -> Iterator[Finding]:
+    """Start a session, ask it, try a gang, and stop it again."""
+    if installed("pyspark") is None:
+        yield left_out("session", "Spark cannot be asked without pyspark")
+        return
+    yield from _reachable(order.master)
+    try:
+        began = time.perf_counter()
+        spark = _start(order)
+    except Exception as error:  # pyspark's, py4j's and gRPC's have no base class in common
+        yield wrong("session", _in_short(error))
+        return
+    try:
+        yield ok("session", _session(spark, time.perf_counter() - began))
+        yield from _examine(spark, order)
+    except Exception as error:  # of Spark's, where nothing below expects one
+        yield wrong("session", _in_session(error))
+    finally:
+        with contextlib.suppress(SparkDLError):  # the process ends anyway
+            bounded(spark.stop, _STOP_SECONDS, "the end of the session")
+
+
+def _start(order: Order) -> SparkSession:
+    from sparkdl.cli.spark_session import make_session
+
+    waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
+    conf = {"spark.log.level": "ERROR", **waits, **order.conf}
+    section = SparkSection(master=order.master, conf=conf)
+    return bounded(
+        lambda: make_session(section, "sparkdl doctor"),
+        order.timeout_seconds,
+        f"a Spark session of {order.master or 'the default master'}; see that the cluster runs, "
+        "that it has resources left for an application, and that it can connect back to this host",
+    )
+
+
+def _session(spark: SparkSession, seconds: float) -> str:
+    from sparkdl.spark.session.compat import conf
+
+    return f"Spark {spark.version} on {conf(spark, 'spark.master')} after {seconds:.1f} s"
+
+
+def _reachable(master: str | None) -> Iterator[Finding]:
+    """Whether somebody listens where the master's URL points to; Spark would try for minutes."""
+    for host, port in addresses(master or ""):
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            yield wrong(
+                "master",
+                f"nothing answers at {host}:{port} ({error}); check the URL {master}, that the "
+                "master runs, and that this host may connect to it",
+            )
+        else:
+            yield ok("master", f"{host}:{port} answers")
+
+
+def addresses(master: str) -> list[tuple[str, int]]:
+    """Hosts and ports that a master's URL names; none for ``local`` and ``yarn``."""
+    match = _NAMED_HOST.fullmatch(master)
+    if match is None:
+        return []
+    default = _DEFAULT_PORTS[master.partition(":")[0]]
+    rest = re.sub("^https?://", "", match[1]).partition("/")[0].partition(";")[0]
+    parts = (urlsplit(f"//{place}") for place in rest.split(","))
+    return [(part.hostname or "", part.port or default) for part in parts]
+
+
+def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
+    from sparkdl.spark.cluster import cluster_info
+    from sparkdl.spark.session.compat import conf
+    from sparkdl.spark.session.settings import read_settings
+
+    get = partial(conf, spark)
+    try:
+        settings = read_settings(get)
+    except SparkDLError as error:
+        yield wrong("session", str(error))
+        return
+    barrier = checked("barrier", lambda: _gang_support(cluster_info.from_conf(get), get, settings))
+    yield barrier
+    try:
+        info = _wait_for_executors(spark, settings)
+    except SparkDLError as error:
+        yield wrong("slots", str(error))
+        return
+    workers, finding = _slots(info, order.num_workers)
+    yield finding
+    yield checked("files", lambda: _plain_files(get, settings))
+    yield checked("memory", lambda: _memory(info, get, workers))
+    if installed("torch") is None:
+        yield left_out("workers", "they cannot be tried without torch on the driver")
+        return
+    tasks = max(workers, cluster_info.total_slots(info, None, None) or 0)
+    for subject, url in (("channel", None), ("storage", order.checkpoint_dir)):
+        if subject == "storage" and url is None:
+            yield left_out("storage", "--checkpoint-dir URL tries a place for checkpoints")
+            continue
+        yield from _link(spark, subject, url, tasks, settings, order)
+    if barrier.state == "wrong":
+        yield left_out("workers", "no gang can be tried, see barrier")
+        return
+    yield from _trial(_in_trial(workers, info, order), info)
+
+
+def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
+    from sparkdl.spark.cluster.cluster_info import from_conf, wait_for_slots
+    from sparkdl.spark.cluster.slots import await_executors
+    from sparkdl.spark.session.compat import conf
+
+    if from_conf(partial(conf, spark)).dynamic_allocation:  # they come when there are jobs
+        return await_executors(spark, settings)
+    wait_for_slots(spark, 1, None, settings)
+    return await_executors(spark, settings)
+
+
+def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
+    """Workers for the trial, and what is to be said of the room for them."""
+    from sparkdl.spark.cluster.cluster_info import choose_num_workers
+
+    if info.dynamic_allocation:
+        there = f"{info.num_executors or 0} executors are there now"
+        return wanted or 1, note("slots", f"they come and go with Spark's jobs; {there}")
+    if wanted is None and info.num_slots is None:
+        text = f"{info.master} does not tell its executors; --num-workers tries more than one"
+        return 1, note("slots", text)
+    try:
+        workers = choose_num_workers(info, wanted)
+    except ClusterError as error:
+        return 1, wrong("slots", str(error))
+    if info.num_slots is None:
+        return workers, note("slots", f"{info.master} does not tell its executors")
+    gpus = f" and {info.gpus_per_executor} GPUs" * bool(info.gpus_per_executor)
+    return workers, ok(
+        "slots",
+        f"{info.num_slots}, of {info.num_executors} executor{'s' * (info.num_executors != 1)} with "
+        f"{info.cores_per_executor} cores{gpus}; {info.task_cpus:g} per task; fit would start "
+        f"{workers} worker{'s' * (workers != 1)}",
+    )
+
+
+def _gang_support(info: ClusterInfo, get: Any, settings: Settings) -> str:
+    from sparkdl.spark.cluster.cluster_info import require_gang_support
+
+    require_gang_support(info, get, settings)
+    return "can run: no dynamic allocation, no encryption that a gang would break"
+
+
+def _plain_files(get: Any, settings: Settings) -> str:
+    from sparkdl.spark.cluster.cluster_info import require_plain_files
+
+    require_plain_files(get, settings)
+    return "rows may lie in Spark's local directories while training runs"
+
+
+def _memory(info: ClusterInfo, get: Any, workers: int) -> str:
+    from sparkdl.spark.cluster.cluster_info import check_memory, overhead_bytes
+
+    check_memory(info, get, replica_bytes=0, state_bytes=0, spool_bytes=0, num_workers=workers)
+    if not info.master.startswith(("yarn", "k8s")):
+        return "no container limits what Python workers use"
+    return f"executors grant {overhead_bytes(get) >> 20} MiB outside the JVM"
+
+
+def _link(
+    spark: SparkSession, subject: str, url: str | None, tasks: int, settings: Settings, order: Order
+) -> Iterator[Finding]:
+    """Try the channel between driver and executors, and a place for checkpoints.
+
+    The probe behind it compares versions as well.
+    """
+    from sparkdl.runtime.versions import versions
+    from sparkdl.spark.cluster.link import open_link
+
+    with contextlib.ExitStack() as stack:
+        ask = partial(
+            open_link,
+            spark,
+            checkpoint_dir=url,
+            num_workers=tasks,
+            profile=None,
+            settings=settings,
+            run_id=f"doctor-{uuid.uuid4().hex[:8]}",
+            stack=stack,
+        )
+        try:
+            link = bounded(ask, order.timeout_seconds, f"{tasks} small tasks on the executors")
+        except Exception as error:
+            yield wrong(subject, _in_session(error))
+            return
+        if url is not None:
+            by = "by way of the driver" if link.relays else "by driver and executors"
+            yield ok("storage", f"{link.checkpoints} can be written and read {by}")
+            return
+        shown = ", ".join(f"{name} {version}" for name, version in versions().items())
+        yield ok("versions", f"equal on driver and executors ({tasks} tasks): {shown}")
+        if link.channel is None:
+            text = "executors do not reach this client: no progress and no logs while training"
+            yield note("channel", text)
+            return
+        where = f"{link.channel.host}:{link.channel.port}"
+        yield ok("channel", f"executors reach the driver at {where}")
+
+
+def _in_trial(workers: int, info: ClusterInfo, order: Order) -> int:
+    """Workers of the trial: two at least if there is room, to see that they reach each other."""
+    if order.num_workers is not None:
+        return workers
+    return max(workers, min(2, info.num_slots or 1))
+
+
+def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
+    """Start a gang that does next to nothing."""
+    from sparkdl.runner import TorchRunner
+
+    runner = TorchRunner(num_workers=workers, max_restarts=0, results="all", verbose=0)
+    began = time.perf_counter()
+    try:
+        seen = runner.run(trial_gang.look_around)
+    except Exception as error:
+        yield wrong("workers", f"no gang of {workers}: {_in_session(error)}")
+        return
+    yield trial_gang.workers_finding(seen, time.perf_counter() - began)
+    yield trial_gang.gpus_finding(seen, info.gpus_per_executor)
+    yield trial_gang.disk_finding(seen)
+
+
+def _in_short(error: Exception) -> str:
+    """An error for one line: ours whole, others' first line with their type."""
+    if isinstance(error, SparkDLError):
+        return str(error)
+    first = str(error).strip().partition("\n")[0]
+    return f"Spark does not start: {type(error).__name__}: {first}"
+
+
+def _in_session(error: Exception) -> str:
+    """An error of ours or, with what mostly helps, of Spark's; others are raised again.
+
+    Raises:
+        Exception: ``error``, if it is neither.
+    """
+    from sparkdl.spark.cluster.probe import PYTHON_REMEDY
+    from sparkdl.spark.session.failures import is_spark_error, told_by
+
+    if isinstance(error, SparkDLError):
+        return str(error)
+    if not is_spark_error(error):
+        raise error
+    try:
+        told = told_by(error)
+    except Exception as another:  # the JVM that is asked may be gone
+        told = f"{type(error).__name__}, then {type(another).__name__}"
+    return f"Spark has failed ({told}); {PYTHON_REMEDY}"

@@ -1,0 +1,200 @@
+"""Has this machine what a Spark driver needs? Asked without Spark, which may not be there."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import sparkdl
+from sparkdl.cli.doctor.finding import Finding, bounded, left_out, note, ok, wrong
+from sparkdl.errors import ClusterError
+
+_DISTRIBUTION = "sparkdl-torch"
+_NEEDED = {"pyspark": "spark", "pandas": "spark", "torch": "torch"}
+"""Packages of extras that training needs, and the extra."""
+_WORKERS = "PYSPARK_PYTHON"
+_JAVA = 17
+_PROGRAM_SECONDS = 20.0
+"""Longest wait for a program that tells its version."""
+_NAME_SECONDS = 10.0
+"""Longest wait for a name server."""
+
+
+def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> Iterator[Finding]:
+    """Look at Python, packages, Java, SPARK_HOME and the name of this host.
+
+    Args:
+        environ: the environment.
+        is_remote: whether Spark is elsewhere, and this a client of Spark Connect.
+    """
+    yield ok("Python", f"{platform.python_version()}, {sys.executable}")
+    yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")
+    yield from foreign_package()
+    ranges = required_ranges()
+    for package, extra in _NEEDED.items():
+        yield package_finding(package, installed(package), ranges.get(package, ""), extra)
+    if is_remote:
+        for subject in (_WORKERS, "Java"):
+            yield left_out(subject, "that of the Spark Connect server counts")
+        return
+    yield workers_python(environ)
+    yield java(environ)
+    if "SPARK_HOME" in environ:
+        yield spark_home(Path(environ["SPARK_HOME"]), installed("pyspark"))
+    yield host_name(environ)
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, which is not imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def required_ranges() -> dict[str, str]:
+    """Package -> range of versions, such as ``>=4.1,<4.4``, as this installation declares it."""
+    try:
+        lines = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        return {}
+    found = (re.match(r"([\w.-]+)(?:\[[\w,]+\])?\s*([<>=!~\d.,\s]*)", line) for line in lines)
+    return {match[1].lower(): match[2].replace(" ", "") for match in found if match}
+
+
+def package_finding(package: str, version: str | None, allowed: str, extra: str) -> Finding:
+    """What there is to say of a package that an extra installs."""
+    remedy = f'pip install "{_DISTRIBUTION}[{extra}]"'
+    if version is None:
+        return wrong(package, f"is not installed; {remedy}")
+    if not is_within(version, allowed):
+        return wrong(package, f"{version} is outside the range {allowed}; {remedy}")
+    return ok(package, version)
+
+
+def is_within(version: str, allowed: str) -> bool:
+    """Whether a version is in a range of ``>=`` and ``<`` bounds; other bounds do not count."""
+    ours = _release(version)
+    for bound in filter(None, allowed.split(",")):
+        match = re.fullmatch(r"(>=|<)([\d.]+)", bound)
+        if match is None:
+            continue
+        theirs = _release(match[2])
+        if (ours < theirs) if match[1] == ">=" else (ours >= theirs):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    parts = [int(part) for part in match[0].split(".")] if match else [0]
+    while len(parts) > 1 and parts[-1] == 0:  # 4.1.0 is 4.1
+        parts.pop()
+    return tuple(parts)
+
+
+def foreign_package() -> Iterator[Finding]:
+    """PyPI's ``sparkdl`` elsewhere on the path; beside ours it would have ended the import."""
+    try:
+        other = metadata.distribution("sparkdl")
+    except metadata.PackageNotFoundError:
+        return
+    yield wrong(
+        "sparkdl",
+        f"another package of that name, {other.version}, is at {other.locate_file('')}; workers "
+        "may import that one: pip uninstall sparkdl, here and on the executors",
+    )
+
+
+def workers_python(environ: Mapping[str, str]) -> Finding:
+    """Which Python Spark's workers run, where they are on this machine."""
+    chosen = environ.get("PYSPARK_PYTHON")
+    if chosen is None and "PYSPARK_GATEWAY_PORT" in environ:
+        return note(
+            _WORKERS,
+            "not set, so under spark-submit workers run the first python3 of their PATH; see line "
+            "'versions', and export PYSPARK_PYTHON if that is another Python",
+        )
+    if chosen is None:
+        return ok(_WORKERS, f"not set, so sparkdl sets it to {sys.executable}")
+    found = shutil.which(chosen)
+    if found is None:
+        return note(
+            _WORKERS,
+            f"{chosen} is not on this machine; executors must have it, for example by --archives",
+        )
+    ours = ".".join(platform.python_version_tuple()[:2])
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    theirs, problem = _output([found, "-c", code])
+    if theirs.strip() != ours:
+        return wrong(
+            _WORKERS,
+            f"{chosen} is Python {theirs.strip() or problem}, the driver runs "
+            f"{ours}; export PYSPARK_PYTHON={sys.executable}, or unset it",
+        )
+    return ok(_WORKERS, f"{chosen}, Python {ours}")
+
+
+def java(environ: Mapping[str, str]) -> Finding:
+    """The Java that Spark would take: that of JAVA_HOME, else the first on the PATH."""
+    home = environ.get("JAVA_HOME")
+    where = f"in JAVA_HOME={home}" if home else "on the PATH"
+    program = f"{home}/bin/java" if home else shutil.which("java", path=environ.get("PATH"))
+    remedy = (
+        f"install Java {_JAVA} or newer, for example with 'apt-get install "
+        f"openjdk-{_JAVA}-jre-headless', or set JAVA_HOME to it"
+    )
+    if program is None or not Path(program).is_file():
+        return wrong("Java", f"there is none {where}; {remedy}")
+    text, problem = _output([program, "-version"])
+    match = re.search(r'version "(\d+)([^"]*)"', text)
+    if match is None:
+        return wrong(
+            "Java", f"{program} does not tell its version ({problem or text.strip()}); {remedy}"
+        )
+    if int(match[1]) < _JAVA:
+        return wrong("Java", f"{program} is version {match[1]}{match[2]}; {remedy}")
+    return ok("Java", f"{match[1]}{match[2]}, {program}")
+
+
+def spark_home(home: Path, pyspark: str | None) -> Finding:
+    """Whether SPARK_HOME, which pyspark prefers to its own jars, is of pyspark's version."""
+    jars = sorted((home / "jars").glob("spark-core_*.jar"))
+    remedy = f"unset SPARK_HOME, or set it to a Spark {pyspark or 'of the version of pyspark'}"
+    if not jars:
+        return wrong("SPARK_HOME", f"{home} holds no Spark; {remedy}")
+    version = jars[0].stem.rpartition("-")[2]
+    if pyspark is not None and _release(version)[:2] != _release(pyspark)[:2]:
+        return wrong("SPARK_HOME", f"{home} is Spark {version}, pyspark is {pyspark}; {remedy}")
+    return ok("SPARK_HOME", f"Spark {version}, {home}")
+
+
+def host_name(environ: Mapping[str, str]) -> Finding:
+    """Whether this host's name leads to an address; else Spark does not start."""
+    name = socket.gethostname()
+    if "SPARK_LOCAL_IP" in environ:
+        return ok("host", f"{name}; Spark uses SPARK_LOCAL_IP={environ['SPARK_LOCAL_IP']}")
+    remedy = f"write {name} into /etc/hosts, or set SPARK_LOCAL_IP to an address of this machine"
+    try:
+        address = bounded(lambda: socket.gethostbyname(name), _NAME_SECONDS, "a name server")
+    except (OSError, ClusterError) as error:
+        return wrong("host", f"the name {name} leads to no address ({error}); {remedy}")
+    return ok("host", f"{name}, {address}")
+
+
+def _output(command: list[str]) -> tuple[str, str]:
+    """What a program prints, and why it does not, if so."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return done.stdout + done.stderr, "" if done.returncode == 0 else f"exit {done.returncode}"

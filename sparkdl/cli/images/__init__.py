@@ -1,0 +1,1 @@
+"""Folders of image files made into Parquet, by ``sparkdl prepare``."""

@@ -1,0 +1,110 @@
+"""What becomes of one image file? Bytes in; encoded bytes, or Spark's image struct, out."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.cli.images.options import QUALITY, ImageSection
+from sparkdl.data.images import BadImage, in_mode, opened, require_pillow
+
+STRUCT = pa.struct(
+    [
+        ("origin", pa.string()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("nChannels", pa.int32()),
+        ("mode", pa.int32()),
+        ("data", pa.binary()),
+    ]
+)
+"""Spark's image struct; ``mode`` is OpenCV's number for the type of its pixels."""
+_OPENCV = {1: 0, 3: 16, 4: 24}
+"""Channels -> number of 8-bit pixels of that many."""
+_BYTES_OF_MODE = {"L": 1, "RGB": 3, "RGBA": 4}
+
+
+def arrow_type(options: ImageSection) -> pa.DataType:
+    """Type of the column ``image``."""
+    return STRUCT if options.encoding == "struct" else pa.binary()
+
+
+def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
+    """The value of the column ``image`` for a file.
+
+    Args:
+        data: the file's bytes.
+        options: what to make of them.
+        origin: the file's path, which a struct keeps.
+
+    Raises:
+        BadImage: the file holds no image that Pillow can decode.
+    """
+    with opened(data) as image:
+        if options.encoding == "file":
+            image.load()  # to the last byte: a truncated file has a sound header
+            in_mode(image, "RGB")
+            return data
+        image = _fitted(_upright(image), options)
+        if options.encoding == "struct":
+            return _struct(image, origin)
+        buffer = io.BytesIO()
+        if options.encoding == "jpeg":
+            image.save(buffer, "JPEG", quality=options.quality or QUALITY)
+        else:
+            image.save(buffer, "PNG")
+        return buffer.getvalue()
+
+
+def reason(data: bytes, options: ImageSection) -> str:
+    """Why a file holds no image that can be used."""
+    try:
+        convert(data, options)
+    except BadImage as error:
+        return str(error)
+    return "could not be read at first, but could later; run again"
+
+
+def _upright(image: Any) -> Any:
+    """Turned as its EXIF data say, which encoding anew leaves out."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
+
+
+def _fitted(image: Any, options: ImageSection) -> Any:
+    image = in_mode(image, options.mode or "RGB")
+    size = _size(image.width, image.height, options)
+    if size == image.size:
+        return image
+    return image.resize(size, require_pillow().Resampling.BILINEAR)
+
+
+def _size(width: int, height: int, options: ImageSection) -> tuple[int, int]:
+    """Width and height that are wanted."""
+    if options.size is not None:
+        return options.size[1], options.size[0]
+    if options.shorter_side is None:
+        return width, height
+    # Half a pixel is rounded up, in whole numbers: equal on every machine.
+    shorter, longer = min(width, height), max(width, height)
+    other = (2 * longer * options.shorter_side + shorter) // (2 * shorter)
+    return (options.shorter_side, other) if width <= height else (other, options.shorter_side)
+
+
+def _struct(image: Any, origin: str) -> dict[str, Any]:
+    pixels = np.asarray(image, dtype=np.uint8)
+    channels = _BYTES_OF_MODE[image.mode]
+    if channels > 1:  # OpenCV's order: blue, green, red
+        pixels = pixels[:, :, [2, 1, 0, 3][:channels]]
+    return {
+        "origin": origin,
+        "height": image.height,
+        "width": image.width,
+        "nChannels": channels,
+        "mode": _OPENCV[channels],
+        "data": pixels.tobytes(),
+    }

@@ -1,0 +1,117 @@
+"""Which file becomes a row of which Parquet file?
+
+The answer follows from paths, labels and options alone, so that a run that was killed is planned
+again as it was. Rows are in a random order that the hash of the path gives, so each Parquet file
+is a sample of its split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkdl.cli.images.options import SPLITS, PrepareJob, Split, SplitSection
+
+VERSION = 1
+"""Of the layout of the output; raised when equal options give other rows than before."""
+_WHOLE = 2.0**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One Parquet file to be written."""
+
+    split: Split
+    number: int
+    """Counted in its split."""
+    rows: np.ndarray
+    """int64 ``(rows,)``: the files' numbers in the source's table, in the order to write."""
+
+    @property
+    def name(self) -> str:
+        """Of the split and number, for records."""
+        return f"{self.split}-{self.number:05d}"
+
+    @property
+    def path(self) -> str:
+        """Of the Parquet file, below the output's folder."""
+        return f"{self.split}/part-{self.number:05d}.parquet"
+
+
+def make_parts(paths: Sequence[str], split: SplitSection, rows_per_file: int) -> tuple[Part, ...]:
+    """Cut files into splits and Parquet files.
+
+    Args:
+        paths: below the source's folder.
+        split: shares and seed.
+        rows_per_file: files of a part; the last of a split may have fewer.
+    """
+    drawn = _drawn(paths, split.seed)
+    chance = drawn[:, 0] / _WHOLE
+    # Test first: its files stay the same while the share for validation is being tried out.
+    owner = np.where(chance < split.test, 2, np.where(chance < split.test + split.validation, 1, 0))
+    order = np.lexsort((np.asarray(paths, dtype=object), drawn[:, 1]))
+    parts = []
+    for number, name in enumerate(SPLITS):
+        rows = order[owner[order] == number]
+        for start in range(0, len(rows), rows_per_file):
+            chosen = rows[start : start + rows_per_file]
+            parts.append(Part(split=name, number=start // rows_per_file, rows=chosen))
+    return tuple(parts)
+
+
+def _drawn(paths: Sequence[str], seed: int) -> np.ndarray:
+    """Two random numbers per path, uint64 ``(paths, 2)``: one chooses the split, one the place."""
+    digests = b"".join(
+        hashlib.blake2b(f"{seed}\0{path}".encode(), digest_size=16).digest() for path in paths
+    )
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+
+
+def digest_of(source: pa.Table, names: Sequence[str], job: PrepareJob) -> Mapping[str, Any]:
+    """What must be equal for a run to go on where another stopped.
+
+    Args:
+        source: columns ``path``, ``length``, ``modified`` and, with labels, ``label``.
+        names: the classes.
+        job: of which the options count that change rows.
+    """
+    content = hashlib.blake2b(digest_size=16)
+    order = np.argsort(np.asarray(source["path"].to_pylist(), dtype=object))
+    for batch in source.take(pa.array(order)).to_batches(max_chunksize=65536):
+        content.update(repr(batch.to_pydict()).encode())
+    return {
+        "version": VERSION,
+        "source": content.hexdigest(),
+        "files": source.num_rows,
+        "labels": list(names),
+        "options": json.loads(json.dumps(job.result_options)),  # tuples as JSON has them
+    }
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What tells two runs apart, in words; None if nothing does."""
+    if before.get("version") != now["version"]:
+        return "it was prepared by another version of sparkdl"
+    for section, value in now["options"].items():
+        earlier = before["options"].get(section)
+        if earlier == value:
+            continue
+        if isinstance(value, dict) and isinstance(earlier, dict):
+            key = next(key for key in value if earlier.get(key) != value[key])
+            return f"{section}.{key} was {earlier.get(key)!r} and is {value[key]!r} now"
+        return f"output.{section} was {earlier!r} and is {value!r} now"
+    if before["labels"] != now["labels"]:
+        return f"the classes were {before['labels']} and are {now['labels']} now"
+    if before["source"] != now["source"]:
+        changed = f"the source has changed: {before['files']:,} files before, {now['files']:,} now"
+        if before["files"] == now["files"]:
+            changed += ", with other names, sizes, times of change or labels"
+        return changed
+    return None

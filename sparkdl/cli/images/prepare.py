@@ -1,0 +1,210 @@
+"""How does a folder of image files become Parquet? The whole of ``jobs/prepare.py``, in order.
+
+Spark lists, reads and writes, so whatever it can reach will do. Parts are written several at a
+time, moved to their places and recorded; a run that was killed goes on after the last record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
+from sparkdl.cli.images.ledger import Ledger, Record, Report
+from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
+from sparkdl.cli.images.options import PrepareJob
+from sparkdl.cli.images.parts import Part, digest_of, make_parts
+from sparkdl.cli.images.source_files import Source
+from sparkdl.cli.images.write_parquet import PartWriter
+from sparkdl.data.images import require_pillow
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.spark.frames.columns import quoted
+from sparkdl.spark.session.compat import described, num_slots
+from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.storage.storage import check_writable
+
+logger = logging.getLogger(__name__)
+
+_EMPTY = "the file is empty"
+_ABSENT = "named in the table of labels, but not in the folder"
+
+
+def prepare(
+    spark: SparkSession,
+    job: PrepareJob,
+    label_table: DataFrame | None = None,
+    *,
+    shows_progress: bool = True,
+) -> Report:
+    """Make Parquet of a folder of image files, or go on where an earlier run has stopped.
+
+    Args:
+        spark: the session.
+        job: what to do.
+        label_table: the rows of ``[labels.table]``, where labels come from a table.
+        shows_progress: whether a bar counts the files.
+
+    Raises:
+        ConfigError: the output's folder holds something else, or Pillow is missing.
+        DataError: there are no files, labels are wrong, or files are bad and not to be skipped.
+        StorageError: the output's folder cannot be written.
+    """
+    require_pillow()
+    place = qualified(spark, job.output.path)
+    _check_apart(qualified(spark, job.data.path), place)
+    source = find_source(spark, job, label_table)
+    storage = open_on_driver(spark, place)
+    check_writable(storage)
+    ledger = Ledger(storage, digest_of(source.table, source.names, job))
+    if ledger.begin(overwrite=job.output.overwrite) == "finished":
+        logger.warning("%s is finished already; nothing to do", place)
+        return ledger.report()
+    writer = PartWriter(spark, source, job.image, place, storage)
+    with tuned(spark), described(spark, f"sparkdl prepare {place}"):
+        records = _write_all(spark, job, source, ledger, writer, shows_progress=shows_progress)
+    return ledger.finish(records, source.unusable, source.names)
+
+
+def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None) -> Source:
+    """List the files, and find their labels.
+
+    Raises:
+        DataError: there are no files, or labels are wrong.
+    """
+    listed = list_files(spark, job.data)
+    paths = listed.table["path"].to_pylist()
+    if not paths:
+        raise DataError(
+            f"there are no image files below {job.data.path} ({listed.num_others:,} files with "
+            f"other endings, {len(listed.empty):,} empty ones); check data.path and data.extensions"
+        )
+    labelled = _labelled(job, paths, label_table, listed.root)
+    if not len(labelled.rows):
+        raise DataError("the table of labels names none of the files; check labels.path_col")
+    unusable = _unusable(job, listed, labelled)
+    if unusable and job.output.on_error == "fail":
+        raise DataError(_refusal(unusable))
+    table = listed.table.take(pa.array(labelled.rows))
+    if labelled.labels is not None:
+        table = table.append_column("label", pa.array(labelled.labels))
+    if listed.num_others:
+        logger.warning("left alone for their endings: %d file(s)", listed.num_others)
+    if len(labelled.rows) < len(paths):
+        num_unlabelled = len(paths) - len(labelled.rows)
+        logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
+    return Source(table=table, root=listed.root, names=labelled.names, unusable=unusable)
+
+
+def _unusable(job: PrepareJob, listed: Listed, labelled: Labelled) -> tuple[tuple[str, str], ...]:
+    """Path and reason of files of which nothing can be read."""
+    empty = set(listed.empty)
+    wanted = labelled.absent if job.labels.source == "table" else listed.empty
+    return tuple((path, _EMPTY if path in empty else _ABSENT) for path in wanted)
+
+
+def _check_apart(data: str, output: str) -> None:
+    """Refuse an output among the images, or around them."""
+    inner, outer = sorted((f"{data.rstrip('/')}/", f"{output.rstrip('/')}/"), key=len, reverse=True)
+    if inner.startswith(outer):
+        raise ConfigError(
+            f"output.path {output} and data.path {data} lie one in the other; choose another "
+            "output.path"
+        )
+
+
+def _labelled(
+    job: PrepareJob, paths: Sequence[str], label_table: DataFrame | None, root: str
+) -> Labelled:
+    section = job.labels
+    if section.source == "folder":
+        return by_folder(paths, section.names)
+    if section.source == "none":
+        return Labelled(rows=np.arange(len(paths)), labels=None)
+    assert label_table is not None, "the table of labels was not read"
+    columns = {"path": section.path_col, "label": section.label_col}
+    for name in columns.values():
+        if name not in label_table.columns:
+            known = ", ".join(label_table.columns)
+            raise DataError(f'the table of labels has no column "{name}"; its columns: {known}')
+    chosen = [F.col(quoted(name)).alias(alias) for alias, name in columns.items()]
+    table = label_table.select(*chosen).toArrow()
+    roots = (root, job.data.path, root.removeprefix("file:"))
+    return by_table(paths, table, section.names, roots)
+
+
+def _write_all(
+    spark: SparkSession,
+    job: PrepareJob,
+    source: Source,
+    ledger: Ledger,
+    writer: PartWriter,
+    *,
+    shows_progress: bool,
+) -> dict[str, Record]:
+    """Write all parts that have no record yet; give the records of all.
+
+    Raises:
+        DataError: files are bad and not to be skipped; parts without such have been recorded.
+    """
+    paths = source.table["path"].to_pylist()
+    parts = make_parts(paths, job.split, job.output.rows_per_file)
+    records = ledger.done()
+    waiting = [part for part in parts if part.name not in records]
+    together = max(1, num_slots(spark))
+    writer.clear()
+    with contextlib.closing(_bar(parts, records, shows_progress=shows_progress)) as bar:
+        for start in range(0, len(waiting), together):
+            chosen = waiting[start : start + together]
+            written = writer.write(chosen)
+            bad = [entry for record in written.values() for entry in record.bad]
+            if job.output.on_error == "fail":
+                chosen = [part for part in chosen if not written[part.name].bad]
+            for part in chosen:
+                writer.put_in_place(part, written[part.name])
+                ledger.write(part, written[part.name])
+                records[part.name] = written[part.name]
+                bar.update(len(part.rows))
+            if bad and job.output.on_error == "fail":
+                raise DataError(_refusal(bad))
+            bar.set_postfix_str(_skipped(records))
+    writer.clear()
+    return records
+
+
+def _bar(parts: Sequence[Part], records: Mapping[str, Record], *, shows_progress: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(
+        total=sum(len(part.rows) for part in parts),
+        initial=sum(len(part.rows) for part in parts if part.name in records),
+        desc="preparing",
+        unit=" files",
+        dynamic_ncols=True,
+        file=sys.stderr,
+        disable=not shows_progress,
+    )
+
+
+def _skipped(records: Mapping[str, Record]) -> str:
+    count = sum(len(record.bad) for record in records.values())
+    return f"{count:,} skipped" if count else ""
+
+
+def _refusal(bad: Sequence[tuple[str, str]]) -> str:
+    shown = "".join(f"\n  {path}: {why}" for path, why in bad[:SHOWN])
+    more = f"\n  and {len(bad) - SHOWN:,} more" * (len(bad) > SHOWN)
+    files = f"{len(bad):,} file{'s' * (len(bad) != 1)}"
+    return (
+        f"{files} cannot be used:{shown}{more}\n"
+        "Go on without such files, from here: --set output.on_error=skip. Or mend or remove them "
+        "and begin anew: "
+        "--set output.overwrite=true."
+    )

@@ -1,0 +1,158 @@
+"""How do image files become Parquet files of given rows, under given names?
+
+Spark writes several at a time aside. What is in them is read back, so that a record tells what
+was written, and only then they are moved to their places.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.cli.images.ledger import WORK, Record
+from sparkdl.cli.images.list_files import read_files
+from sparkdl.cli.images.options import ImageSection
+from sparkdl.cli.images.parts import Part
+from sparkdl.cli.images.prepare_task import ConvertTask, ExplainTask
+from sparkdl.cli.images.source_files import Source
+from sparkdl.storage.storage import Folder
+
+_STRUCT = "struct<origin string, height int, width int, nChannels int, mode int, data binary>"
+_STAGED = "staged-"
+
+
+class PartWriter:
+    """Writes parts, several at a time.
+
+    Args:
+        spark: the session.
+        source: the files.
+        options: what becomes of an image.
+        place: the output's folder as Spark knows it.
+        storage: the same folder.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        source: Source,
+        options: ImageSection,
+        place: str,
+        storage: Folder,
+    ) -> None:
+        self._spark = spark
+        self._source = source
+        self._options = options
+        self._storage = storage
+        self._staged = f"{WORK}/{_STAGED}{uuid.uuid4().hex[:8]}"
+        self._url = f"{place.rstrip('/')}/{self._staged}"
+        self._numbers: dict[str, int] = {}
+
+    def write(self, parts: Sequence[Part]) -> dict[str, Record]:
+        """Write parts aside; tell what is in them, by the part's name.
+
+        Raises:
+            DataError: a file has vanished.
+        """
+        self._numbers = {part.name: number for number, part in enumerate(parts)}
+        plan = pa.concat_tables([self._plan(part) for part in parts])
+        files = read_files(self._spark, plan["url"].to_pylist()).withColumnRenamed("path", "url")
+        rows = files.join(F.broadcast(self._spark.createDataFrame(plan)), "url").drop("url")
+        image = _STRUCT if self._options.encoding == "struct" else "binary"
+        schema = f"image {image}, {self._schema}, position int"
+        made = rows.select("content", *plan.column_names[:-1]).mapInArrow(
+            ConvertTask(self._options), schema
+        )
+        gathered = made.repartitionById(len(parts), F.col("part"))
+        ordered = gathered.sortWithinPartitions("part", "position")
+        columns = [F.col("image"), *self._label_columns(), F.col("path"), F.col("part")]
+        writer = ordered.select(*columns).write.mode("overwrite").partitionBy("part")
+        # One file for each part, whatever limit the session has set.
+        writer.option("maxRecordsPerFile", 0).parquet(self._url)
+        return self._look(parts)
+
+    def put_in_place(self, part: Part, record: Record) -> None:
+        """Move what was written for a part to its place."""
+        if not record.rows:
+            return
+        folder = f"{self._staged}/part={self._numbers[part.name]}"
+        files = [name for name in self._storage.list(folder) if name.startswith("part-")]
+        assert len(files) == 1, f"{folder} should hold one Parquet file; it holds {files}"
+        self._storage.move(f"{folder}/{files[0]}", part.path)
+
+    def clear(self) -> None:
+        """Remove what lies aside, also of runs that were killed."""
+        for name in self._storage.list(WORK):
+            if name.startswith(_STAGED):
+                self._storage.remove(f"{WORK}/{name}")
+
+    @property
+    def _schema(self) -> str:
+        """Of what goes with an image."""
+        kinds = {"int64": "bigint", "double": "double"}
+        label = f"label {kinds[str(self._source.label_type)]}, " if self._source.label_type else ""
+        return f"path string, {label}part int"
+
+    def _plan(self, part: Part) -> pa.Table:
+        """A row per file of a part: ``path``, ``label``, ``part``, ``position``, ``url``."""
+        files = self._source.table.take(pa.array(part.rows)).drop_columns(["length", "modified"])
+        number = np.full(files.num_rows, self._numbers[part.name], dtype=np.int32)
+        urls = [f"{self._source.root}/{path}" for path in files["path"].to_pylist()]
+        return (
+            files.append_column("part", pa.array(number))
+            .append_column("position", pa.array(np.arange(files.num_rows, dtype=np.int32)))
+            .append_column("url", pa.array(urls))
+        )
+
+    def _label_columns(self) -> list[SparkColumn]:
+        """The label, with the classes' names as Spark ML writes and reads them."""
+        names = list(self._source.names)
+        if not self._source.label_type:
+            return []
+        about = {"ml_attr": {"type": "nominal", "name": "label", "vals": names}} if names else {}
+        return [F.col("label").alias("label", metadata=about)]
+
+    def _look(self, parts: Sequence[Part]) -> dict[str, Record]:
+        """Count the rows that were written; what is missing there was bad."""
+        found: list[dict[str, Any]] = []
+        if any(name.startswith("part=") for name in self._storage.list(self._staged)):
+            rows = self._spark.read.schema(self._schema).parquet(self._url)
+            found = rows.toArrow().to_pylist()
+        by_part: dict[int, list[dict[str, Any]]] = {}
+        for row in found:
+            by_part.setdefault(row["part"], []).append(row)
+        there = {row["path"] for row in found}
+        files = {part.name: self._source.paths_of(part) for part in parts}
+        missing = [path for paths in files.values() for path in paths if path not in there]
+        reasons = self._explain(missing)
+        records = {}
+        for name, paths in files.items():
+            rows_of_part = by_part.get(self._numbers[name], [])
+            records[name] = Record(
+                rows=len(rows_of_part),
+                rows_by_label=self._by_label(rows_of_part),
+                bad=tuple((path, reasons[path]) for path in paths if path not in there),
+            )
+        return records
+
+    def _by_label(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        if not self._source.names:
+            return {}
+        counts = np.bincount([row["label"] for row in rows] or [0])
+        return {str(number): int(n) for number, n in enumerate(counts) if n and rows}
+
+    def _explain(self, paths: Sequence[str]) -> dict[str, str]:
+        """Why files are bad; by path."""
+        if not paths:
+            return {}
+        urls = {f"{self._source.root}/{path}": path for path in paths}
+        files = read_files(self._spark, list(urls))
+        told = files.mapInArrow(ExplainTask(self._options), "path string, reason string").collect()
+        return {urls[row["path"]]: row["reason"] for row in told}

@@ -1,0 +1,262 @@
+"""What do the job scripts do with a job file?
+
+`run_prepare`, `run_train`, `run_explain`, `run_evaluate` and `run_predict` take a job and a
+session, and give back what there is to report; the scripts in ``jobs/`` only read arguments and
+print.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
+
+from sparkdl.cli.job_file import (
+    DataSection,
+    EvaluateJob,
+    PredictJob,
+    TrainJob,
+)
+from sparkdl.cli.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.inference.scores import Evaluation
+from sparkdl.spark.frames.columns import find, hashable, quoted
+from sparkdl.spark.inference.output_columns import vectors_to_arrays
+from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
+from sparkdl.spark.session.compat import is_case_sensitive
+from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.storage.storage import Storage, check_writable, without_password
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from sparkdl.cli.images.ledger import Report
+    from sparkdl.cli.images.options import PrepareJob
+    from sparkdl.explain.explanation import Explanation
+    from sparkdl.report.summary import TrainingSummary
+
+logger = logging.getLogger(__name__)
+
+REPORT_DIR = "runs"
+"""Where jobs leave their reports, unless they say otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainReport:
+    """What a training job did."""
+
+    path: str
+    summary: TrainingSummary
+    scores: Evaluation | None
+    """On the rows of ``[test]``, of the model as it was saved."""
+
+
+def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
+    """Train as the job says, save the model, and evaluate what was saved.
+
+    Raises:
+        ConfigError: the job cannot be done as it stands; found before training.
+        DataError: the data cannot be trained on; found before training.
+        StorageError: the model cannot be saved at ``output.path``; found before training.
+    """
+    estimator = make_estimator(job)
+    if not job.output.overwrite and is_there(job.output.path, spark):
+        raise ConfigError(
+            f"there is something at {without_password(job.output.path)} already; choose another "
+            f"output.path, or replace it with --set output.overwrite=true"
+        )
+    check_place(job.output.path, spark)
+    if job.estimator.report_dir is None and can_report(spark):
+        estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
+    test = read_data(spark, job.test) if job.test is not None else None
+    model = estimator.fit(read_training_data(spark, job))
+    writer = model.write()
+    (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
+    scores = None
+    if test is not None:
+        scores = load_model(spark, job.output.path).evaluate(test)
+    return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
+
+
+def can_report(spark: SparkSession) -> bool:
+    """Whether the report can be left in `REPORT_DIR`, which nobody asked for; else a warning."""
+    try:
+        check_writable(open_on_driver(spark, REPORT_DIR))
+    except StorageError as error:
+        logger.warning(
+            "the run will leave no report, since %s; say where with estimator.report_dir", error
+        )
+        return False
+    return True
+
+
+def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
+    """What the job would do, how long it would take, and what would be better; see docs/explain.md.
+
+    Raises:
+        SparkDLError: what training would raise before it begins.
+    """
+    estimator: Any = make_estimator(job)
+    rows = read_training_data(spark, job)
+    explanation: Explanation = estimator.explain(rows, **job.explain.given)
+    return explanation
+
+
+def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
+    """Compare a saved model's predictions with the labels; write the numbers if asked to.
+
+    Raises:
+        ConfigError: ``output.path`` names no file.
+        StorageError: there is no model, or nothing can be written at ``output.path``; found first.
+    """
+    output = None if job.output is None else _file_at(spark, job.output.path)
+    model = load_model(spark, job.model.path)
+    section = job.evaluation
+    columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
+    given = {param: name for param, name in columns.items() if name is not None}
+    scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
+    if output is not None:
+        storage, name = output
+        storage.write(name, (json.dumps(scores.to_dict(), indent=2) + "\n").encode())
+    return scores
+
+
+def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
+    """Write a saved model's predictions; vectors become arrays, which every reader understands.
+
+    Returns:
+        The rows as they were written, read from where they are.
+
+    Raises:
+        ConfigError: a column is not there, or the format cannot hold it.
+    """
+    predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
+    rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
+    if job.output.format == "csv":
+        _check_csv(rows)
+    if job.output.mode == "error" and is_there(job.output.path, spark):
+        raise ConfigError(
+            f"there is something at {without_password(job.output.path)} already; choose another "
+            f"output.path, or output.mode 'overwrite' or 'append'"
+        )
+    writer = rows.write.format(job.output.format).mode(job.output.mode)
+    writer.options(**job.output.options).save(job.output.path)
+    reader = spark.read.format(job.output.format).options(**job.output.options)
+    return reader.schema(rows.schema).load(job.output.path)
+
+
+def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
+    """Make Parquet of a folder of image files; see `spark.preparing`."""
+    from sparkdl.cli.images.prepare import prepare
+
+    table = None if job.labels.table is None else read_data(spark, job.labels.table)
+    return prepare(spark, job, table)
+
+
+def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
+    """The rows that a data section describes.
+
+    Raises:
+        DataError: they are not there, or a select expression names no column.
+    """
+    try:
+        if section.format == "table":
+            rows = spark.read.options(**section.options).table(str(section.table))
+        else:
+            reader = spark.read.format(section.format).options(**section.options)
+            if section.schema is not None:
+                reader = reader.schema(section.schema)
+            path = section.path
+            rows = reader.load(list(path) if isinstance(path, tuple) else path)
+        # Spark Connect looks at neither path nor expressions before somebody asks.
+        rows = rows.selectExpr(*section.select) if section.select else rows
+        rows.schema  # noqa: B018
+    except AnalysisException as error:
+        what = section.table or section.path
+        text = f"cannot read {what!r}: {_first_line(error)}"
+        raise DataError(without_password(text)) from error
+    return rows
+
+
+def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation.
+
+    Raises:
+        DataError: there are none, or a fraction of them cannot be chosen.
+    """
+    rows = read_data(spark, job.data)
+    section = job.validation
+    if section is None:
+        return rows
+    if section.path is not None:
+        apart = read_data(spark, replace(job.data, path=section.path))
+        return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+            apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+        )
+    # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
+    # on its side.
+    hashed = hashable(rows.schema)
+    if not hashed:
+        raise DataError(
+            "validation.fraction chooses rows by their hash, and there is no column that can be "
+            "hashed; set validation.path"
+        )
+    resolution = 1_000_000
+    position = F.pmod(F.xxhash64(F.lit(section.seed), *hashed), F.lit(resolution))
+    limit = round(float(section.fraction or 0.0) * resolution)
+    return rows.withColumn(VALIDATION_COLUMN, position < limit)
+
+
+def load_model(spark: SparkSession, path: str) -> Any:
+    """A saved model of whatever class.
+
+    Raises:
+        StorageError: there is none at ``path``.
+    """
+    if not is_there(f"{path.rstrip('/')}/metadata", spark):
+        name = without_password(path)
+        raise StorageError(f"there is no saved model at {name}; check model.path, or train first")
+    return load_instance(path, spark)
+
+
+def _file_at(spark: SparkSession, path: str) -> tuple[Storage, str]:
+    """The folder of a path or URL, which can be written to, and the file's name in it."""
+    folder, slash, name = path.rpartition("/")
+    if not name:
+        raise ConfigError(
+            f"output.path must name a file; received {without_password(path)!r}; write it like "
+            "runs/scores.json"
+        )
+    storage = open_on_driver(spark, f"{folder}/" if slash else ".")
+    check_writable(storage)
+    return storage, name
+
+
+def _choose_columns(rows: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+    case = is_case_sensitive(rows.sparkSession)
+    unknown = [name for name in columns if not find(rows.schema, name, is_case_sensitive=case)]
+    if unknown:
+        raise ConfigError(
+            f"output.columns names {unknown}, which are not there; known: {', '.join(rows.columns)}"
+        )
+    return rows.select(*map(quoted, columns)) if columns else rows
+
+
+def _check_csv(rows: DataFrame) -> None:
+    nested = ArrayType | MapType | StructType | BinaryType
+    wrong = [item.name for item in rows.schema.fields if isinstance(item.dataType, nested)]
+    if wrong:
+        raise ConfigError(
+            f"CSV cannot hold the columns {wrong}; name the others in output.columns, or choose "
+            f"another output.format"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,80 @@
+"""How does a command get its Spark session, and what can go wrong before there is one?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
+
+from sparkdl.cli.job_file import SparkSection
+from sparkdl.errors import ClusterError, ConfigError
+
+_NEEDED_AT_START = (
+    "spark.driver.cores",
+    "spark.driver.extraClassPath",
+    "spark.driver.extraJavaOptions",
+    "spark.driver.extraLibraryPath",
+    "spark.driver.memory",
+)
+"""Read by the JVM when it starts."""
+_DEPLOY_MODE = "spark.submit.deployMode"
+
+
+def make_session(section: SparkSection, app_name: str) -> SparkSession:
+    """The session of a command.
+
+    Under ``spark-submit`` Python was chosen there; a command started otherwise has workers use the
+    Python that it runs on itself, unless ``PYSPARK_PYTHON`` names another.
+
+    Raises:
+        ConfigError: the section has an entry that comes too late.
+        ClusterError: Spark's JVM does not start.
+    """
+    master = section.master or ""
+    _check_entries(section.conf, os.environ, is_remote=master.startswith("sc://"))
+    if not _is_submitted(os.environ):
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName(section.app_name or app_name)
+    if section.master is not None:
+        is_remote = master.startswith("sc://")
+        builder = builder.remote(master) if is_remote else builder.master(master)
+    # Spark's own bar would be drawn over ours.
+    conf = {"spark.ui.showConsoleProgress": False, **section.conf}
+    for key, value in conf.items():
+        builder = builder.config(key, str(value).lower() if isinstance(value, bool) else value)
+    try:
+        return builder.getOrCreate()
+    except PySparkRuntimeError as error:
+        if error.getCondition() != "JAVA_GATEWAY_EXITED":
+            raise
+        raise ClusterError(
+            "Spark's JVM ended while it started; its own words are above. 'sparkdl doctor' looks "
+            "for the cause: Java, its version, SPARK_HOME, the host's name"
+        ) from error
+
+
+def _is_submitted(environ: Mapping[str, str]) -> bool:
+    """Whether ``spark-submit`` has started this process, hence the JVM before it."""
+    return "PYSPARK_GATEWAY_PORT" in environ
+
+
+def _check_entries(
+    conf: Mapping[str, object], environ: Mapping[str, str], *, is_remote: bool
+) -> None:
+    """Refuse entries that would have no effect any more.
+
+    Raises:
+        ConfigError: with the place where each would have one.
+    """
+    has_started = is_remote or _is_submitted(environ)
+    where = "the Spark Connect server's start" if is_remote else "spark-submit"
+    for key in conf:
+        if key == _DEPLOY_MODE or (key in _NEEDED_AT_START and has_started):
+            place = "spark-submit" if key == _DEPLOY_MODE else where
+            raise ConfigError(
+                f"{key} is needed before the job file is read; give it to {place}: "
+                f"--conf {key}={conf[key]}"
+            )

@@ -1,0 +1,178 @@
+"""What can be said in a job file about a search for hyperparameters?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeGuard
+
+from sparkdl.cli.job_file import TrainJob
+from sparkdl.errors import ConfigError
+
+Value = str | int | float | bool
+
+_VARIED = ("estimator", "model")
+"""Sections that each trial reads anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The values that a key may have: a range of numbers, or a list of choices."""
+
+    low: int | float | None = None
+    high: int | float | None = None
+    """Last value that is tried. Whole numbers where both ends are."""
+    log: bool = False
+    """Whether the logarithms are spread evenly, as suits learning rates."""
+    step: int | float | None = None
+    """Distance between the values that are tried."""
+    choices: tuple[Value, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_range = self.low is not None and self.high is not None
+        if is_range == bool(self.choices) or (self.low is None) != (self.high is None):
+            raise ConfigError("needs either 'low' and 'high', or 'choices'")
+        if self.choices and (self.log or self.step is not None):
+            raise ConfigError("'log' and 'step' are for ranges, not for 'choices'")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ConfigError(f"low is {self.low}, which is more than high, {self.high}")
+        if self.log and self.step is not None:
+            raise ConfigError("give 'log' or 'step', not both")
+        if self.step is not None and self.step <= 0:
+            raise ConfigError(f"step must be above 0; received {self.step}")
+        numbers = [v for v in (self.low, self.high, self.step, *self.choices) if _is_number(v)]
+        if not all(map(math.isfinite, numbers)):
+            raise ConfigError(f"values must be finite numbers; received {numbers}")
+        if self.log and self.low is not None and self.low <= 0:
+            raise ConfigError(f"a range with log must begin above 0; received {self.low}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the range is one of whole numbers."""
+        return all(isinstance(v, int) for v in (self.low, self.high, self.step) if v is not None)
+
+
+def _is_number(value: Value | None) -> TypeGuard[int | float]:
+    return isinstance(value, int | float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySection:
+    """``[study]``: the search."""
+
+    search: Mapping[str, Space]
+    """Keys of the file, such as ``"estimator.learning_rate"``, in quotes, and their values."""
+    trials: int = 20
+    """Trials in all, with those of earlier runs of the same study, less those cut off."""
+    metric: str = "val_loss"
+    """Key of a trial's history; its best value over the epochs counts, whichever weights are kept:
+    those of the last epoch, unless ``estimator.early_stopping`` restores others."""
+    direction: Literal["minimize", "maximize"] = "minimize"
+    parallel: int = 1
+    """Trials at a time; each takes as many slots as ``estimator.num_workers``."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    seed: int = 0
+    pruner: Literal["median", "none"] = "median"
+    """``median`` ends a trial whose best value so far is worse than the median of the others' at
+    that epoch."""
+    startup_trials: int = 5
+    """Trials before any is pruned."""
+    warmup_epochs: int = 1
+    """Epochs of a trial before it is pruned."""
+    storage: str | None = None
+    """File or URL in which Optuna keeps the study; None: ``study.log`` beside the trials if these
+    are on a local disk. The same study goes on where an earlier run ended or was killed."""
+    name: str = "sparkdl"
+
+    def __post_init__(self) -> None:
+        if not self.search:
+            raise ConfigError("search is empty; name at least one key and its values")
+        least = {"trials": 1, "parallel": 1, "startup_trials": 0, "warmup_epochs": 0}
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value < limit:
+                raise ConfigError(f"{name} must be at least {limit}; received {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneJob(TrainJob):
+    """A file for ``jobs/tune.py``: a job for ``jobs/train.py``, and what to vary in it."""
+
+    study: StudySection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.test is not None:
+            raise ConfigError(
+                "a search leaves the rows of [test] alone; leave that section out, and measure "
+                "the best model with jobs/evaluate.py"
+            )
+        if self.explain.given:
+            raise ConfigError(
+                "a search explains nothing, so [explain] has no place; leave that section out, and "
+                "try jobs/train.py --explain with the same data and model"
+            )
+        if self.output.overwrite:
+            raise ConfigError(
+                "a search goes on where an earlier one ended, so output.overwrite has no place; "
+                "to begin anew choose another output.path"
+            )
+        for key, space in self.study.search.items():
+            value = space.choices[0] if space.choices else space.low
+            try:
+                _check_varies(key)
+                laid_over(self._without_study(), key, value)
+            except ConfigError as error:
+                raise ConfigError(f"study.search, {key!r}: {error}") from error
+
+    def trial(self, values: Mapping[str, Any], path: str, name: str) -> TrainJob:
+        """The training job of one trial.
+
+        Args:
+            values: key of the file -> value.
+            path: where the model goes.
+            name: of the folder for checkpoints in ``estimator.checkpoint_dir``; trials of equal
+                values, which may run at the same time, have different ones.
+        """
+        job = self._without_study()
+        for key, value in values.items():
+            job = laid_over(job, key, value)
+        base = job.estimator.checkpoint_dir
+        if base is not None:
+            job = laid_over(job, "estimator.checkpoint_dir", f"{base.rstrip('/')}/{name}")
+        return replace(job, output=replace(self.output, path=path, overwrite=True))
+
+    def _without_study(self) -> TrainJob:
+        return TrainJob(**{item.name: getattr(self, item.name) for item in fields(TrainJob)})
+
+
+def _check_varies(key: str) -> None:
+    """Refuse a key whose value would not reach the trials."""
+    section = key.partition(".")[0]
+    if section in (item.name for item in fields(TrainJob)) and section not in _VARIED:
+        raise ConfigError(
+            f"all trials share the section [{section}], as their rows are read once and their "
+            f"session is one; keys of [estimator] and [model] can be varied"
+        )
+
+
+def laid_over(part: Any, key: str, value: Any) -> Any:
+    """A job, or a part of it, with another value at a key such as ``estimator.epochs``.
+
+    Raises:
+        ConfigError: there is no such key, or the value does not fit.
+    """
+    head, _, rest = key.partition(".")
+    if isinstance(part, Mapping):
+        inner = part.get(head, {})
+        return {**part, head: laid_over(inner, rest, value) if rest else value}
+    if not is_dataclass(part) or isinstance(part, type):
+        raise ConfigError(f"{head!r} is in no section of the file")
+    known = [item.name for item in fields(part)]
+    if head not in known:
+        raise ConfigError(f"there is no {head!r}; known: {', '.join(known)}")
+    inner = getattr(part, head)
+    if rest and inner is None:
+        raise ConfigError(f"{head!r} is not in the file, so nothing in it can be varied")
+    return replace(part, **{head: laid_over(inner, rest, value) if rest else value})

@@ -1,1 +1,0 @@
-"""What can be done from a shell? One file per subcommand of ``sparkdl``."""

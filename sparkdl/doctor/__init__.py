@@ -1,1 +1,0 @@
-"""Is everything there that training needs? Asked by ``sparkdl doctor``, answered line by line."""

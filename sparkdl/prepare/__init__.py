@@ -1,1 +1,0 @@
-"""From folders of image files to Parquet that can be trained on."""
