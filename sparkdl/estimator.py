@@ -7,10 +7,12 @@ model they return. Everything else is in their Params (`sparkdl.spark.params.par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -20,12 +22,15 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.config import Task
+from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.params.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
 from sparkdl.spark.params.data_params import OptionalLabelParams
 from sparkdl.spark.params.model_params import INFERENCE_BATCH_SIZE
 from sparkdl.spark.params.param_base import with_accessors
 from sparkdl.spark.params.params import ClassOutputParams, TrainParams, training_values
+from sparkdl.spark.session import interrupts
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -34,9 +39,9 @@ if TYPE_CHECKING:
 
     from sparkdl.data.source import Source
     from sparkdl.explain.explanation import Explanation
-    from sparkdl.multiplefits import Fits
     from sparkdl.spark.fit.fit import FitRequest, FitResult
     from sparkdl.spark.frames.shared_spools import Spools
+
 
 E = TypeVar("E", bound="_TorchEstimator")
 
@@ -68,7 +73,7 @@ class _TorchEstimator(
             An iterator of ``(index of the map, model)``, in the order in which they are ready. It
             may be used by several threads; each fit waits until the others leave it slots.
         """
-        from sparkdl.multiplefits import Fits
+        from sparkdl.estimator import Fits
 
         return Fits([partial(self.copy(values).fit_sharing, dataset) for values in paramMaps])
 
@@ -258,3 +263,55 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
     def setParams(self, **params: Unpack[ClassifierArguments]) -> TorchClassifier:
         """Set several Params at once."""
         return self._set(**params)
+
+
+M = TypeVar("M")
+
+
+class Fits(Generic[M], Iterator[tuple[int, M]]):
+    """Gives ``(index, model)`` for each Param map. Thread-safe.
+
+    The spools stay until the last model is there, or nobody can ask for one any more. Once the
+    user has interrupted the search, which goes on in the threads that pyspark has made for it,
+    there are no more models.
+    """
+
+    def __init__(self, fits: Sequence[Callable[[Spools], M]]) -> None:
+        self._fits = tuple(fits)
+        self._next = 0
+        self._ended = 0
+        self._lock = threading.Lock()
+        interrupts.listen()
+        self._presses = interrupts.presses()
+        spools = Spools()
+        self._spools = spools
+        self._close = weakref.finalize(self, spools.close)
+
+    def __iter__(self) -> Fits[M]:
+        return self
+
+    def __next__(self) -> tuple[int, M]:
+        """Train the next one.
+
+        Raises:
+            StopIteration: all have been given out.
+            TrainingFailed: the user has interrupted the search.
+        """
+        with self._lock:
+            index = self._next
+            if index == len(self._fits):
+                raise StopIteration
+            self._next += 1
+        try:
+            if interrupts.presses() > self._presses:
+                raise TrainingFailed("the search that this fit belongs to was interrupted")
+            return index, self._fits[index](self._spools)
+        finally:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        with self._lock:
+            self._ended += 1
+            is_last = self._ended == len(self._fits)
+        if is_last:
+            self._close()
