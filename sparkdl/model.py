@@ -61,7 +61,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
     _loss: ClassVar[str] = "mse"
 
     module_factory: Any = None
-    """The callable that made the module, if there is one; see `sparkdl.serialization.saved_module`."""
+    """The callable that made the module, if there is one; see `serialization.saved_module`."""
 
     def __init__(
         self,

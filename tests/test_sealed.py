@@ -68,8 +68,12 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for way in ("factory", "description", "program"):
         saved(way)
-    for name in ("sparkdl.serialization.saved_module.restore", "sparkdl.serialization.saved_module.read_program",
-                 "sparkdl.serialization.saved_module.views", "sparkdl.runtime.json_objects.import_object"):  # fmt: skip
+    for name in (
+        "sparkdl.serialization.saved_module.restore",
+        "sparkdl.serialization.saved_module.read_program",
+        "sparkdl.serialization.saved_module.views",
+        "sparkdl.runtime.json_objects.import_object",
+    ):
         monkeypatch.setattr(name, run)
 
 

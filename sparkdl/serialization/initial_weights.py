@@ -37,7 +37,7 @@ class InitialWeights:
     """A fitted model, a module, a state dict, or the path or URL of a saved model or of a
     ``.safetensors`` file."""
     skip: tuple[str, ...] = ()
-    """Patterns (see `sparkdl.runtime.name_patterns`) of names that may be missing, left over or of another
+    """Patterns (see `runtime.name_patterns`) of names that may be missing, left over or of another
     shape: the module keeps its own values there. All other names and shapes must agree."""
 
     def __post_init__(self) -> None:

@@ -10,20 +10,20 @@ from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "resolve"]
 
 STRATEGIES = {
-    "adasum": "sparkdl.sync.averaging.adasum:Adasum",
-    "allreduce": "sparkdl.sync.gradients.allreduce:AllReduce",
-    "asyncsgd": "sparkdl.sync.asynchronous.async_sgd:AsyncSGD",
-    "blockmomentum": "sparkdl.sync.averaging.block_momentum:BlockMomentum",
-    "diloco": "sparkdl.sync.averaging.diloco:DiLoCo",
-    "elasticaveraging": "sparkdl.sync.own_weights.elastic_averaging:ElasticAveraging",
-    "gossip": "sparkdl.sync.own_weights.gossip:Gossip",
-    "hogwild": "sparkdl.sync.asynchronous.hogwild:Hogwild",
-    "localsgd": "sparkdl.sync.averaging.local_sgd:LocalSGD",
-    "oneshotaveraging": "sparkdl.sync.population.one_shot_averaging:OneShotAveraging",
-    "parameteraveraging": "sparkdl.sync.averaging.parameter_averaging:ParameterAveraging",
-    "populationbasedtraining": "sparkdl.sync.population.population_based_training:PopulationBasedTraining",
-    "slowmo": "sparkdl.sync.averaging.slowmo:SlowMo",
-    "tournament": "sparkdl.sync.population.tournament:Tournament",
+    "adasum": "sparkdl:Adasum",
+    "allreduce": "sparkdl:AllReduce",
+    "asyncsgd": "sparkdl:AsyncSGD",
+    "blockmomentum": "sparkdl:BlockMomentum",
+    "diloco": "sparkdl:DiLoCo",
+    "elasticaveraging": "sparkdl:ElasticAveraging",
+    "gossip": "sparkdl:Gossip",
+    "hogwild": "sparkdl:Hogwild",
+    "localsgd": "sparkdl:LocalSGD",
+    "oneshotaveraging": "sparkdl:OneShotAveraging",
+    "parameteraveraging": "sparkdl:ParameterAveraging",
+    "populationbasedtraining": "sparkdl:PopulationBasedTraining",
+    "slowmo": "sparkdl:SlowMo",
+    "tournament": "sparkdl:Tournament",
 }
 """Name -> where the class is; classes are imported when they are asked for.
 

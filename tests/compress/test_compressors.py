@@ -248,8 +248,8 @@ def test_loss_scaling_is_refused(compression: Compression) -> None:
 
 
 def test_loss_scaling_goes_with_casts() -> None:
-    for compression in (FP16Compression(), BF16Compression()):
-        compression.check(TrainConfig(precision="fp16"), 2)
+    for cast in (FP16Compression(), BF16Compression()):
+        cast.check(TrainConfig(precision="fp16"), 2)
 
 
 @all_compressions

@@ -35,4 +35,4 @@ def test_paths_that_older_versions_wrote_are_read() -> None:
     for path in FORMER_PATHS:
         name = path.partition(":")[2]
         assert import_object(path) is getattr(sparkdl, name)
-    assert import_object("sparkdl.models.demo:DigitsNet").__name__ == "DigitsNet"
+    assert import_object("sparkdl.demo:DigitsNet").__name__ == "DigitsNet"

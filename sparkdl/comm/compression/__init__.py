@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 __all__ = ["COMPRESSIONS", "resolve"]
 
 COMPRESSIONS = {
-    "bf16": "sparkdl.comm.compression.cast:BF16Compression",
-    "fp16": "sparkdl.comm.compression.cast:FP16Compression",
-    "int8": "sparkdl.comm.compression.int8:Int8Compression",
-    "onebit": "sparkdl.comm.compression.onebit:OneBitCompression",
-    "powersgd": "sparkdl.comm.compression.powersgd:PowerSGD",
-    "threshold": "sparkdl.comm.compression.threshold:ThresholdCompression",
-    "topk": "sparkdl.comm.compression.topk:TopKCompression",
-    "twobit": "sparkdl.comm.compression.twobit:TwoBitCompression",
+    "bf16": "sparkdl:BF16Compression",
+    "fp16": "sparkdl:FP16Compression",
+    "int8": "sparkdl:Int8Compression",
+    "onebit": "sparkdl:OneBitCompression",
+    "powersgd": "sparkdl:PowerSGD",
+    "threshold": "sparkdl:ThresholdCompression",
+    "topk": "sparkdl:TopKCompression",
+    "twobit": "sparkdl:TwoBitCompression",
 }
 """Name -> where the class is; classes are imported when they are asked for."""
 
