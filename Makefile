@@ -79,8 +79,8 @@ unit: setup ## most tests; TESTS=tests/sync chooses some
 
 connect: setup ## what Spark Connect may do otherwise, on Spark Connect
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
-		tests/test_estimator.py tests/test_model.py tests/test_scoring.py tests/spark/test_outputs.py \
-		tests/spark/test_rounds.py tests/spark/test_runner.py tests/test_multiplefits.py
+		tests/test_estimator.py tests/test_model.py tests/spark/inference/test_evaluate_model.py tests/spark/inference/test_output_columns.py \
+		tests/spark/rounds/test_averaging_rounds.py tests/test_runner.py tests/test_multiplefits.py
 
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
 cluster: setup ## lost executors, and GPUs that do not exist, on local clusters
@@ -110,7 +110,7 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
 		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider tests/petastorm tests/data \
-		tests/train/test_loop.py tests/test_predict.py tests/test_roundworker.py
+		tests/train/test_loop.py tests/inference/test_predict.py tests/worker/test_round_task.py
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
 test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out

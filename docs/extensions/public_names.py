@@ -1,9 +1,9 @@
 """How does the API reference name things as users do?
 
 Types in signatures are resolved from where a class is defined,
-``sparkdl.sync.strategy.SyncStrategy``, to the name that users import, ``sparkdl.SyncStrategy``. Params and their accessors are left out of
-the classes: `param_tables` lists them. The directive ``other-names`` documents those public names
-that no other page of the reference has.
+``sparkdl.sync.strategy.SyncStrategy``, to the name that users import, ``sparkdl.SyncStrategy``.
+Params and their accessors are left out of the classes: `param_tables` lists them. The directive
+``other-names`` documents those public names that no other page of the reference has.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.cli.job_file import ObjectRef, TrainJob, check_reference
 from sparkdl.cli.toml_values import build
 from sparkdl.errors import ConfigError
+from sparkdl.runtime.public_names import current_path
 
 if TYPE_CHECKING:
     from pyspark.ml import Estimator
@@ -48,7 +49,7 @@ def import_object(reference: str) -> Any:
         ConfigError: the module is not importable or has no such name.
     """
     check_reference(reference, "an object")
-    module, _, attribute = reference.partition(":")
+    module, _, attribute = current_path(reference).partition(":")
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:

@@ -24,7 +24,7 @@ _FORMER_MODULES = {
     "sparkdl.data.dataset": "sparkdl",
     "sparkdl.data.parquet": "sparkdl",
     "sparkdl.data.petastorm": "sparkdl",
-    "sparkdl.demo": "sparkdl.demo",
+    "sparkdl.demo": "sparkdl.models.demo",
     "sparkdl.initialweights": "sparkdl",
     "sparkdl.listeners": "sparkdl",
     "sparkdl.mlflow": "sparkdl",

@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from sparkdl.cli.images.prepare import prepare
-from tests.prepare.trees import job
+from tests.cli.images.trees import job
 
 OPTIONS = {"output_rows_per_file": 10, "split": {"test": 0.2}, "image": {"encoding": "png"}}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.prepare.trees import digit_files
+from tests.cli.images.trees import digit_files
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -29,8 +29,8 @@ from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from sparkdl.sync.own_weights.gossip import Gossip
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.strategy import SyncStrategy
+from tests.comm.topology.placing import placed
 from tests.gang import Gang
-from tests.topology.placing import placed
 from tests.train.runs import but, run, seeded
 
 pytestmark = pytest.mark.gang

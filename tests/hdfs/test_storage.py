@@ -14,9 +14,9 @@ from sparkdl.comm.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.errors import StorageError
 from sparkdl.storage.mounted import Mounted, Subfolder
 from sparkdl.storage.storage import Storage, open_storage
-from tests.checkpoint.contract import FolderContract, StorageContract
-from tests.checkpoint.memory import MemoryStorage
 from tests.hdfs.daemons import Hdfs
+from tests.storage.contract import FolderContract, StorageContract
+from tests.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -8,8 +8,8 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.storage.storage import FsspecStorage, Storage, open_storage
-from tests.checkpoint.contract import FolderContract
 from tests.hdfs.daemons import Hdfs
+from tests.storage.contract import FolderContract
 
 
 @pytest.fixture

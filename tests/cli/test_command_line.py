@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkdl.cli.command_line import Form, JobCommand, ended, run_job
+from sparkdl.cli.job_file import EvaluateJob
+from sparkdl.errors import DataError
+
+CONFIG = str(Path(__file__).parents[2] / "conf" / "evaluate.toml")
+
+
+def command(action: Callable[[EvaluateJob, Form], None]) -> JobCommand[EvaluateJob]:
+    return JobCommand(
+        name="evaluate",
+        kind=EvaluateJob,
+        action=action,
+        description="Do it.",
+        config="conf/evaluate.toml",
+        starter="evaluate.toml",
+        settings=("", "--set data.format=orc"),
+    )
+
+
+def run(*arguments: str, jobs: list[EvaluateJob] | None = None) -> int:
+    def action(job: EvaluateJob, form: Form) -> None:
+        assert form is Form.SCRIPT
+        if jobs is None:
+            raise DataError(f"nothing at {job.data.path}")
+        jobs.append(job)
+
+    return run_job(command(action), arguments)
+
+
+def test_the_job_gets_the_file_with_the_settings_over_it() -> None:
+    jobs: list[EvaluateJob] = []
+    assert (
+        run("--config", CONFIG, "--set", "data.path=x", "--set", "data.format=orc", jobs=jobs) == 0
+    )
+    assert (jobs[0].data.path, jobs[0].data.format) == ("x", "orc")
+
+
+def test_settings_alone_are_a_job_too() -> None:
+    jobs: list[EvaluateJob] = []
+    assert run("--set", "data.path=x", "--set", "model.path=m", jobs=jobs) == 0
+    assert (jobs[0].data.path, jobs[0].model.path) == ("x", "m")
+
+
+def test_our_own_errors_end_with_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--config", CONFIG) == 1
+    assert capsys.readouterr().err == "error: nothing at data/digits/test\n"
+
+
+def test_a_wrong_file_is_reported_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--config", "none.toml", jobs=[]) == 1
+    assert capsys.readouterr().err.startswith("error: cannot read the job file none.toml")
+
+
+def test_without_a_job_the_way_to_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(jobs=[])
+    text = capsys.readouterr().err
+    assert "name it with --config FILE" in text
+    assert "'spark-submit jobs/evaluate.py --starter > evaluate.toml' writes one" in text
+
+
+def test_a_starter_is_a_job_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("--starter") == 0
+    path = tmp_path / "evaluate.toml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    jobs: list[EvaluateJob] = []
+    assert run("--config", str(path), jobs=jobs) == 0
+    assert jobs[0].model.path == "models/model"
+
+
+def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    text = capsys.readouterr().out
+    assert "Do it." in text
+    start = "  spark-submit jobs/evaluate.py --config conf/evaluate.toml"
+    assert f"example:\n{start}\n{start} --set data.format=orc\n" in text
+    assert "SECTION.KEY=VALUE" in text
+
+
+def test_the_examples_of_the_command_begin_with_a_starter() -> None:
+    lines = command(lambda job, form: None).examples(Form.COMMAND).splitlines()
+    assert lines[1:] == [
+        "  sparkdl evaluate --starter > evaluate.toml",
+        "  sparkdl evaluate --config evaluate.toml",
+        "  sparkdl evaluate --config evaluate.toml --set data.format=orc",
+    ]
+
+
+def test_an_unknown_log_level_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("--config", CONFIG, "--log-level", "loud")
+    assert "known: DEBUG" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(("name", "extra"), [("pyspark.sql", "spark"), ("torch", "torch")])
+def test_a_missing_package_names_the_extra(
+    capsys: pytest.CaptureFixture[str], name: str, extra: str
+) -> None:
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert ended(raising(error)) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: this needs {name.partition('.')[0]}, which is not installed")
+    assert text.endswith(f'pip install "sparkdl-torch[{extra}]"\n')
+
+
+def test_a_missing_module_of_the_user_is_not_taken_for_ours() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        ended(raising(ModuleNotFoundError("No module named 'mine'", name="mine")))
+
+
+def test_an_interrupt_ends_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_jobs_that_can_be_explained_are_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[EvaluateJob] = []
+    explained: list[EvaluateJob] = []
+    explains = replace(
+        command(lambda job, _: done.append(job)), explain=lambda job, _: explained.append(job)
+    )
+    assert run_job(explains, ("--config", CONFIG, "--explain")) == 0
+    assert (len(done), len(explained)) == (0, 1)
+    assert run_job(explains, ("--config", CONFIG)) == 0
+    assert (len(done), len(explained)) == (1, 1)
+    with pytest.raises(SystemExit):
+        run("--config", CONFIG, "--explain", jobs=done)
+    assert "unrecognized arguments: --explain" in capsys.readouterr().err

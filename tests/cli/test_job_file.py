@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkdl.cli.job_file import (
+    DataSection,
+    EvaluateJob,
+    ObjectRef,
+    PredictJob,
+    TrainJob,
+    ValidationSection,
+    check_reference,
+    load_job,
+)
+from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+
+SMALLEST = """
+[data]
+path = "data/train"
+[model]
+factory = "package.module:Net"
+[output]
+path = "models/m"
+"""
+
+
+@pytest.fixture
+def smallest(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(SMALLEST, encoding="utf-8")
+    return path
+
+
+def test_the_files_of_conf_are_valid() -> None:
+    assert load_job(TrainJob, CONF / "digits.toml").estimator.input_shape == (1, 8, 8)
+    assert load_job(EvaluateJob, CONF / "evaluate.toml").model.path == "models/digits"
+    assert load_job(PredictJob, CONF / "predict.toml").output.mode == "overwrite"
+
+
+def test_the_smallest_job_leaves_the_rest_to_the_defaults(smallest: Path) -> None:
+    job = load_job(TrainJob, smallest)
+    assert job.data == DataSection(path="data/train")
+    assert job.estimator.given == {}
+    assert job.validation is None
+    assert not job.output.overwrite
+
+
+def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
+    settings = [
+        "estimator.kind=regressor",
+        "estimator.epochs=3",
+        "estimator.learning_rate=1",
+        "estimator.optimizer_params.momentum=0.9",
+        "estimator.early_stopping.patience=2",
+        "estimator.metrics={f1 = {factory = 'm:F1'}}",
+        "estimator.input_cols=['a', 'b']",
+    ]
+    job = load_job(TrainJob, smallest, settings)
+    assert job.estimator.kind == "regressor"
+    assert job.estimator.given == {
+        "epochs": 3,
+        "learning_rate": 1.0,
+        "optimizer_params": {"momentum": 0.9},
+        "early_stopping": EarlyStopping(patience=2),
+        "metrics": {"f1": ObjectRef(factory="m:F1")},
+        "input_cols": ("a", "b"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("estimator.epoch=3", "unknown key 'epoch' in [estimator]; did you mean 'epochs'? known:"),
+        ("trainer.epochs=3", "unknown section [trainer]; known: data, model, output, validation"),
+        ("data.format=avro", "data.format must be one of 'parquet', 'csv', 'json', 'orc', 'table'"),
+        ("data.format=table", "[data] format 'table' needs the key 'table'"),
+        ("data.table=t", "[data] format 'parquet' does not take the key 'table'"),
+        ("estimator.epochs=many", "estimator.epochs must be an integer; received 'many'"),
+        ("validation.fraction=1.5", "[validation] fraction must be between 0 and 1"),
+        ("validation.seed=1", "[validation] needs either 'fraction' or 'path'"),
+        ("model.factory=Net", "[model] factory must have the form 'package.module:name'"),
+        ("estimator.early_stopping.patience=0", "[estimator.early_stopping] patience must be at"),
+    ],
+)
+def test_errors_begin_with_the_file_and_say_what_to_do(
+    smallest: Path, setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_job(TrainJob, smallest, [setting])
+    assert str(error.value).startswith(f"{smallest}: ")
+    assert message in str(error.value)
+
+
+def test_validation_rows_are_marked_in_one_way_only(smallest: Path) -> None:
+    settings = ["validation.fraction=0.1", "estimator.validation_indicator_col=held_out"]
+    with pytest.raises(ConfigError, match="not both"):
+        load_job(TrainJob, smallest, settings)
+
+
+def test_a_source_is_either_files_or_a_table() -> None:
+    assert DataSection(format="table", table="db.t").path is None
+    assert DataSection(path=("a", "b")).path == ("a", "b")
+    with pytest.raises(ConfigError, match="needs the key 'path'"):
+        DataSection()
+    with pytest.raises(ConfigError, match="either 'fraction' or 'path'"):
+        ValidationSection(fraction=0.1, path="p")
+
+
+@pytest.mark.parametrize("reference", ["Net", "package:", ":Net", "a-b:Net", "a.b:1", "a:b:c"])
+def test_what_names_no_object_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have the form 'package\.module:name'"):
+        check_reference(reference, "factory")
+
+
+def test_an_object_is_named_by_module_and_name() -> None:
+    check_reference("package.module:Class.method", "factory")
+
+
+def test_the_settings_alone_can_be_a_job() -> None:
+    job = load_job(EvaluateJob, None, ["model.path=models/m", "data.path=data/test"])
+    assert (job.model.path, job.data.path) == ("models/m", "data/test")
+    with pytest.raises(ConfigError, match=r"the command line: missing section \[data\]"):
+        load_job(EvaluateJob, None, ["model.path=models/m"])

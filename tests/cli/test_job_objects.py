@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import sparkdl
+from sparkdl.cli.job_file import EstimatorSection, TrainJob, load_job
+from sparkdl.cli.job_objects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
+from sparkdl.cli.toml_values import build
+from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError
+from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
+from sparkdl.models.demo import DigitsNet
+from sparkdl.serialization.initial_weights import InitialWeights
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def job(**sections: Any) -> TrainJob:
+    smallest = {
+        "data": {"path": "d"},
+        "model": {"factory": "sparkdl.models.demo:DigitsNet"},
+        "output": {"path": "m"},
+    }
+    return build(TrainJob, smallest | sections)
+
+
+def test_the_section_has_every_param_and_no_other() -> None:
+    keys = {camel_case(item.name) for item in fields(EstimatorSection)} - {"kind"}
+    kinds = (TorchClassifier, TorchRegressor, TorchEstimator)
+    params = {param.name for kind in kinds for param in kind().params} - {"module"}
+    assert keys == params
+
+
+@pytest.mark.parametrize(
+    ("key", "param"), [("epochs", "epochs"), ("raw_prediction_col", "rawPredictionCol")]
+)
+def test_camel_case(key: str, param: str) -> None:
+    assert camel_case(key) == param
+
+
+def test_every_given_key_reaches_its_param() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "epochs": 3,
+                "learning_rate": 0.5,
+                "input_shape": [1, 8, 8],
+                "optimizer": "sgd",
+                "optimizer_params": {"momentum": 0.9},
+                "parameter_groups": {"layers.0": {"lr": 0.1}},
+                "frozen_layers": ["layers.1"],
+                "initial_weights": {"source": "s3://m", "skip": ["layers.9"]},
+                "early_stopping": {"patience": 2},
+                "verbose": 0,
+            }
+        )
+    )
+    assert isinstance(estimator, TorchClassifier)
+    values = {name: estimator.getOrDefault(name) for name in ("epochs", "verbose", "optimizer")}
+    assert values == {"epochs": 3, "verbose": 0, "optimizer": "sgd"}
+    assert estimator.getOrDefault("learningRate") == 0.5
+    assert estimator.getOrDefault("inputShape") == [1, 8, 8]
+    assert estimator.getOrDefault("optimizerParams") == {"momentum": 0.9}
+    assert estimator.getOrDefault("parameterGroups") == {"layers.0": {"lr": 0.1}}
+    assert estimator.getOrDefault("frozenLayers") == ["layers.1"]
+    assert estimator.getOrDefault("initialWeights") == InitialWeights(
+        source="s3://m", skip=("layers.9",)
+    )
+    assert estimator.getOrDefault("earlyStopping") == EarlyStopping(patience=2)
+    assert not estimator.isSet("batchSize")
+
+
+def test_the_kind_chooses_the_estimator() -> None:
+    assert isinstance(make_estimator(job(estimator={"kind": "regressor"})), TorchRegressor)
+
+
+def test_the_module_is_made_by_the_workers_with_its_arguments() -> None:
+    model = {"factory": "sparkdl.models.demo:DigitsNet", "args": {"num_classes": 3}}
+    factory = make_estimator(job(model=model)).getOrDefault("module")
+    assert factory().layers[-1].out_features == 3
+    assert make_estimator(job()).getOrDefault("module") is DigitsNet
+
+
+def test_objects_are_imported_and_made() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "loss": {"factory": "torch.nn:CrossEntropyLoss", "args": {"label_smoothing": 0.1}},
+                "optimizer": "torch.optim:RMSprop",
+                "scheduler": {
+                    "factory": "torch.optim.lr_scheduler:StepLR",
+                    "args": {"step_size": 5},
+                },
+                "metrics": {
+                    "f1": {
+                        "factory": "torchmetrics.classification:MulticlassF1Score",
+                        "args": {"num_classes": 10},
+                    }
+                },
+            }
+        )
+    )
+    loss = estimator.getOrDefault("loss")
+    assert isinstance(loss, nn.CrossEntropyLoss)
+    assert loss.label_smoothing == 0.1
+    assert estimator.getOrDefault("optimizer").__name__ == "RMSprop"
+    scheduler = estimator.getOrDefault("scheduler")
+    assert isinstance(scheduler, functools.partial)
+    assert (scheduler.func, scheduler.keywords) == (StepLR, {"step_size": 5})
+    assert estimator.getOrDefault("metrics")["f1"].num_classes == 10
+
+
+def upper(rows: Any) -> Any:
+    return rows
+
+
+def test_inputs_labels_and_losses_are_made() -> None:
+    estimator = make_estimator(
+        job(
+            estimator={
+                "kind": "estimator",
+                "inputs": {
+                    "photo": {
+                        "factory": "sparkdl:Image",
+                        "args": {"column": "file", "size": [8, 8], "channels": 1},
+                    },
+                    "age": "age",
+                    "words": {
+                        "factory": "sparkdl:Sequence",
+                        "args": {
+                            "column": "text",
+                            "transform": {"factory": "tests.cli.test_job_objects:upper"},
+                        },
+                    },
+                },
+                "augmentation": "tests.cli.test_job_objects:upper",
+                "group_by_length": 4,
+                "labels": {
+                    "kind": "kind",
+                    "size": {"factory": "sparkdl:Tensor", "args": {"column": "cm"}},
+                },
+                "loss": {
+                    "kind": "cross_entropy",
+                    "size": {"factory": "torch.nn:HuberLoss", "args": {"delta": 2.0}},
+                },
+                "loss_weights": {"size": 0.5},
+            }
+        )
+    )
+    value = estimator.getOrDefault
+    assert value("inputs") == {
+        "photo": sparkdl.Image("file", size=(8, 8), channels=1),
+        "age": sparkdl.Tensor("age"),
+        "words": sparkdl.Sequence("text", transform=upper),
+    }
+    assert value("augmentation") is upper
+    assert (value("groupByLength"), value("lossWeights")) == (4, {"size": 0.5})
+    assert value("labels") == {"kind": sparkdl.Tensor("kind"), "size": sparkdl.Tensor("cm")}
+    assert value("loss")["kind"] == "cross_entropy"
+    assert value("loss")["size"].delta == 2.0
+
+
+def test_inputs_by_position() -> None:
+    sparse = {"factory": "sparkdl:Sparse", "args": {"column": "words"}}
+    estimator = make_estimator(job(estimator={"inputs": ["age", sparse]}))
+    assert estimator.getOrDefault("inputs") == [sparkdl.Tensor("age"), sparkdl.Sparse("words")]
+
+
+def test_an_augmentation_must_be_a_reference() -> None:
+    with pytest.raises(
+        ConfigError, match=r"estimator\.augmentation must be 'package\.module:name'"
+    ):
+        make_estimator(job(estimator={"augmentation": "flip"}))
+
+
+def test_a_validation_section_marks_rows_by_a_column() -> None:
+    estimator = make_estimator(job(validation={"fraction": 0.1}))
+    assert estimator.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
+    assert not make_estimator(job()).isDefined("validationIndicatorCol")
+
+
+@pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.models.demo:NoSuchNet"])
+def test_what_cannot_be_imported_is_named_with_a_remedy(reference: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot import '{reference}'.*--py-files"):
+        import_object(reference)
+
+
+def test_a_factory_must_be_callable() -> None:
+    with pytest.raises(ConfigError, match="cannot be called"):
+        make_estimator(job(model={"factory": "math:pi"}))
+
+
+def test_a_scheduler_without_a_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"estimator\.scheduler must be 'package\.module:name'"):
+        make_estimator(job(estimator={"scheduler": "StepLR"}))
+
+
+def test_arguments_may_be_objects_too() -> None:
+    following = {"factory": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 5}}
+    scheduler = {"factory": "sparkdl:warmup", "args": {"steps": 3, "then": following}}
+    made = make_estimator(job(estimator={"scheduler": scheduler})).getOrDefault("scheduler")
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = made(optimizer)
+    rates = []
+    for _ in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.1, 0.4, 0.7, 1, 1, 1, 1, 1, 0.1])
+
+
+def test_a_wrong_key_of_an_object_among_arguments_is_named() -> None:
+    scheduler = {"factory": "sparkdl:warmup", "args": {"then": {"factory": "a:b", "arg": {}}}}
+    with pytest.raises(ConfigError, match=r"unknown key 'arg' in \[args\]"):
+        make_estimator(job(estimator={"scheduler": scheduler}))
+
+
+def test_objects_that_cannot_be_made_are_named() -> None:
+    f1 = {"factory": "torchmetrics.classification:MulticlassF1Score", "args": {"dropout": 0.5}}
+    with pytest.raises(ConfigError, match=r"cannot make '.*:MulticlassF1Score'.*dropout.*TypeErr"):
+        make_estimator(job(estimator={"metrics": {"f1": f1}}))
+
+
+def estimator_section(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    return text[text.find("[estimator]") : text.find("[output]")]
+
+
+COMMENTED = [
+    file
+    for file in sorted(CONF.glob("*.toml"))
+    if re.search(r"^\[estimator\]$(.|\n)*^# \w+ = ", estimator_section(file), re.MULTILINE)
+]
+"""Examples that show Params which they do not use."""
+
+
+@pytest.mark.parametrize("file", COMMENTED, ids=lambda file: file.name)
+def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path) -> None:
+    section = estimator_section(file)
+    uncommented = re.sub(r"^# (?=\w+ = )", "", section, flags=re.MULTILINE)
+    full = file.read_text(encoding="utf-8").replace(section, uncommented)
+    (tmp_path / "full.toml").write_text(full, encoding="utf-8")
+    make_estimator(load_job(TrainJob, tmp_path / "full.toml"))

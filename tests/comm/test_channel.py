@@ -1,0 +1,248 @@
+"""The channel: keys, events and files, behind a secret; and torch's rendezvous through it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.errors import CommunicationError, StorageError
+from sparkdl.storage.storage import open_storage
+from tests.storage.contract import StorageContract
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return Hub()
+
+
+@pytest.fixture
+def server(hub: Hub, tmp_path: Path) -> Iterator[ChannelServer]:
+    files = open_storage(str(tmp_path / "files"))
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def client(server: ChannelServer) -> Iterator[ChannelClient]:
+    client = ChannelClient(server.address, scope="run/0/")
+    yield client
+    client.close()
+
+
+def test_keys_are_scoped(hub: Hub, client: ChannelClient) -> None:
+    client.set("a", b"\x00\n{")
+    assert client.get("a") == b"\x00\n{"
+    assert hub.get("run/0/a") == b"\x00\n{"
+    assert client.get("b") is None
+    assert client.add("n", 2) == 2
+    assert client.add("n", 3) == 5
+    assert client.delete("a")
+    assert not client.delete("a")
+    hub.clear("run/0/")
+    assert client.get("n") is None
+
+
+def test_wait_returns_when_the_last_key_comes(client: ChannelClient) -> None:
+    client.set("a", b"1")
+    timer = threading.Timer(0.2, client.set, ("b", b"2"))
+    timer.start()
+    began = time.monotonic()
+    client.wait(["a", "b"], 10)
+    assert 0.1 < time.monotonic() - began < 5
+    timer.join()
+
+
+def test_wait_gives_up(client: ChannelClient) -> None:
+    with pytest.raises(TimeoutError, match="1 keys not set"):
+        client.wait(["never"], 0.2)
+
+
+def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
+    client.report(attempt=1, rank=2, events=[{"kind": "done"}, {"kind": "log", "lines": ["ä"]}])
+    first, second = hub.events.get(timeout=5), hub.events.get(timeout=5)
+    assert (first.attempt, first.rank, first.body) == (1, 2, {"kind": "done"})
+    assert second.body["lines"] == ["ä"]
+
+
+def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelClient) -> None:
+    assert client.report(attempt=1, rank=2, events=[]) is False
+    hub.shows_lines = True
+    assert client.report(attempt=1, rank=2, events=[]) is True
+
+
+def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
+    assert client.silence(attempt=1, rank=2) is None
+    client.report(attempt=1, rank=2, events=[])
+    time.sleep(0.05)
+    silence = client.silence(attempt=1, rank=2)
+    assert silence is not None
+    assert 0.05 <= silence < 5
+    assert client.silence(attempt=2, rank=2) is None
+    client.report(attempt=2, rank=2, events=[])
+    assert client.silence(attempt=1, rank=2) is None
+
+
+def test_without_the_secret_nothing_is_answered(server: ChannelServer) -> None:
+    intruder = ChannelStorage(replace(server.address, token="guess"))
+    with pytest.raises(StorageError, match="secret"):
+        intruder.exists("x")
+    with pytest.raises(StorageError, match="secret"):
+        intruder.write("x", b"1")
+    with pytest.raises(StorageError, match="secret"):
+        intruder.read("x")
+    intruder.close()
+
+
+def test_an_absent_server_is_a_communication_error() -> None:
+    client = ChannelClient(Address(host="127.0.0.1", port=1, token="t"), timeout_seconds=2)
+    with pytest.raises(CommunicationError, match="'get' failed"):
+        client.get("a")
+    client.close()
+
+
+def test_files_on_an_absent_driver_are_a_communication_error() -> None:
+    storage = ChannelStorage(Address(host="127.0.0.1", port=1, token="t"))
+    for call in (
+        lambda: storage.exists("x"),
+        lambda: storage.read("x"),
+        lambda: storage.write("x", b"1"),
+    ):
+        with pytest.raises(CommunicationError):
+            call()
+    storage.close()
+
+
+class SlowFiles:
+    """Takes a second to find a file."""
+
+    def read(self, path: str) -> bytes:
+        time.sleep(1)
+        return b"late"
+
+
+def test_a_transfer_ends_in_time(hub: Hub) -> None:
+    files: Any = SlowFiles()
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    storage = ChannelStorage(server.address, transfer_timeout_seconds=0.1)
+    with pytest.raises(CommunicationError, match="could not send x"):
+        storage.read("x")
+    storage.close()
+    server.shutdown()
+
+
+class TestFiles(StorageContract):
+    """What the driver keeps, seen from a worker."""
+
+    @pytest.fixture
+    def storage(self, server: ChannelServer) -> Iterator[ChannelStorage]:
+        with contextlib.closing(ChannelStorage(server.address)) as storage:
+            yield storage
+
+
+def test_files_of_any_size(server: ChannelServer) -> None:
+    storage = ChannelStorage(server.address)
+    large = bytes(range(256)) * 100_000  # more than one chunk
+    storage.write("a/large", large)
+    storage.write("a/pieces", iter([b"ab", memoryview(b"cd")]))
+    storage.write("a/empty", b"")
+    assert storage.list("a") == ["empty", "large", "pieces"]
+    assert storage.read("a/large") == large
+    assert storage.read("a/pieces") == b"abcd"
+    assert storage.read("a/empty") == b""
+    storage.remove("a")
+    assert not storage.exists("a/large")
+    with pytest.raises(StorageError, match="could not send a/large"):
+        storage.read("a/large")
+    storage.close()
+
+
+def test_files_stay_inside_the_folder(server: ChannelServer, tmp_path: Path) -> None:
+    storage = ChannelStorage(server.address)
+    with pytest.raises(StorageError):
+        storage.write("../outside", b"1")
+    assert not (tmp_path / "outside").exists()
+    storage.close()
+
+
+def test_a_channel_without_files_says_so(hub: Hub) -> None:
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    storage = ChannelStorage(server.address)
+    with pytest.raises(StorageError, match="keeps no files"):
+        storage.exists("x")
+    storage.close()
+    server.shutdown()
+
+
+def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int, float]]) -> None:
+    import torch
+
+    from sparkdl.comm.communicator import ProcessGroupCommunicator
+    from sparkdl.comm.process_group import process_group
+    from sparkdl.comm.rendezvous_store import ChannelStore
+
+    client = ChannelClient(address, scope="run/0/")
+    store = ChannelStore(client, timeout_seconds=30)
+    with process_group(
+        backend="gloo", store=store, rank=rank, world_size=2, timeout_seconds=30,
+        address="127.0.0.1",
+    ):  # fmt: skip
+        comm = ProcessGroupCommunicator()
+        tensor = torch.tensor([float(rank + 1)])
+        comm.all_reduce(tensor)
+        assert comm.all_gather_bytes(b"x" * rank) == [b"", b"x"]
+        assert comm.broadcast_bytes(b"hello" if rank == 0 else None) == b"hello"
+        comm.barrier()
+        results.put((rank, tensor.item()))
+
+
+def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
+    """As `_meet`; before, rank 0 has waited in vain for another peer."""
+    import torch.distributed as dist
+
+    from sparkdl.comm.process_group import process_group
+
+    if rank == 0:
+        alone = process_group(
+            backend="gloo", store=dist.HashStore(), rank=0, world_size=2, timeout_seconds=1,
+            address="127.0.0.1",
+        )  # fmt: skip
+        with pytest.raises(CommunicationError), alone:
+            pass
+    _meet(rank, address, results)
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("meet", [_meet, _fail_and_meet])
+def test_gloo_meets_through_the_channel(server: ChannelServer, meet: Any) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=meet, args=(rank, server.address, results)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    got = sorted(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(timeout=30)
+    assert got == [(0, 3.0), (1, 3.0)]
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def test_a_hub_that_nobody_reads_keeps_no_events() -> None:
+    hub = Hub(keeps_events=False)
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    client = ChannelClient(server.address)
+    client.report(attempt=0, rank=0, events=[{"kind": "done"}])
+    assert hub.events.empty()
+    client.close()
+    server.shutdown()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdl.comm.topology.tree import children, parent, sent_bytes
+from tests.comm.topology.placing import arranged
+from tests.gang import Gang
+
+
+@pytest.mark.parametrize("world_size", range(1, 18))
+def test_the_tree_has_all_ranks_and_is_not_deep(world_size: int) -> None:
+    reached, level, depth = {0}, [0], 0
+    while level := [child for rank in level for child in children(rank, world_size)]:
+        assert not reached & set(level)
+        assert all(rank in children(parent(rank), world_size) for rank in level)
+        reached |= set(level)
+        depth += 1
+    assert reached == set(range(world_size))
+    assert depth <= (world_size - 1).bit_length()
+    sent = [sent_bytes(10, rank, world_size) for rank in range(world_size)]
+    assert sum(sent) == 2 * 10 * (world_size - 1)  # up once and down once along each edge
+
+
+def test_children_of_eight() -> None:
+    assert [children(rank, 8) for rank in range(4)] == [[1, 2, 4], [], [3], []]
+    assert [children(rank, 6) for rank in range(6)] == [[1, 2, 4], [], [3], [], [5], []]
+
+
+@pytest.mark.gang
+def test_sums_of_two(gang: Gang) -> None:
+    check(gang.run(sum_some), [(1,), (1,)])
+
+
+@pytest.mark.gang
+def test_sums_of_three(gang3: Gang) -> None:
+    check(gang3.run(sum_some), [(1, 1), (1,), (1,)])
+
+
+@pytest.mark.gang
+def test_sums_of_four(gang4: Gang) -> None:
+    check(gang4.run(sum_some), [(1, 1), (1,), (1, 1), (1,)])
+
+
+def check(results: list[Any], messages: list[tuple[int, ...]]) -> None:
+    """Sums are right, their bits the same everywhere and every time, the bytes as expected."""
+    for (totals, close, sent, num_bytes), rank_messages in zip(results, messages, strict=True):
+        assert close
+        assert all(torch.equal(total, results[0][0][0]) for total in totals)
+        assert sent == num_bytes * len(rank_messages)
+
+
+def sum_some(comm: Any) -> tuple[list[torch.Tensor], bool, int, int]:
+    topology = arranged(comm, "tree")
+    mine = torch.randn(1001, generator=torch.Generator().manual_seed(comm.rank))
+    expected = mine.clone()
+    comm.all_reduce(expected)
+    totals = [mine.clone() for _ in range(3)]
+    topology.all_reduce(totals[0])
+    sent = topology.bytes_sent
+    pending = [topology.all_reduce_async(total) for total in totals[1:]]
+    for one in reversed(pending):
+        one.wait()
+    assert topology.bytes_sent == 3 * sent == 3 * sent_bytes(4004, comm.rank, comm.world_size)
+    whole = torch.full((2, 3), comm.rank + 1).t()
+    topology.all_reduce(whole)
+    assert whole.eq(sum(range(1, comm.world_size + 1))).all()
+    topology.close()
+    return totals, torch.allclose(totals[0], expected, atol=1e-6), sent, 4004

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from sparkdl.data.batches import Batches
+from sparkdl.data.source import Contents
+from sparkdl.data.sources.parquet import ParquetSource
+from sparkdl.data.sources.parquet_files import digest_of
+from sparkdl.data.spool.writer import SpoolColumn
+from sparkdl.errors import DataError, StorageError
+from sparkdl.inputs import Tensor
+from tests.data.sources.test_parquet import FEATURES, LABEL, epoch_of, joined, plan_of, wanted
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_values_that_change_between_epochs_are_noticed(tmp_path: Path, is_replaced: bool) -> None:
+    """Also where the footer stays as it was, which tells only sizes, least and largest values."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+
+    def write_values(path: Path, middle: float) -> None:
+        values = pa.table({"x": [0.0, middle, 9.0]})
+        pq.write_table(values, path, compression="none", use_dictionary=False)
+
+    write_values(folder / "a.parquet", 1.0)
+    contents = ParquetSource(folder).contents(wanted(FEATURES, num_shards=1))
+    plan = plan_of(contents)
+    rows = contents.reader.open(plan, plan.shards, "train")
+
+    def epoch(number: int) -> list[float]:
+        batches = Batches(rows, plan, 0, seed=0, epoch=number)
+        return sorted(float(x) for batch in batches for x in batch.inputs[0])
+
+    assert epoch(0) == epoch(1) == [0, 1, 9]
+    before = pq.read_metadata(folder / "a.parquet")
+    if is_replaced:
+        write_values(tmp_path / "other", 2.0)
+        (tmp_path / "other").rename(folder / "a.parquet")
+    else:
+        write_values(folder / "a.parquet", 2.0)
+    assert digest_of(pq.read_metadata(folder / "a.parquet")) == digest_of(before)
+    with pytest.raises(DataError, match="has changed since fit has listed it"):
+        epoch(2)
+
+
+def write_all(folder: Path, tables: Sequence[pa.Table]) -> Path:
+    folder.mkdir(parents=True)
+    for number, data in enumerate(tables):
+        pq.write_table(data, folder / f"{number}.parquet")
+    return folder
+
+
+def values_of(contents: Contents) -> list[Any]:
+    """Of the first input, in ascending order."""
+    plan = plan_of(contents)
+    ranks = [epoch_of(contents, plan, rank) for rank in range(plan.world_size)]
+    return sorted(joined(batch.inputs[0].tolist() for batch in joined(ranks)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pa.table({"y": ["a"], "x": [2.0]}),
+        pa.table({"x": [2.0]}),
+        pa.table({"x": [2.0], "y": pa.array([None], pa.null())}),
+        pa.table({"x": [2.0], "y": pa.array(["a"]).dictionary_encode()}),
+        pa.table(
+            [pa.array([2.0]), pa.array(["a"])],
+            pa.schema([pa.field("x", pa.float64(), False), pa.field("y", pa.string())]),
+        ),
+    ],
+)
+def test_files_may_differ_in_what_does_not_matter(tmp_path: Path, other: pa.Table) -> None:
+    first = pa.table({"x": [1.0], "y": ["b"]})
+    empty = pa.table({"z": pa.array([], pa.int64())})
+    folder = write_all(tmp_path / "data", [empty, first, other])
+    (folder / "3.parquet").touch()
+    source = ParquetSource(folder)
+    assert source.schema().names == ["x", "y"]
+    assert values_of(source.contents(wanted(FEATURES))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"z": [1.0]}, r'differ in column "x": it has type double, but .*1\.parquet has no such'),
+        ({"x": ["a"]}, r"1\.parquet has type string"),
+        ({"x": [[1.0]]}, r"1\.parquet has type list"),
+    ],
+)
+def test_files_must_have_the_same_columns(
+    tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    tables = [pa.table({"x": [1.0]}), pa.table(other)]
+    source = ParquetSource(write_all(tmp_path / "data", tables))
+    with pytest.raises(DataError, match=message):
+        source.contents(wanted(FEATURES))
+
+
+def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
+    folder = write_all(tmp_path / "data", [pa.table({"x": [1.0]})])
+    (folder / "notes.txt").write_text("some words")
+    with pytest.raises(StorageError, match=r"cannot read .*data"):
+        ParquetSource(folder).schema()
+
+
+def test_columns_that_folders_tell_are_of_one_type_and_are_checked(tmp_path: Path) -> None:
+    data = pa.table({"x": [1.0, 2.0], "year": ["of the file", "of the file"]})
+    for name in ("2024", "__HIVE_DEFAULT_PARTITION__"):
+        write_all(tmp_path / "data" / f"year={name}", [data])
+    source = ParquetSource(tmp_path / "data")
+    assert source.schema().field("year").type == pa.int32()
+    label = SpoolColumn(name="year", role="label", dtype="int64", as_classes=True)
+    with pytest.raises(DataError, match='column "year" has 2 null rows'):
+        source.contents(wanted(FEATURES, label))
+    types = []
+
+    def noted(batch: pa.RecordBatch) -> pa.Array:
+        types.append(batch.schema.field("year").type)
+        return pc.fill_null(batch.column("year"), -1)
+
+    kind = Tensor("year", transform=noted)
+    column = SpoolColumn(name="year", role="feature", dtype="float32", specification=kind)
+    (contents,) = [source.contents(wanted(column))]
+    plan = plan_of(contents)
+    for shard in plan.shards:
+        rows = contents.reader.open(plan, [shard], "train")
+        found = [x for columns in rows.in_order(100) for x in columns["feature year"].tolist()]
+        assert set(found) <= {-1, 2024}
+    assert set(types) == {pa.int32()}
+
+
+def test_labels_that_folders_tell_are_checked(tmp_path: Path) -> None:
+    for label in (0, 3):
+        write_all(tmp_path / "data" / f"y={label}", [pa.table({"x": [1.0, 2.0]})])
+    contents = ParquetSource(tmp_path / "data").contents(wanted(FEATURES, LABEL))
+    assert contents.labels_outside(1, 4) is None
+    assert contents.labels_outside(1, 3) == (2, "row 0 of row group 0 of 0.parquet")
+    (tmp_path / "data" / "y=3").rename(tmp_path / "data" / "y=-1")
+    with pytest.raises(DataError, match=r"class indices.* 2 rows do not"):
+        ParquetSource(tmp_path / "data").contents(wanted(FEATURES, LABEL))

@@ -1,0 +1,113 @@
+"""The memory of hosts decides how rows are mixed; a checkpoint decides it for those who go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.frames.choose_windows import as_begun, host_loads, with_windows
+from sparkdl.spark.frames.shard_table import SpooledShard
+from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
+from tests.storage.memory import MemoryStorage
+
+GIB = 1 << 30
+COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))
+SMALL = Windows(group_rows=3, groups_together=4)
+
+
+def spooled(host: str, num_bytes: int, memory_bytes: int, shard_id: int = 0) -> SpooledShard:
+    shard = Shard(
+        shard_id=shard_id, host=host, path="", num_rows=900, num_validation_rows=100,
+        fingerprint="", num_bytes=num_bytes,
+    )  # fmt: skip
+    summary = SpoolSummary(
+        num_rows=900, num_validation_rows=100, fingerprint="", content=0, num_bytes=num_bytes,
+        columns=(),
+    )  # fmt: skip
+    return SpooledShard(shard=shard, summary=summary, memory_bytes=memory_bytes)
+
+
+def cluster(master: str, num_executors: int | None) -> ClusterInfo:
+    return ClusterInfo(master=master, num_executors=num_executors, cores_per_executor=4)
+
+
+@pytest.mark.parametrize(
+    ("master", "executors", "entries", "expected"),
+    [
+        ("local[2]", 1, {}, 9),
+        ("local[2]", 1, {"spark.driver.memory": "4g"}, 6),
+        ("yarn", 2, {"spark.executor.memory": "3g"}, 4),
+        ("yarn", None, {"spark.executor.memory": "3g"}, 7),
+        ("k8s://x", 1, {"spark.executor.memory": "30g"}, 0),
+    ],
+)
+def test_heaps_take_their_part(
+    master: str, executors: int | None, entries: dict[str, str], expected: int
+) -> None:
+    parts = [spooled("a", GIB, 10 * GIB, 0), spooled("a", 2 * GIB, 11 * GIB, 1)]
+    (load,) = host_loads(parts, cluster(master, executors), entries.get)
+    assert load == HostLoad(num_shards=2, num_bytes=3 * GIB, memory_bytes=expected * GIB)
+
+
+def planned(*parts: SpooledShard) -> TrainPlan:
+    return make_plan(
+        columns=[COLUMN], shards=[part.shard for part in parts], world_size=len(parts),
+        batch_size=4, epochs=1,
+    )  # fmt: skip
+
+
+def test_the_smallest_host_decides_for_all() -> None:
+    parts = [spooled("a", GIB, 64 * GIB, 0), spooled("b", GIB, 3 * GIB - 1, 1)]
+    for window_bytes, is_whole in ((None, False), (GIB, True), (GIB - 1, False)):
+        plan = with_windows(
+            planned(*parts), parts, cluster("yarn", 2), {}.get, window_bytes=window_bytes
+        )
+        assert (plan.windows is None) == is_whole
+    assert plan.windows is not None
+    row_bytes = -(-2 * GIB // 2000)  # of validation rows too
+    assert plan.windows.group_rows == (8 << 20) // row_bytes
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """The part of a run that is asked for."""
+
+    link: Any
+    plan: TrainPlan
+    run_key: str = "0123456789abcdef"
+
+
+def resumed(storage: MemoryStorage | None) -> Windows | None:
+    plan = replace(planned(spooled("a", 1, 1)), windows=SMALL)
+    run: Any = FakeRun(SimpleNamespace(checkpoints=storage), plan)
+    return as_begun(run).plan.windows
+
+
+def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
+    path = f"0123456789abcdef/{folder_name(step)}"
+    write_manifest(
+        CheckpointInfo(
+            storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",
+            complete=False, environment=environment, files={},
+        )
+    )  # fmt: skip
+
+
+def test_the_newest_checkpoint_that_says_so_decides() -> None:
+    storage = MemoryStorage()
+    assert resumed(None) == resumed(storage) == SMALL
+    note(storage, 5, {WINDOWS: "7x8"})
+    assert resumed(storage) == Windows(group_rows=7, groups_together=8)
+    note(storage, 10, {WINDOWS: "whole"})
+    assert resumed(storage) is None
+    note(storage, 15, {WINDOWS: "damaged"})
+    assert resumed(storage) is None
+    note(storage, 20, {})  # of an older version
+    assert resumed(storage) == SMALL

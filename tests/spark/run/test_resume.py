@@ -1,0 +1,80 @@
+"""A fit goes on from its own checkpoints, but never from beyond its end."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparkdl.spark.run.resume import find_checkpoint
+from sparkdl.storage.checkpoint_format import (
+    SHARED,
+    CheckpointInfo,
+    Recorder,
+    encode,
+    folder_name,
+    rank_file,
+    write_manifest,
+)
+from sparkdl.storage.tensor_tree import snapshot
+from sparkdl.train.state import TrainState
+from tests.storage.memory import MemoryStorage
+
+
+def write(storage: MemoryStorage, state: TrainState, *, run_key: str = "run") -> None:
+    path = f"{run_key}/{folder_name(state.step)}"
+    files = {}
+    for name in (SHARED, rank_file(0)):
+        recorder = Recorder()
+        content = encode(snapshot({"state": state.state_dict()}))
+        storage.write(f"{path}/{name}", recorder.watch(content))
+        files[name] = recorder.record()
+    write_manifest(
+        CheckpointInfo(
+            storage=storage, path=path, step=state.step, world_size=1, run_key=run_key,
+            complete=False, environment={}, files=files,
+        )
+    )  # fmt: skip
+
+
+def found(storage: MemoryStorage, *, epochs: int, max_steps: int = -1) -> int | None:
+    plan = SimpleNamespace(epochs=epochs, max_steps=max_steps)
+    run: Any = SimpleNamespace(run_key="run", plan=plan)
+    info = find_checkpoint(run, storage)
+    return None if info is None else info.step
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "step"),
+    [
+        (9, -1, 20),
+        (2, -1, 20),
+        (1, -1, 10),
+        (9, 20, 20),
+        (9, 19, 15),
+        (9, 9, None),
+    ],
+)
+def test_a_shorter_fit_does_not_take_the_result_of_a_longer_one(
+    epochs: int, max_steps: int, step: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = MemoryStorage()
+    write(storage, TrainState(epoch=1, step=10))
+    write(storage, TrainState(epoch=1, step=15, step_in_epoch=5))
+    write(storage, TrainState(epoch=2, step=20))
+    assert found(storage, epochs=epochs, max_steps=max_steps) == step
+    passed_over = "passed over run/step-00000020: this fit ends before step 20"
+    assert (passed_over in caplog.text) == (step != 20)
+
+
+def test_what_lies_beside_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    storage = MemoryStorage()
+    storage.write("initial.safetensors", b"")
+    with caplog.at_level(logging.INFO):
+        assert found(storage, epochs=1) is None
+        assert caplog.text == ""
+        write(storage, TrainState(epoch=1, step=10), run_key="other")
+        assert found(storage, epochs=1) is None
+    assert "memory holds checkpoints of other runs, but none of these rows, module" in caplog.text

@@ -1,0 +1,157 @@
+"""Runs that would train differently have different keys; the same run has its own, always."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torchmetrics.classification import BinaryAccuracy, MulticlassF1Score
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.spark.run.run_key import run_key
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+
+SCRIPT = """
+import torch
+from functools import partial
+from torch import nn
+
+SCALE = {scale}
+
+def scaled(x):
+    return x * SCALE
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.kinds = {{"a", "b", "c"}}
+        self.inner.register_forward_hook(lambda module, inputs, output: output + 1)
+    def forward(self, x):
+        return {forward}
+
+torch.manual_seed(1)
+from sparkdl.config import TrainConfig
+from tests.spark.run.test_run_key import key
+print(key(Net(), loss=partial(lambda a, b, p: (a - b).abs().pow(p).mean(), p=2)))
+"""
+
+
+def plan() -> TrainPlan:
+    shard = Shard(
+        shard_id=0, host="", path="", num_rows=5, num_validation_rows=0, fingerprint="a",
+        num_bytes=1,
+    )  # fmt: skip
+    column = Column(name="x", role="feature", dtype="float32", shape=(2,))
+    return make_plan(columns=[column], shards=[shard], world_size=1, batch_size=2, epochs=1)
+
+
+def key(module: nn.Module, **options: Any) -> str:
+    return run_key(module, plan(), TrainConfig(**options), "content")
+
+
+def net(activation: nn.Module | None = None, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 2), activation or nn.ReLU(), nn.Dropout(0.5))
+
+
+def test_the_same_fit_has_the_same_key() -> None:
+    assert key(net()) == key(net()) == key(copy.deepcopy(net()).eval())
+    assert key(net(), epochs=3, max_steps=7) == key(net())
+    metrics = {"f1": partial(MulticlassF1Score, num_classes=3), "accuracy": BinaryAccuracy()}
+    assert key(net(), metrics=metrics) == key(net(), metrics=copy.deepcopy(metrics))
+    assert key(weight_norm(nn.Linear(2, 2))) != key(nn.Linear(2, 2))
+
+
+def frozen() -> nn.Module:
+    module = net()
+    next(module.parameters()).requires_grad_(False)
+    return module
+
+
+def tied() -> nn.Module:
+    one = nn.Linear(2, 2)
+    return nn.Sequential(one, one)
+
+
+def apart() -> nn.Module:
+    one = nn.Linear(2, 2)
+    return nn.Sequential(one, copy.deepcopy(one))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (net(nn.ReLU()), net(nn.Tanh())),
+        (net(nn.LeakyReLU(0.1)), net(nn.LeakyReLU(0.2))),
+        (net(seed=1), net(seed=2)),
+        (net(), frozen()),
+        (tied(), apart()),
+    ],
+    ids=["activations", "arguments", "weights", "frozen", "tied"],
+)
+def test_other_modules_have_other_keys(one: nn.Module, other: nn.Module) -> None:
+    assert key(one) != key(other)
+
+
+def decaying() -> Callable[..., Any]:
+    def schedule(optimizer: Any, gamma: float) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+
+    return schedule
+
+
+def powered(power: float) -> Callable[..., Any]:
+    return lambda output, target: (output - target).abs().pow(power).mean()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss": lambda a, b: (a - b) ** 2}, {"loss": lambda a, b: (a - b).abs()}),
+        ({"loss": powered(1)}, {"loss": powered(2)}),
+        ({"loss": nn.HuberLoss(delta=1.0)}, {"loss": nn.HuberLoss(delta=2.0)}),
+        (
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0)},
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        ),
+        (
+            {"scheduler": partial(decaying(), gamma=0.1)},
+            {"scheduler": partial(decaying(), gamma=0.9)},
+        ),
+        (
+            {"sync_strategy": ParameterAveraging(averaging_period=2)},
+            {"sync_strategy": ParameterAveraging(averaging_period=3)},
+        ),
+        ({"seed": 1}, {"seed": 2}),
+    ],
+)
+def test_other_configurations_have_other_keys(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert key(net(), **one) != key(net(), **other)
+
+
+def of_script(tmp_path: Path, *, forward: str = "scaled(self.inner(x))", scale: int = 2) -> str:
+    """The key that another process finds for a module of its ``__main__``."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(forward=forward, scale=scale), encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", "-c", f"exec(open({str(script)!r}).read())"]
+    root = Path(__file__).parents[3]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.timeout(300)
+def test_code_of_ones_own_counts_and_is_told_again_in_another_process(tmp_path: Path) -> None:
+    first = of_script(tmp_path)
+    assert of_script(tmp_path) == first
+    assert of_script(tmp_path, forward="torch.relu(self.inner(x))") != first
+    assert of_script(tmp_path, scale=3) != first

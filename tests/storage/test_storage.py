@@ -1,0 +1,121 @@
+"""Do all storages behave alike, and do their errors name place, cause and remedy?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkdl.errors import StorageError
+from sparkdl.storage.storage import (
+    Folder,
+    FsspecStorage,
+    LocalStorage,
+    absolute,
+    check_writable,
+    drop_password,
+    open_storage,
+)
+from tests.storage.contract import FolderContract
+from tests.storage.memory import MemoryStorage
+
+
+@pytest.fixture(params=["local", "memory", "fsspec-memory", "fsspec-local"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    makers = {
+        "local": lambda: LocalStorage(tmp_path / "deep" / "root"),
+        "memory": MemoryStorage,
+        "fsspec-memory": lambda: FsspecStorage(f"memory://{tmp_path.name}"),
+        "fsspec-local": lambda: FsspecStorage(f"local://{tmp_path}/root"),
+    }
+    return makers[request.param]()
+
+
+class TestContract(FolderContract):
+    """The storages that need no server."""
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise RuntimeError("stop")
+
+    storage = LocalStorage(tmp_path)
+    storage.write("a", b"old")
+    with pytest.raises(RuntimeError, match="stop"):
+        storage.write("a", broken())
+    assert storage.read("a") == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot write .*file/.*; choose a path whose parents"):
+        check_writable(LocalStorage(tmp_path / "file"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:  # noqa: PTH123
+            file.write(b"x")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"No space left on device; free some space"):
+        check_writable(LocalStorage(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_storage_chooses_by_the_form_of_the_address(tmp_path: Path) -> None:
+    for address in (tmp_path, str(tmp_path), f"file://{tmp_path}", f"file:{tmp_path}"):
+        storage = open_storage(address)
+        assert isinstance(storage, LocalStorage) and str(storage) == str(tmp_path)
+    assert isinstance(open_storage("memory://here"), FsspecStorage)
+
+
+@pytest.mark.parametrize("url", ["nowhere://x", "nowhere:x"])
+def test_an_unknown_scheme_is_a_storage_error(url: str) -> None:
+    with pytest.raises(StorageError, match=r"cannot open nowhere://x: Protocol not known"):
+        open_storage(url)
+
+
+def test_one_slash_is_a_url_too() -> None:
+    assert str(open_storage("memory:/here")) == "memory:///here"
+    with pytest.raises(StorageError, match=r"dbfs:/models/x is no .*; use /dbfs/\.\.\., where"):
+        open_storage("dbfs:/models/x")
+    assert isinstance(open_storage("./run:1"), LocalStorage)
+
+
+def test_local_paths_are_the_same_for_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute("runs/x") == absolute("file:runs/x") == str(tmp_path / "runs" / "x")
+    assert absolute(Path("~/runs")) == "/home/me/runs"
+    assert absolute("memory://runs") == "memory://runs"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.registry import known_implementations
+
+    entry = {"class": "package_that_is_absent.Files", "err": "install package_that_is_absent"}
+    monkeypatch.setitem(known_implementations, "absent", entry)
+    with pytest.raises(StorageError, match=r"install package_that_is_absent; install that package"):
+        open_storage("absent://bucket")
+
+
+def test_passwords_in_urls_are_not_shown() -> None:
+    with pytest.raises(StorageError) as caught:
+        open_storage("nowhere://user:secret@host/x")
+    assert "secret" not in str(caught.value) and "***@host" in str(caught.value)
+    assert drop_password("webhdfs://user:secret@host:9870/x") == "webhdfs://user@host:9870/x"
+    for other in ("s3://bucket/a:b@c", "/a:b@c", "hdfs://host:9000/x", "gs://user@host/x"):
+        assert drop_password(other) == other
+
+
+def test_a_name_that_no_file_can_have_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot look for .*; check the path"):
+        LocalStorage(tmp_path).exists("a" * 5000)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import ClusterError, CommunicationError
+from sparkdl.sync.asynchronous import flight_link
+from sparkdl.sync.asynchronous.flight_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice
+
+OPTIONS = [{"lr": 1.0}]
+SHAPES = ((3, 2), (4,), ())
+
+
+def make_slice(**changes: Any) -> ServerSlice:
+    options = {"world_size": 2, "is_bulk": False, "timeout_seconds": 20.0, **changes}
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parameters.append(nn.Parameter(torch.zeros(5, dtype=torch.bfloat16)))
+    rules = ServerRules(**options)
+    kind: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=1, momentum=0.5)  # noqa: E731
+    return ServerSlice(parameters, range(4), kind, rules)
+
+
+class Served:
+    """A slice with its server, and who has left."""
+
+    def __init__(self, served: ServerSlice) -> None:
+        self.slice = served
+        self.left: list[int] = []
+        self.server = SliceServer(served, host="127.0.0.1", on_leave=self.left.append)
+
+    def link(self, rank: int) -> SliceLink:
+        return SliceLink(self.server.address, rank)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    one = Served(make_slice())
+    yield one
+    one.server.stop()
+
+
+def like(served: Served, value: float) -> list[torch.Tensor]:
+    return [torch.full_like(flat, value) for flat in flats(served.slice.inbox(0))]
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("chunk_bytes", [5, 1 << 20])
+def test_tensors_arrive_as_they_were_sent(
+    served: Served, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_link, "CHUNK_BYTES", chunk_bytes)
+    link = served.link(1)
+    gradients, received = like(served, 0), like(served, 7)
+    generator = torch.Generator().manual_seed(1)
+    for gradient in gradients:
+        gradient.copy_(torch.randn(gradient.shape, generator=generator))
+    link.step(Push(1.0, OPTIONS), gradients, received)
+    for weights, gradient in zip(received, gradients, strict=True):
+        assert torch.equal(weights, -gradient)
+    link.step(None, gradients, received)
+    link.step(Push(1.0, OPTIONS), gradients, [])
+    num_bytes = sum(gradient.nbytes for gradient in gradients)
+    assert (link.bytes_sent, served.server.bytes_sent) == (2 * num_bytes, 2 * num_bytes)
+    link.close()
+
+
+def test_the_end_of_a_round_brings_weights_and_state(served: Served) -> None:
+    first, second = served.link(0), served.link(1)
+    first.step(Push(1.0, OPTIONS), like(served, 2), [])
+    mine, theirs = like(served, 0), like(served, 0)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(first.close_round, mine)
+        state = second.close_round(theirs)
+        same = closing.result(20)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.tolist() == other.tolist() == [-2] * len(one)
+    assert state["optimizer"][1]["momentum_buffer"].tolist() == [2] * 4
+    torch.testing.assert_close(state, same)
+    assert served.server.bytes_sent == 2 * 2 * sum(flat.nbytes for flat in mine)
+    first.close()
+    second.close()
+
+
+def test_without_the_secret_nothing_is_served(served: Served) -> None:
+    wrong = replace(served.server.address, token="guess")
+    with (
+        pytest.raises(CommunicationError, match="secret"),
+        contextlib.closing(SliceLink(wrong, 1)) as link,
+    ):
+        link.step(Push(1.0, OPTIONS), like(served, 1), [])
+    assert served.left == []
+    assert all(flat.eq(0).all() for flat in flats(served.slice.pull(0)))
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"cannot serve parameters at 192\.0\.2\.1"):
+        SliceServer(make_slice(), host="192.0.2.1", on_leave=lambda rank: None)
+
+
+def test_two_servers_have_different_secrets(served: Served) -> None:
+    other = Served(make_slice())
+    assert other.server.address.token != served.server.address.token
+    assert len(other.server.address.token) == 64
+    other.server.stop()
+
+
+@pytest.mark.parametrize("end", ["close", "cancel"])
+def test_a_rank_that_leaves_is_noticed_at_once(served: Served, end: str) -> None:
+    leaving, staying = served.link(0), served.link(1)
+    leaving.step(None, [], [])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(staying.close_round, like(served, 0))
+        time.sleep(0.1)
+        getattr(leaving, end)()
+        with pytest.raises(CommunicationError, match=r"ranks \[0\] have left"):
+            waiting.result(10)
+    assert served.left == [0]
+    leaving.close()
+    staying.close()
+
+
+def test_a_killed_rank_is_noticed(served: Served) -> None:
+    program = (
+        "import sys, time; from sparkdl.comm.channel import Address;"
+        "from sparkdl.sync.asynchronous.flight_link import SliceLink;"
+        "link = SliceLink(Address(**eval(sys.argv[1])), 0); link.step(None, [], []);"
+        "print('pushed', flush=True); time.sleep(60)"
+    )
+    address = repr(asdict(served.server.address))
+    command, root = [sys.executable, "-c", program, address], Path(__file__).parents[3]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"pushed\n"
+        link = served.link(1)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(link.close_round, like(served, 0))
+            process.kill()
+            with pytest.raises(CommunicationError, match=r"ranks \[0\] have left"):
+                waiting.result(20)
+    link.close()
+
+
+def test_cancel_ends_a_wait_for_an_answer(served: Served) -> None:
+    link = served.link(1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(link.close_round, like(served, 0))
+        wait_for(lambda: bool(served.slice._ranks.closing))
+        link.cancel()
+        with pytest.raises(CommunicationError, match="is lost"):
+            waiting.result(10)
+    link.close()
+    served.slice.leave(1)  # lets the server's own wait end
+
+
+def test_a_server_that_has_gone_is_an_error() -> None:
+    served = Served(make_slice())
+    link = served.link(1)
+    link.step(None, [], [])
+    link.cancel()
+    served.server.stop()
+    with pytest.raises(CommunicationError):
+        link.step(None, [], [])
+    link.close()
+    with (
+        pytest.raises(CommunicationError),
+        contextlib.closing(SliceLink(served.server.address, 1)) as late,
+    ):
+        late.step(None, [], [])
+
+
+def test_an_error_of_the_optimizer_is_told(served: Served) -> None:
+    link = served.link(1)
+    with pytest.raises(CommunicationError, match="the optimizer of a slice failed"):
+        link.step(Push(1.0, [{"lr": 1.0}] * 2), like(served, 1), [])  # two groups, one is there
+    assert isinstance(served.slice.failure, ValueError)
+    with pytest.raises(CommunicationError, match="a slice failed: ValueError"):
+        link.step(None, [], [])
+    link.close()
+
+
+def test_threads_and_port_are_gone_afterwards() -> None:
+    before = set(threading.enumerate())
+    served = Served(make_slice())
+    link = served.link(1)
+    link.step(None, [], [])
+    link.close()
+    began = time.monotonic()
+    served.server.stop()
+    assert time.monotonic() - began < flight_link.STOP_SECONDS
+    wait_for(lambda: set(threading.enumerate()) <= before)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", served.server.address.port), 5)
+
+
+def test_a_peer_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_link, "STOP_SECONDS", 0.2)
+    served = Served(make_slice())
+    hanging = served.link(1)
+    hanging.step(None, [], [])
+    served.server.stop()
+    hanging.close()  # the server ends with the stream
+    wait_for(lambda: not any("slice server" in t.name for t in threading.enumerate()))
