@@ -1,133 +1,151 @@
-"""Do imports point down only, as docs/architecture.md draws them?"""
+"""Imports point down: from floor to floor, and within a package without circles."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "sparkdl"
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-# Files and folders that may import pyspark; everything else runs without a JVM.
-SPARK_SIDE = {
-    "estimator",
-    "model",
-    "params",
-    "dataparams",
-    "modelparams",
-    "parambase",
-    "persist",
-    "job",
-    "jobobjects",
-    "multiplefits",
-    "runner",
-    "scoring",
-    "spark",
-    "tuning",
+PACKAGE = Path(__file__).parent.parent / "sparkdl"
+FILES = {
+    ".".join(("sparkdl", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+    for path in sorted(PACKAGE.rglob("*.py"))
 }
-# Run without Spark too; ask it only from inside a function, where they were called by it.
-ASKS_SPARK_LAZILY = {"doctor", "packing", "places", "predict"}
-# Values and texts: usable where torch is not installed, quick to import.
-WITHOUT_TORCH = {
-    "cli", "commands", "config", "doctor", "errors", "inputs", "installation", "jobfile",
-    "listeners", "livecurves", "log", "mlflow", "notebook", "plan", "progress", "report", "scores",
-    "studyfile", "summary", "tensorboard", "tomlvalues", "ui", "views", "windows",
-}  # fmt: skip
-FACES = {
-    "__main__",
-    "commands",
-    "doctor",
-    "estimator",
-    "model",
+MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
+
+# From bottom to top, as docs/architecture.md draws them. A room may import those before it.
+FLOORS = (
+    ["errors", "runtime", "inputs", "config", "storage", "comm", "data", "sync", "train"]
+    + ["models", "serialization", "inference", "report", "worker", "explain"]
+    + ["spark", "runner", "model", "estimator", "cli", "__main__"]
+)
+# The rooms inside spark, likewise.
+SPARK_FLOORS = ["daemon", "session", "cluster", "frames", "run", "rounds", "fit"] + [
+    "explain",
+    "functions",
+    "inference",
     "params",
-    "dataparams",
-    "modelparams",
-    "parambase",
-    "persist",
-    "job",
-    "jobobjects",
-    "runner",
-    "scoring",
-    "tuning",
+]
+UPWARD: set[tuple[str, str]] = {
+    ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
+    ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
+    ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
+    ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
+    ("sparkdl.spark.params.save_stage", "sparkdl.model"),
+    ("sparkdl.storage.locate", "sparkdl.spark.session.hadoop_storage"),
+    (
+        "sparkdl.sync.population.population_based_training",
+        "sparkdl.train.optimizers.optimizers",
+    ),
+}
+# Rooms whose files may import pyspark; all others work without a JVM.
+SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
+# Rooms and files that are quick to import, also where torch is not installed.
+LIGHT = {
+    "errors",
+    "inputs",
+    "config",
+    "report",
     "cli",
+    "runtime",
+    "plan",
+    "shuffle_windows",
+    "scores",
 }
+# Files of these rooms that are imported only once a command runs.
+IMPORTED_LATE = {"images", "jobs", "job_objects", "spark_session", "search"}
+HEAVY = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
 
 
-def part_of(path: Path) -> str:
-    """The file's own name at the top level, else its folder's."""
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
-
-
-def imports(path: Path, *, everywhere: bool) -> Iterator[str]:
+def imported(path: Path, *, also_later: bool) -> Iterator[str]:
     """Modules that a file imports: all of them, or those that its own import brings along."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if everywhere else at_module_level(tree.body)
-    for node in nodes:
+    for node in ast.walk(tree) if also_later else run_on_import(tree.body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
 
 
-def at_module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run on import; not functions, not what only type checkers see."""
+def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import: not those in functions, not what only type checkers see."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from at_module_level(node.orelse)
+            yield from run_on_import(node.orelse)
             continue
         yield node
         for name in ("body", "orelse", "finalbody"):
-            yield from at_module_level(getattr(node, name, []))
+            yield from run_on_import(getattr(node, name, []))
         for handler in getattr(node, "handlers", []):
-            yield from at_module_level(handler.body)
+            yield from run_on_import(handler.body)
 
 
-def top(module: str) -> str:
-    return module.split(".")[0]
+def own_imports() -> Iterator[tuple[str, str]]:
+    """Pairs of files of the package, of which the first imports the second."""
+    for name, path in MODULES.items():
+        for target in imported(path, also_later=True):
+            if target in MODULES and target not in (name, "sparkdl"):
+                yield name, target
 
 
-def names(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+def room(module: str, depth: int = 1) -> str:
+    return (*module.split("."), "", "")[depth]
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_pyspark_stays_on_its_side(path: Path) -> None:
-    if part_of(path) not in SPARK_SIDE:
-        everywhere = part_of(path) not in ASKS_SPARK_LAZILY
-        assert "pyspark" not in {top(module) for module in imports(path, everywhere=everywhere)}
+def test_imports_point_down() -> None:
+    upward = []
+    for name, target in own_imports():
+        if name == "sparkdl":
+            continue
+        pair = FLOORS.index(room(target)), FLOORS.index(room(name))
+        if pair == (FLOORS.index("spark"),) * 2 and room(name, 2) and room(target, 2):
+            pair = SPARK_FLOORS.index(room(target, 2)), SPARK_FLOORS.index(room(name, 2))
+        if pair[0] > pair[1] and (name, target) not in UPWARD:
+            upward.append(f"{name} -> {target}")
+    assert upward == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_values_import_without_torch(path: Path) -> None:
-    if part_of(path) in WITHOUT_TORCH or path.name == "__init__.py":
-        heavy = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
-        assert not heavy & {top(module) for module in imports(path, everywhere=False)}
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, target in own_imports():
+        graph.setdefault(name, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_nothing_below_imports_the_faces(path: Path) -> None:
-    if part_of(path) in FACES or part_of(path) == "__init__":
-        return
-    faces = {f"sparkdl.{name}" for name in FACES - {"parambase"}}
-    assert not faces & set(imports(path, everywhere=True))
+def test_rooms_are_few_and_say_what_they_are_for() -> None:
+    packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
+    modules = [path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]
+    assert len(packages) <= 15 and len(modules) <= 8
+    for init in PACKAGE.rglob("__init__.py"):
+        assert len(list(init.parent.glob("*.py"))) <= 16, init.parent
+        first = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").split("\n")[
+            0
+        ]
+        assert first.endswith("."), init
+    stems = [path.stem for path in FILES.values() if path.name != "__init__.py"]
+    assert len(stems) == len(set(stems)), "two files of one name"
 
 
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_training_knows_nothing_of_spark(path: Path) -> None:
-    if part_of(path) in {"train", "data", "sync", "checkpoint", "comm", "plan", "config"}:
-        assert not any(
-            module.startswith("sparkdl.spark") for module in imports(path, everywhere=True)
-        )
+def test_pyspark_and_torch_stay_on_their_sides() -> None:
+    for name, path in MODULES.items():
+        if name == "sparkdl":
+            continue
+        top = {module.split(".")[0] for module in imported(path, also_later=False)}
+        if room(name) not in SPARK_SIDE:
+            assert "pyspark" not in top, name
+        parts = set(name.split("."))
+        is_light = (LIGHT & parts and not IMPORTED_LATE & parts) or path.name == "__init__.py"
+        if is_light and name != "sparkdl.models":
+            assert not HEAVY & top, name
 
 
 def test_the_walk_sees_what_runs_on_import_and_nothing_else() -> None:
@@ -139,5 +157,5 @@ def test_the_walk_sees_what_runs_on_import_and_nothing_else() -> None:
         "class C:\n    import g\n    def m(self):\n        import h\n"
     )
     body = ast.parse(source).body
-    found = [n.names[0].name for n in at_module_level(body) if isinstance(n, ast.Import)]
+    found = [n.names[0].name for n in run_on_import(body) if isinstance(n, ast.Import)]
     assert found == ["a", "c", "d", "g"]
