@@ -15,18 +15,14 @@ FILES = {
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 # From bottom to top, as docs/architecture.md draws them. A room may import those before it.
-FLOORS = (
-    ["errors", "runtime", "inputs", "config", "storage", "comm", "data", "sync", "train"]
-    + ["models", "serialization", "inference", "report", "worker", "explain"]
-    + ["spark", "runner", "model", "estimator", "cli", "__main__"]
-)
+FLOORS = """
+errors runtime inputs config storage comm data sync train models serialization inference report
+worker explain spark runner model estimator cli __main__
+""".split()
 # The rooms inside spark, likewise.
-SPARK_FLOORS = ["daemon", "session", "cluster", "frames", "run", "rounds", "fit"] + [
-    "explain",
-    "functions",
-    "inference",
-    "params",
-]
+SPARK_FLOORS = """
+daemon session cluster frames run rounds fit explain functions inference params
+""".split()
 UPWARD: set[tuple[str, str]] = {
     ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
     ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
@@ -43,6 +39,9 @@ UPWARD: set[tuple[str, str]] = {
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
 # Rooms and files that are quick to import, also where torch is not installed.
 LIGHT = {
+    *("errors", "inputs", "config", "report", "cli", "runtime"),
+    *("plan", "shuffle_windows", "scores"),
+}
     "errors",
     "inputs",
     "config",

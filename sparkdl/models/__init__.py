@@ -1,4 +1,4 @@
-"""Which reference networks come with the package?
+"""Reference networks: small, plain modules, one for each family of networks.
 
 One for each family that deep learning on clusters is usually measured by: small, plain
 `torch.nn.Module` classes whose constructors take keywords that JSON can hold. ``docs/networks.md``
