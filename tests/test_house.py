@@ -42,16 +42,6 @@ LIGHT = {
     *("errors", "inputs", "config", "report", "cli", "runtime"),
     *("plan", "shuffle_windows", "scores"),
 }
-    "errors",
-    "inputs",
-    "config",
-    "report",
-    "cli",
-    "runtime",
-    "plan",
-    "shuffle_windows",
-    "scores",
-}
 # Files of these rooms that are imported only once a command runs.
 IMPORTED_LATE = {"images", "jobs", "job_objects", "spark_session", "search"}
 HEAVY = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
