@@ -15,14 +15,43 @@ FILES = {
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 # From bottom to top, as docs/architecture.md draws them. A room may import those before it.
-FLOORS = """
-errors runtime inputs config storage comm data sync train models serialization inference report
-worker explain spark runner model estimator cli __main__
-""".split()
+FLOORS = [
+    "errors",
+    "runtime",
+    "inputs",
+    "config",
+    "storage",
+    "comm",
+    "data",
+    "sync",
+    "train",
+    "models",
+    "serialization",
+    "inference",
+    "report",
+    "worker",
+    "explain",
+    "spark",
+    "runner",
+    "model",
+    "estimator",
+    "cli",
+    "__main__",
+]
 # The rooms inside spark, likewise.
-SPARK_FLOORS = """
-daemon session cluster frames run rounds fit explain functions inference params
-""".split()
+SPARK_FLOORS = [
+    "daemon",
+    "session",
+    "cluster",
+    "frames",
+    "run",
+    "rounds",
+    "fit",
+    "explain",
+    "functions",
+    "inference",
+    "params",
+]
 UPWARD: set[tuple[str, str]] = {
     ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
     ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
