@@ -33,6 +33,12 @@ def _without_settings(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for before, word in pairs if "--set" not in (before, word))
 
 
+def _name_of(words: tuple[str, ...]) -> str:
+    """The job, its file, and what else is asked."""
+    stems = [Path(word).stem for word in words[1:] if word.endswith((".py", ".toml"))]
+    return " ".join([*stems, *(word for word in words if word in ("--explain", "--files"))])
+
+
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_commands_name_what_is_there(block: Block) -> None:
     for command in commands_of(block):
@@ -97,7 +103,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 @pytest.mark.classic
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("command", _to_run(), ids=lambda words: " ".join(words[1:]))
+@pytest.mark.parametrize("command", _to_run(), ids=_name_of)
 def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {
