@@ -64,13 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, fixtures in _MARKS.items():
             if needs & fixtures:
                 item.add_marker(mark)
-        if item.nodeid in _PROOFS:
-            item.add_marker(pytest.mark.promise(_PROOFS[item.nodeid]))
         if ON_CONNECT and not item.get_closest_marker("connect"):
             if item.nodeid.partition("[")[0] in AGAIN:
                 item.add_marker("slow")  # it is a second time
             else:
                 left_out.append(item)
+        elif item.nodeid in _PROOFS:
+            item.add_marker(pytest.mark.promise(_PROOFS[item.nodeid]))
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]

@@ -55,6 +55,7 @@ def test_a_lost_worker_changes_no_bit(points: DataFrame, tmp_path: Path, fault: 
     model = fitted(points, callbacks=[strike])
     assert model.summary.restarts == 1
     assert digest(model) == digest(undisturbed)
+    assert model.transform(points).count() == 600
 
 
 @pytest.mark.slow
