@@ -58,6 +58,18 @@ PROMISES = {
         "tests/serialization/test_load.py::test_it_works_where_pyspark_cannot_be_imported",
     "a model can become an ONNX file":
         "tests/serialization/test_onnx_export.py::test_a_fitted_model_names_its_inputs_after_its_columns",
+    # Data and training
+    "text is trained on":
+        "tests/test_data_kinds.py::test_text_is_tokenized_padded_and_grouped",
+    "more data than memory holds":
+        "tests/data/spool/test_page_cache.py::test_windows_bound_the_memory_of_training",
+    "workers read Parquet files by themselves":
+        "tests/spark/frames/test_sources.py::"
+        "test_no_spark_job_reads_the_data_and_transform_sees_it_as_training_did",
+    "a LightningModule trains as it is":
+        "tests/test_other_modules.py::test_a_lightning_module_trains_and_predicts",
+    "a search finds hyperparameters":
+        "tests/cli/tune/test_search.py::test_parameters_history_and_model_of_each_trial_are_kept",
     # Around a fit
     "a notebook runs from top to bottom and shows its fits":
         "tests/notebooks/test_notebooks.py::test_it_runs[01_quickstart]",

@@ -12,6 +12,11 @@ from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import commands_of, problem, runnable
 
 SHELL = [block for block in blocks("bash") if block.excuse is None]
+JOBS = [
+    ["spark-submit", f"jobs/{job}.py", "--config", f"conf/{job}.toml"]
+    for job in ("evaluate", "predict", "prepare", "tune")
+]
+"""Jobs with job files of the repository, which run whether or not a page shows the command."""
 
 
 def _block(text: str) -> Block:
@@ -20,7 +25,8 @@ def _block(text: str) -> Block:
 
 def _to_run() -> list[tuple[str, ...]]:
     """Each command once, with the most that pages set; those that others read from come first."""
-    found = [runnable(command) for block in SHELL for command in commands_of(block)]
+    shown = [command for block in SHELL for command in commands_of(block)]
+    found = [runnable(command) for command in [*JOBS, *shown]]
     by_job: dict[tuple[str, ...], tuple[str, ...]] = {}
     for words in sorted((tuple(one) for one in found if one is not None), key=len):
         by_job[_without_settings(words)] = words
