@@ -1,3 +1,5 @@
+"""Shell commands of the pages name what is there, and every job runs."""
+
 from __future__ import annotations
 
 import itertools
