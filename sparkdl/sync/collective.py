@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from sparkdl.comm import topology as topologies
 from sparkdl.sync.strategy import SyncStrategy
@@ -39,6 +41,30 @@ class CollectiveStrategy(SyncStrategy):
         from sparkdl.comm import compression
 
         return compression.resolve(self.compression)
+
+
+@overload
+def exchange_bytes(
+    compression: None, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+) -> int: ...
+@overload
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None: ...
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None:
+    """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
+    if compression is not None and world_size > 1:
+        return compression.wire_bytes(shapes, element_size, world_size)
+    num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
+    return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def counting_anew(comm: Communicator) -> Communicator:

@@ -74,6 +74,13 @@ class SyncStrategy(ABC):
             ConfigError: with the reason.
         """
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # may stay
+        """Refuse, on the driver and before any job, an optimizer that does not fit.
+
+        Raises:
+            ConfigError: with the reason.
+        """
+
     def row_shares(self, world_size: int) -> tuple[float, ...] | None:
         """Each rank's part of the rows, adding up to 1; None: all alike."""
         return None

@@ -17,13 +17,12 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
+from sparkdl.sync.collective import counting_anew, exchange_bytes
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, SyncStrategy
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.collective import counting_anew

@@ -10,7 +10,6 @@ itself or what an `OuterRule` makes of it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -22,12 +21,11 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
-from sparkdl.sync.gradients.buckets import FlatGradients, zeros
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.strategy import MakeOptimizer
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -130,55 +128,6 @@ def round_bytes(
     """Bytes that one rank sends to average parameters once, with the message about shares."""
     sent = exchange_bytes(strategy.resolved_compression(), shapes, element_size, world_size)
     return None if sent is None else sent + SHARE_BYTES * (world_size - 1)
-
-
-class ApartSynchronizer(Synchronizer):
-    """Trains one replica by itself, and counts the weights of the samples of the round."""
-
-    trains_apart = True
-
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.parameters)
-        self.round_sums = torch.zeros(2, dtype=torch.float64)
-        """Weighted losses and weights of the samples of the present round, ``(2,)``."""
-        self.round_steps = 0
-        self._gradients: FlatGradients | None = None
-
-    def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
-        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
-            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
-        self._gradients.zero()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
-        return contextlib.nullcontext()
-
-    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
-        self.round_sums += sums.cpu()
-        return Reduced(sums, divisor)
-
-    def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`; alone, a replica always agrees with itself."""
-        self.round_steps += 1
-        return True
-
-    def close_round(self) -> None:
-        """Begin to count anew."""
-        self.round_sums.zero_()
-        self.round_steps = 0
-
-    def close(self) -> None:
-        """See `Synchronizer.close`."""
-        if self._gradients is not None:
-            self._gradients.release()
-
-    def learning_rate(self) -> float:
-        """That of the first parameter group."""
-        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
 
 
 class AveragingSynchronizer(ApartSynchronizer):

@@ -31,12 +31,13 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, Reduced
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
+    from sparkdl.sync.collective import CollectiveStrategy
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
@@ -49,13 +50,14 @@ _NUM_RECENT = 8
 """Steps of which the shortest is the usual one."""
 
 
-def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
+def check_backup_workers(
+    strategy: CollectiveStrategy, num_backup: int, config: TrainConfig, world_size: int
+) -> None:
     """Refuse what backup workers do not go together with.
 
     Raises:
         ConfigError: with the reason.
     """
-    num_backup = strategy.num_backup_workers
     if num_backup > world_size - 2:
         raise ConfigError(
             f"num_backup_workers={num_backup} of {world_size} worker(s) would leave steps with one "

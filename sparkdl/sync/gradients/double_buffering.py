@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.gradients.allreduce import AllReduceSynchronizer
 from sparkdl.sync.gradients.buckets import FlatGradients
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, Reduced
 
 if TYPE_CHECKING:

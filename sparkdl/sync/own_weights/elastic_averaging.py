@@ -15,10 +15,9 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
-from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.sync.weight_changes import Changes
 

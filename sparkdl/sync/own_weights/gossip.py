@@ -18,9 +18,9 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
 WEIGHT_BYTES = 8
