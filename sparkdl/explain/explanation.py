@@ -84,12 +84,12 @@ class StrategyRow:
 
     strategy: str
     mode: str
-    period: float | None
-    step_seconds: float | None
-    exchange_share: float | None
-    sent_bytes_per_step: float | None
-    epoch_seconds: float | None
-    total_seconds: float | None
+    period: float | None = None
+    step_seconds: float | None = None
+    exchange_share: float | None = None
+    sent_bytes_per_step: float | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
     why_not: str | None = None
     """Why it cannot be used; then it has no numbers."""
 

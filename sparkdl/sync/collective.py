@@ -1,14 +1,15 @@
-"""What do strategies share that exchange tensors with all other ranks at once?"""
+"""The base of strategies that exchange tensors with all other ranks at once."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
 from sparkdl.comm import topology as topologies
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ class CollectiveStrategy(SyncStrategy):
         from sparkdl.comm import compression
 
         return compression.resolve(self.compression)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: a sum at every step, along the topology, compressed."""
+        compression = self.resolved_compression()
+        pattern = Pattern(num_bytes=size.gradient_bytes, topology=self.topology, copies=3)
+        if compression is None or world_size == 1:
+            return pattern
+        sent = compression.wire_bytes(size.shapes, size.element_size, world_size)
+        plain = ring_bytes(size.gradient_bytes, world_size)
+        ratio = None if sent is None else sent / plain if plain else 1.0
+        return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
 
 
 @overload

@@ -14,7 +14,7 @@ from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Link,
 from sparkdl.explain.explanation import Explanation, PlanFacts
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import Recommendation, recommend, seconds_text
-from sparkdl.explain.traffic import ModelSize
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 GIGABIT, SLOW = 1 / 110e6, 1 / 11e6

@@ -22,7 +22,6 @@ from sparkdl.explain.comparison import Outlook, Places, strategy_text, world_siz
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.explain.traffic import ModelSize
 from sparkdl.spark.cluster.cluster_info import (
     INTERPRETER_BYTES,
     ClusterInfo,
@@ -38,6 +37,7 @@ from sparkdl.spark.frames.source_table import active_session
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.callbacks import make_stopper
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer
 
 if TYPE_CHECKING:
@@ -89,6 +90,29 @@ class AveragingStrategy(CollectiveStrategy):
         if sent is None or not isinstance(period, FixedPeriod):
             return None
         return sent / period.steps(0)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: once a round weights, buffers and averaged optimizers."""
+        pattern = super().pattern(size, world_size)
+        extra = size.buffer_bytes
+        if self.optimizer_state == "average":
+            extra += size.optimizer_bytes
+        num_bytes = size.gradient_bytes + extra
+        ratio = pattern.wire_ratio
+        if ratio is not None:  # only the parameters are compressed
+            ratio = (ratio * size.gradient_bytes + extra) / max(1, num_bytes)
+        messages = 1 + (extra > 0)
+        pattern = replace(pattern, num_bytes=num_bytes, wire_ratio=ratio, num_messages=messages)
+        return self._in_rounds(pattern)
+
+    def stages_pattern(self, size: ModelSize) -> Pattern:
+        """See `SyncStrategy.stages_pattern`."""
+        return self._in_rounds(super().stages_pattern(size))
+
+    def _in_rounds(self, pattern: Pattern) -> Pattern:
+        """The pattern with the length of rounds; of periods that adapt, the first round's."""
+        period = self.make_period()
+        return replace(pattern, period=period.steps(0), target_share=period.target_share)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

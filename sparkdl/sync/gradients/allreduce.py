@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
 from sparkdl.sync.gradients.buckets import bucket_shapes
 from sparkdl.sync.gradients.double_buffering import DoubleBufferingSynchronizer
@@ -110,6 +111,26 @@ class AllReduce(CollectiveStrategy):
         if any(number is None for number in sent):
             return None
         return sum(filter(None, sent)) + exchange_bytes(None, [(2,)], 8, world_size)
+
+    @classmethod
+    def examples(cls) -> tuple[AllReduce, ...]:
+        """See `SyncStrategy.examples`."""
+        return cls(), cls(compression="bf16"), cls(compression="powersgd")
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: in buckets, of which the last one cannot be hidden."""
+        pattern = super().pattern(size, world_size)
+        buckets = bucket_shapes(size.shapes, size.element_size, self.bucket_bytes)
+        last = size.element_size * sum(map(math.prod, buckets[-1])) if buckets else 0
+        hidden = 1.0 if self.double_buffering else 1 - last / max(1, size.gradient_bytes)
+        return replace(
+            pattern,
+            copies=0,
+            in_place=pattern.codec is None,
+            hidden_share=hidden,
+            num_messages=len(buckets),
+            num_backup_workers=self.num_backup_workers,
+        )
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
