@@ -14,7 +14,7 @@ from sparkdl import sync
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.sync.strategy import SyncStrategy
 from tests.docs.blocks import blocks_of
-from tests.explain.test_recommend import outlook
+from tests.explain.test_recommend import predictor
 from tests.gang import Gang
 from tests.sync.apart import SGD, train_on_rank
 from tests.train.runs import but
@@ -54,7 +54,7 @@ def test_a_strategy_trains_in_a_gang(gang: Gang, rows: list[int]) -> None:
 
 
 def test_a_strategy_is_explained() -> None:
-    found = outlook()
+    found = predictor()
     own, *others = found.strategies(strategy_of_the_page(), 8, in_rounds=False)
     assert (own.strategy, own.mode, own.why_not) == ("SignVote()", "gang", None)
     assert own.sent_bytes_per_step == pytest.approx(2 * 7 / 8 * 1_000_000)

@@ -39,7 +39,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class Predictor:
     """All that predictions need."""
 
     calibration: Calibration

@@ -1,4 +1,4 @@
-"""What does ``explain`` tell, and how does it look? A value, as text, HTML and JSON."""
+"""What ``explain`` returns: a value with text, HTML and JSON."""
 
 from __future__ import annotations
 

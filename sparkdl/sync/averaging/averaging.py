@@ -1,4 +1,4 @@
-"""How do replicas that train apart come together? They take the weighted mean of their states.
+"""The base of strategies whose replicas train apart and then take the weighted mean of states.
 
 Every replica trains alone for a round of steps; then all continue from the mean of their
 parameters, buffers and, if wanted, optimizer states, each weighted by the samples it has seen

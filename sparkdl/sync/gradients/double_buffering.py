@@ -1,4 +1,4 @@
-"""How can gradients travel during the whole next step? Each step applies those of the one before.
+"""Double buffering: each step applies the gradients of the one before, while its own travel.
 
 ChainerMN's double buffering (Akiba, Fukuda, Suzuki, "ChainerMN: Scalable Distributed Deep Learning
 Framework", 2017): of two sets of gradients one is filled while the other is summed over the ranks.

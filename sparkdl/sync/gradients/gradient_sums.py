@@ -136,11 +136,11 @@ class AllReduceSynchronizer(Synchronizer):
     def _attach_hooks(self) -> None:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                hook = _Arrival(self, bucket)
+                hook = _GradientHook(self, bucket)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooks.append(handle)
 
-    def _arrived(self, bucket: Bucket) -> None:
+    def _gradient_is_ready(self, bucket: Bucket) -> None:
         if not self._is_syncing:
             return
         bucket.num_missing -= 1
@@ -164,7 +164,7 @@ class AllReduceSynchronizer(Synchronizer):
         return self._comm.all_reduce_async(flat)
 
 
-class _Arrival:
+class _GradientHook:
     """Tells the synchronizer that one gradient of a bucket is there."""
 
     def __init__(self, synchronizer: AllReduceSynchronizer, bucket: Bucket) -> None:
@@ -172,4 +172,4 @@ class _Arrival:
         self._bucket = bucket
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._synchronizer._arrived(self._bucket)
+        self._synchronizer._gradient_is_ready(self._bucket)

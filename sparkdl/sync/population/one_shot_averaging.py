@@ -1,4 +1,4 @@
-"""What if replicas agree only once? They train apart to the end, and then take their mean.
+"""One-shot averaging: replicas train apart to the end, and then take their mean.
 
 Zinkevich et al., "Parallelized Stochastic Gradient Descent", NIPS 2010; Mann et al., "Efficient
 Large-Scale Distributed Training of Conditional Maximum Entropy Models", NIPS 2009, for the weights.
