@@ -21,7 +21,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer

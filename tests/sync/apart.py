@@ -1,4 +1,4 @@
-"""What do the tests of strategies that train apart share? A net, and replicas in one process."""
+"""What the tests of strategies that train apart share: a net, and replicas in one process."""
 
 from __future__ import annotations
 
