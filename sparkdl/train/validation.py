@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
-from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.frozen_layers import evaluation_mode, moving_buffers
 from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
 from sparkdl.train.objective.training_step import output_of, run
 from sparkdl.train.replica import Replica
@@ -60,18 +59,6 @@ def record(
         **loss_record(sums.tolist(), labels, "val_"),
         **{f"val_{name}": value for name, value in values.items()},
     }
-
-
-@contextlib.contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every submodule has the mode that it had before."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was_training in modes:
-            part.training = was_training
 
 
 def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequence[int]) -> None:

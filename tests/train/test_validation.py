@@ -11,9 +11,10 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.spool.mapped import ShardData
+from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.replica import make_replica
-from sparkdl.train.validation import evaluate, evaluation_mode
+from sparkdl.train.validation import evaluate
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, seeded
 
 CPU = torch.device("cpu")
