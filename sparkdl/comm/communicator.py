@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.comm.process_group import peer_errors
-from sparkdl.runtime.versions import numbered
+from sparkdl.comm.worker_environment import numbered
 
 
 class Communicator(Protocol):

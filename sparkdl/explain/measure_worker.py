@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
 from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.runtime.versions import WorkerEnvironment
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 

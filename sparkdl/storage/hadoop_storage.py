@@ -1,8 +1,9 @@
-"""How does the driver read and write Hadoop's file systems? Through Spark's own JVM.
+"""Hadoop's file systems as the driver reads and writes them: through the JVM of its Spark session.
 
-What Spark can read, checkpoints and models can lie on: its FileSystem brings high availability,
+Checkpoints and models can lie wherever Spark can read: its FileSystem brings high availability,
 Kerberos, encryption zones and the cluster's own settings, and needs no native library in Python.
-Executors have no such JVM at hand; `spark.link` says how their files get there.
+Executors have no such JVM at hand; `spark.cluster.link` sends their files to the driver. This
+file needs a session that exists already, and imports pyspark only for its types.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ import errno
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import SparkSession
-
-from sparkdl.spark.session.compat import is_connect
 from sparkdl.storage.storage import (
     Data,
     Folder,
@@ -27,6 +25,9 @@ from sparkdl.storage.storage import (
     scheme_of,
     without_password,
 )
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _ERRORS: dict[str, Callable[[str], OSError]] = {
     "FileNotFoundException": lambda text: FileNotFoundError(errno.ENOENT, text),
@@ -49,7 +50,8 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
         StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
     """
     scheme = scheme_of(path_or_url)
-    if scheme in (None, "file") or is_connect(spark) or not knows_scheme(spark, str(scheme)):
+    has_jvm = hasattr(spark, "_jsparkSession")  # a Spark Connect client has none
+    if scheme in (None, "file") or not has_jvm or not knows_scheme(spark, str(scheme)):
         return open_storage(path_or_url)
     return HadoopStorage(spark, path_or_url)
 
