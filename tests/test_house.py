@@ -53,7 +53,6 @@ SPARK_FLOORS = [
     "params",
 ]
 UPWARD: set[tuple[str, str]] = {
-    ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
     ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
     ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
     ("sparkdl.spark.params.save_stage", "sparkdl.model"),

@@ -15,8 +15,9 @@ from sparkdl import sync
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
+from sparkdl.data.batches import Batch, Batches, sequential_batches
 from sparkdl.data.plan import TrainPlan
+from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.train.callbacks import CallbackState, Observer, make_stopper
@@ -68,8 +69,8 @@ def train(
     module: nn.Module,
     config: TrainConfig,
     plan: TrainPlan,
-    shards: Shards,
-    validation: Shards,
+    shards: ShardRows,
+    validation: ShardRows,
     comm: Communicator,
     device: torch.device,
     checkpoints: CheckpointSink | None,
@@ -120,8 +121,8 @@ class _Trainer:
         module: nn.Module,
         config: TrainConfig,
         plan: TrainPlan,
-        shards: Shards,
-        validation: Shards,
+        shards: ShardRows,
+        validation: ShardRows,
         comm: Communicator,
         device: torch.device,
         checkpoints: CheckpointSink | None,

@@ -9,7 +9,7 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.loss import resolve_loss
 from sparkdl.train.objective.metrics import Metrics
@@ -23,7 +23,7 @@ def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted
     plan = plan_for(shards, TrainConfig(batch_size=batch_size), weighted=weighted)
     loss = resolve_loss("mse", "regression")
     metrics = Metrics({}, "regression", loss.predictions, CPU)
-    batches = sequential_batches(shards, plan)
+    batches = sequential_batches(MappedRows(shards, plan), plan)
     comm = LocalCommunicator()
     values = evaluate(net, batches, loss, metrics, NumberFormat("fp32", CPU), comm, CPU)
     assert set(values) == {"val_loss"}

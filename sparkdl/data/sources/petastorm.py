@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkdl.data.plan import Shard, TrainPlan
+from sparkdl.data.plan import Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.sources.dataset_rows import (
     Fields,
@@ -42,7 +42,6 @@ from sparkdl.data.sources.row_groups import (
     pieces_together,
     place,
 )
-from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:

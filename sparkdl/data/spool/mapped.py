@@ -1,4 +1,4 @@
-"""How are the rows of shards that are mapped into memory read in an epoch's order?"""
+"""Shards that are mapped into memory, and their rows in an epoch's order."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from sparkdl.comm.channel import Hub
 from sparkdl.data.column_stats import no_rows
 from sparkdl.data.plan import Shard
-from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.report.live.choose_view import function_view

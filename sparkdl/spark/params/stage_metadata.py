@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 from sparkdl import __version__
 from sparkdl.errors import StorageError
-from sparkdl.runtime.json_objects import import_object
+from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import is_spark_error
 from sparkdl.storage.atomic_folder import digest

@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.sync.population.population import drawn
 from sparkdl.sync.population.population_based_training import Around, PopulationBasedTraining, Range
 from tests.sync.population.test_population import plan_of
