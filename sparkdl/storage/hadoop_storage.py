@@ -104,7 +104,6 @@ class HadoopStorage:
         return str(self._root.toString())
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`."""
         target = self._at(path)
         try:
             with tempfile.NamedTemporaryFile(prefix="sparkdl-") as file:
@@ -120,7 +119,6 @@ class HadoopStorage:
             raise failure("write", place, error) from error
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         source = self._at(path)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             copy = Path(folder) / "copy"
@@ -132,7 +130,6 @@ class HadoopStorage:
                 raise self._failure("read", path, error) from error
 
     def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`."""
         folder = self._at(path)
         try:
             if not self._fs.getFileStatus(folder).isDirectory():
@@ -145,7 +142,6 @@ class HadoopStorage:
             raise self._failure("list", path, error) from error
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         gone = self._at(path)
         try:
             if not self._fs.delete(gone, True) and self._fs.exists(gone):
@@ -154,7 +150,6 @@ class HadoopStorage:
             raise self._failure("remove", path, error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`."""
         origin, place = self._at(source), self._at(target)
         try:
             if not self._fs.exists(origin):
@@ -167,7 +162,6 @@ class HadoopStorage:
             raise self._failure("move", source, error) from error
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         place = self._at(path)
         try:
             return bool(self._fs.exists(place))

@@ -250,14 +250,12 @@ class MapRows(_SampledRows):
         self._fingerprints = tuple(fingerprints)
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        """See `source.ShardRows.epoch`."""
         self._refuse(num_together)
         rows = [count for _, count in self._parts]
         order = epoch_order(seed, epoch, self._fingerprints, rows)
         return SampledEpoch(self._sampler, self._taker(order, epoch, seed))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        """See `source.ShardRows.in_order`."""
         take = self._taker(np.arange(self.num_rows), 0, 0)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
@@ -282,12 +280,10 @@ class IterableRows(_SampledRows):
     """Samples as the dataset gives them."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        """See `source.ShardRows.epoch`."""
         self._refuse(num_together)
         return SampledEpoch(self._sampler, self._taker(epoch, seed))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        """See `source.ShardRows.in_order`."""
         take = self._taker(0, 0)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
@@ -333,7 +329,6 @@ class SampledEpoch:
 
     @property
     def row_bytes(self) -> int:
-        """See `source.EpochRows.row_bytes`."""
         return row_bytes(self._sampler.columns)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:

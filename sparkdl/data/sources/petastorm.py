@@ -91,7 +91,6 @@ class PetastormSource:
             )
 
     def schema(self) -> pa.Schema:
-        """See `source.Source.schema`."""
         listing, groups = self._groups()
         sample = self._first(listing.files, groups, None)
         return pa.schema(
@@ -99,7 +98,6 @@ class PetastormSource:
         )
 
     def contents(self, wanted: Wanted) -> Contents:
-        """See `source.Source.contents`."""
         if wanted.validation is not None:
             raise ConfigError(
                 "validationIndicatorCol needs a DataFrame or a ParquetSource; use "
@@ -183,7 +181,6 @@ class PetastormShards:
     """Pieces that are mixed."""
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `source.ShardSource.open`."""
         from sparkdl.data.sources.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]

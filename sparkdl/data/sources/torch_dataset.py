@@ -106,14 +106,12 @@ class DatasetSource:
             raise ConfigError("num_validation_rows needs a dataset for validation: validation=...")
 
     def schema(self) -> pa.Schema:
-        """See `source.Source.schema`."""
         sample = self._first(_part(0, 1))
         return pa.schema(
             [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
         )
 
     def contents(self, wanted: Wanted) -> Contents:
-        """See `source.Source.contents`."""
         if wanted.validation is not None:
             raise ConfigError(
                 "validationIndicatorCol needs a DataFrame or files; use "
@@ -187,7 +185,6 @@ class DatasetShards:
     wanted: tuple[SpoolColumn, ...]
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `source.ShardSource.open`."""
         which = 0 if split == "train" else 1
         sampler = Sampler(plan.columns, self.wanted, self.names)
         sizes = self.sizes[which]

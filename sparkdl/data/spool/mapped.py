@@ -61,7 +61,6 @@ class MappedRows:
         return self
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> MappedEpoch:
-        """See `source.ShardRows.epoch`."""
         places = self._places(seed, epoch)
         if num_together is not None:
             steps = self._plan.steps_per_epoch
