@@ -4,6 +4,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
+DEV_LOCK := requirements-dev.lock
 PETASTORM := .venv-petastorm
 PETASTORM_LOCK := requirements-petastorm.txt
 CONFIG ?= conf/digits.toml
@@ -16,7 +17,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types docs unit connect cluster notebooks
+.PHONY: help setup tools train evaluate predict test lint format types docs unit connect cluster notebooks
 .PHONY: test-hdfs standalone petastorm package bench lock clean prerequisites
 
 help: ## list the targets
@@ -26,20 +27,28 @@ prerequisites:
 	@.ci/check_prerequisites.sh >/dev/null
 
 # Each step leaves a copy of what it was made from, so a second run does nothing, also offline.
-setup: prerequisites ## make .venv with the versions of requirements.lock
+# uv installs, or else pip (.ci/install.py); INSTALLER=pip takes pip at once.
+setup: prerequisites ## make .venv with what training needs: the versions of requirements.lock
 	@if [ ! -x $(BIN)/python ]; then \
 		echo "making $(VENV)"; \
 		"$$(.ci/check_prerequisites.sh)" -m venv $(VENV); \
 	fi
 	@if ! cmp -s $(LOCK) $(VENV)/installed.lock; then \
-		echo "installing the packages of $(LOCK) into $(VENV); this takes some minutes"; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) \
-			&& cp $(LOCK) $(VENV)/installed.lock; \
+		echo "installing the packages of $(LOCK) into $(VENV)"; \
+		$(BIN)/python .ci/install.py -r $(LOCK) && cp $(LOCK) $(VENV)/installed.lock; \
 	fi
 	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
-		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-			--no-build-isolation --no-deps --editable . \
+		PYTHONWARNINGS=ignore $(BIN)/python .ci/install.py --no-build-isolation --no-deps \
+			--editable . \
 			&& cp setup.py $(VENV)/installed.setup; \
+	fi
+
+# All of it is compiled: pytest would take a warning of the first import for an error.
+tools: setup ## add what tests and development need: the versions of requirements-dev.lock
+	@if ! cmp -s $(DEV_LOCK) $(VENV)/installed-dev.lock; then \
+		echo "installing the packages of $(DEV_LOCK) into $(VENV); this takes some minutes"; \
+		$(BIN)/python .ci/install.py --compile -r $(DEV_LOCK) \
+			&& cp $(DEV_LOCK) $(VENV)/installed-dev.lock; \
 	fi
 
 data/digits: | setup
@@ -57,38 +66,38 @@ predict: setup data/digits ## write the trained network's predictions
 # unit takes about as long as all that follows it; make -j2 test runs the two side by side.
 test: lint types docs unit connect cluster notebooks test-hdfs standalone petastorm package ## lint, types, documentation and all tests
 
-lint: setup ## ruff: rules and format
+lint: tools ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: setup ## ruff: repair what can be repaired
+format: tools ## ruff: repair what can be repaired
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: setup ## mypy, strict, on the package
+types: tools ## mypy, strict, on the package
 	@$(BIN)/mypy
 
 # Every warning fails the build; -E, since what comes from docstrings is not told to be new.
-docs: setup ## the documentation as a site in docs/_build/html
+docs: tools ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-unit: setup ## most tests; TESTS=tests/sync chooses some
+unit: tools ## most tests; TESTS=tests/sync chooses some
 	@-.ci/get_chromium.sh >/dev/null
 	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
 
-connect: setup ## what Spark Connect may do otherwise, on Spark Connect
+connect: tools ## what Spark Connect may do otherwise, on Spark Connect
 	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
 		tests/test_estimator.py tests/test_model.py tests/test_scoring.py tests/spark/test_outputs.py \
 		tests/spark/test_rounds.py tests/spark/test_runner.py tests/test_multiplefits.py
 
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
-cluster: setup ## lost executors, and GPUs that do not exist, on local clusters
+cluster: tools ## lost executors, and GPUs that do not exist, on local clusters
 	@$(BIN)/python -m pytest tests/cluster
 	@$(BIN)/python -m pytest tests/cluster_gpu
 
 # Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
-notebooks: setup ## the notebooks, and the tests that need a kernel of Jupyter
+notebooks: tools ## the notebooks, and the tests that need a kernel of Jupyter
 	@$(BIN)/python -m pytest tests/notebooks
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
@@ -102,10 +111,8 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 	if ! cmp -s $(PETASTORM_LOCK) $(PETASTORM)/installed.lock; then \
 		echo "installing the packages of $(PETASTORM_LOCK) into $(PETASTORM)"; \
 		"$$python" -m venv --clear $(PETASTORM) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				-r $(PETASTORM_LOCK) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				--no-deps petastorm==0.13.1 \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile -r $(PETASTORM_LOCK) \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile --no-deps petastorm==0.13.1 \
 			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
@@ -113,7 +120,7 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 		tests/train/test_loop.py tests/test_predict.py tests/test_roundworker.py
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
-test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out
+test-hdfs: tools ## the tests against a real HDFS; HDFS=skip leaves them out
 ifeq ($(HDFS),skip)
 	@echo "the tests against HDFS are left out, as HDFS=skip says"
 else
@@ -121,24 +128,24 @@ else
 endif
 
 # Its environment, .venv-package, gets the core's dependencies with the first run.
-package: setup ## build wheel and sdist, and try the wheel in an environment of its own
+package: tools ## build wheel and sdist, and try the wheel in an environment of its own
 	@$(BIN)/python -m pytest tests/packaging
 
 # The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
-standalone: setup ## a job on a real standalone cluster; HDFS=skip leaves it out too
+standalone: tools ## a job on a real standalone cluster; HDFS=skip leaves it out too
 ifeq ($(HDFS),skip)
 	@echo "the tests on a standalone cluster need HDFS: they are left out, as HDFS=skip says"
 else
 	@$(BIN)/python -m pytest tests/standalone
 endif
 
-bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
+bench: tools ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
 		rounds strategies networks runner explain; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/networks.py --workers 1
 
-lock: setup ## write requirements.lock anew from the ranges of setup.py
-	@$(BIN)/python .ci/lock.py $(LOCK)
+lock: tools ## write both locks anew from the ranges of setup.py
+	@$(BIN)/python .ci/lock.py $(LOCK) $(DEV_LOCK)
 
 clean: ## remove what was built, trained and written, and .venv
 	rm -rf $(VENV) $(PETASTORM) .venv-package build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
