@@ -1,4 +1,4 @@
-"""Silent if asked for, a notebook's view in a kernel, a console's elsewhere."""
+"""Silent if asked for, a notebook's view in a kernel, a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import pytest
 
 from sparkdl import views
 from sparkdl.notebook import Board, NotebookView
-from sparkdl.progress import ProgressView, ReportView, SilentView
+from sparkdl.progress import LinesView, ProgressView, ReportView, SilentView
 from sparkdl.views import fit_view, function_view, shows_lines
 from tests.test_notebook import FakeScreen
 from tests.test_progress import PLAN
 
 
-def test_on_a_console() -> None:
-    for verbose, expected in ((0, SilentView), (1, ProgressView), (2, ProgressView)):
+@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LinesView)])
+def test_on_a_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: type) -> None:
+    monkeypatch.setattr(views, "on_terminal", lambda: terminal)
+    for verbose, expected in ((0, SilentView), (1, shown), (2, shown)):
         view = fit_view(PLAN, verbose)
         view.close()
         assert type(view) is expected
