@@ -1,4 +1,4 @@
-"""What does sparkdl need to be installed, and what is optional?
+"""What sparkdl needs to be installed, and what is optional.
 
 pyspark and torch are extras on purpose: on a Spark platform pip must not replace those that the
 platform brings along.

@@ -108,10 +108,14 @@ def main(arguments: Sequence[str]) -> int:
         return install_with_pip(arguments)
     try:
         install_with_uv(arguments)
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        print(f"installing with pip, since uv could not be used: {error}", file=sys.stderr)
-        return install_with_pip(arguments)
-    return 0
+    except subprocess.CalledProcessError as error:
+        reason = f"{Path(error.cmd[0]).name} ended with status {error.returncode}"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    else:
+        return 0
+    print(f"installing with pip, since {reason}", file=sys.stderr)
+    return install_with_pip(arguments)
 
 
 if __name__ == "__main__":
