@@ -43,7 +43,7 @@ setup: prerequisites ## make .venv with what training needs: the versions of req
 			&& cp setup.py $(VENV)/installed.setup; \
 	fi
 
-# All of it is compiled: pytest would take a warning of the first import for an error.
+# These are compiled: pytest would take what a first import warns of for an error.
 tools: setup ## add what tests and development need: the versions of requirements-dev.lock
 	@if ! cmp -s $(DEV_LOCK) $(VENV)/installed-dev.lock; then \
 		echo "installing the packages of $(DEV_LOCK) into $(VENV); this takes some minutes"; \
