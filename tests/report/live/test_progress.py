@@ -211,7 +211,10 @@ sys.exit(int(done.stdout.strip() == "True"))
 
 def statuses(output: int) -> tuple[int, int]:
     """1 for a terminal: of a driver that writes itself, and of one that spark-submit started."""
-    direct = "import sys; from sparkdl.report.live.progress import on_terminal; sys.exit(int(on_terminal()))"
+    direct = (
+        "import sys; from sparkdl.report.live.progress import on_terminal; "
+        "sys.exit(int(on_terminal()))"
+    )
     environment = {**os.environ, "PYSPARK_GATEWAY_PORT": "1"}
     submitted = subprocess.run([sys.executable, "-c", LAUNCHER], stdout=output, env=environment)
     environment.pop("PYSPARK_GATEWAY_PORT")
