@@ -55,8 +55,6 @@ SPARK_FLOORS = [
 UPWARD: set[tuple[str, str]] = {
     ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
     ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
-    ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
-    ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
     ("sparkdl.spark.params.save_stage", "sparkdl.model"),
     ("sparkdl.storage.locate", "sparkdl.spark.session.hadoop_storage"),
     (

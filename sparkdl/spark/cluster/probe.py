@@ -1,4 +1,4 @@
-"""Do the executors have what a gang needs? One small job asks, before any data is read."""
+"""A small job that asks the executors, before any data is read, for what a run needs of them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Findings:
     """What the executors can do; what they must be able to do has been checked."""
 
     reaches_driver: bool
-    """Whether every executor asked reaches the driver's channel."""
+    """True if every executor asked reaches the driver's channel."""
     storage_failure: str | None
     """Why an executor cannot open the storage; None: all can."""
 

@@ -23,23 +23,17 @@ from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
 from sparkdl.explain.traffic import ModelSize
-from sparkdl.spark.cluster.cluster_info import (
-    INTERPRETER_BYTES,
-    ClusterInfo,
-    inspect_cluster,
-    total_slots,
-)
+from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
 from sparkdl.spark.cluster.slots import Slots, plan_gang
 from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.explain.measure_gang import Bench, Gauged, gauge, num_ranks, why_no_gang
-from sparkdl.spark.fit.dry_run import check_empty_batches
-from sparkdl.spark.fit.intake import Intake, check_plan_memory, replica_bytes, take_in
-from sparkdl.spark.frames.source_table import active_session
+from sparkdl.spark.fit.check_request import CheckedRequest, check_request
+from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
+from sparkdl.spark.frames.rows import Rows, rows_of
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,29 +62,23 @@ def explain(data: DataFrame | Source, request: FitRequest, options: ExplainOptio
         WorkerError: the user's code failed on a worker that measured it.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    # DataFrames first: they have an attribute for each column, whatever its name.
-    spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
-    with interruptible(spark), Cleanup() as stack:
-        return _explain(data, request, options, stack)
+    rows = rows_of(data)
+    with interruptible(rows.spark), Cleanup() as stack:
+        return _explain(rows, request, options, stack)
 
 
 def _explain(
-    data: DataFrame | Source, request: FitRequest, options: ExplainOptions, stack: ExitStack
+    rows: Rows, request: FitRequest, options: ExplainOptions, stack: ExitStack
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
     began = time.perf_counter()
-    intake = take_in(data, request)
-    if intake.source is None:
-        found = from_sample(intake, request, options, stack)
-    else:
-        found = from_source(intake, request)
+    intake = check_request(rows, request)
+    request = intake.request
+    found = from_sample(intake, options, stack) if rows.source is None else from_source(intake)
     # Now that jobs have run, executors are there whose number was not known before.
-    info = inspect_cluster(intake.spark)
-    intake = replace(intake, slots=_known(intake.slots, request, info))
-    plan = found.plan
-    make_stopper(request.config, has_validation=found.may_validate)
-    check_empty_batches(intake.module, plan, request.config)
-    check_plan_memory(intake.spark, intake.module, plan, intake.slots)
+    intake = replace(intake, slots=intake.slots.asked_again(intake.spark))
+    info = intake.slots.cluster
+    check_plan(intake, found.plan, has_validation=found.may_validate)
     gauged = None
     if options.calibrate:
         gauged = _gauged(intake, request, found, info, options, stack)
@@ -105,17 +93,11 @@ def _explain(
     return _with_times(intake, request, found, facts, gauged, info, options, seconds)
 
 
-def _known(slots: Slots, request: FitRequest, info: ClusterInfo) -> Slots:
-    """Slots with a total that is asked for once more, if there was none or no executor yet."""
-    again = total_slots(info, request.cpus_per_worker, request.gpus_per_worker)
-    return replace(slots, total=slots.total or again or None)
-
-
 # --- the times ----------------------------------------------------------------------------------
 
 
 def _gauged(
-    intake: Intake,
+    intake: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
@@ -144,7 +126,7 @@ def _gauged(
     return gauge(bench, found.sample, _compressions(intake, request, ranks), stack)
 
 
-def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compression]:
+def _compressions(intake: CheckedRequest, request: FitRequest, ranks: int) -> list[Compression]:
     """Those whose time is wanted and that fit the configuration."""
     named = [compression.resolve(name) for name in _COMPARED]
     if isinstance(intake.strategy, CollectiveStrategy):
@@ -163,7 +145,7 @@ def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compr
 
 
 def _with_times(
-    intake: Intake,
+    intake: CheckedRequest,
     request: FitRequest,
     found: Found,
     facts: PlanFacts,
@@ -255,7 +237,7 @@ def model_size(module: nn.Module, gauged: Gauged | None) -> ModelSize:
 
 
 def _facts(
-    intake: Intake,
+    intake: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,

@@ -13,6 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,8 @@ from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
-from sparkdl.spark.cluster.supervisor import Limits, Rows, supervise
+from sparkdl.spark.cluster.attempt import Rows
+from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.rounds.round_checkpoints import RoundCheckpoints
 from sparkdl.spark.rounds.round_stages import PATH, run_stage
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
@@ -35,7 +37,6 @@ from sparkdl.train.objective.divergence import LossWatch, diverged
 from sparkdl.train.objective.label_losses import loss_record, part_names
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.state import Record, TrainState
 from sparkdl.train.validation import record as evaluation_record
 from sparkdl.worker import round_task
@@ -176,23 +177,17 @@ class RoundsDriver(ABC):
 
     def _job(self, part: RoundPart | None, stage: Stage) -> Rows:
         """Run one job over all shards, as often as `max_restarts` allows in the whole run."""
-        run, settings = self._run, self._run.settings
+        run = self._run
         result = supervise(
-            run.spark,
+            run,
             partial(self._submit, part, stage),
-            world_size=run.plan.world_size,
-            hub=run.link.hub,
-            limits=Limits(
+            limits=replace(
+                run.limits(),
                 max_restarts=run.max_restarts - self._restarts,
-                heartbeat_timeout_seconds=_PATIENCE * settings.heartbeat_timeout_seconds,
+                heartbeat_timeout_seconds=_PATIENCE * run.settings.heartbeat_timeout_seconds,
                 start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
-                queue_timeout_seconds=settings.queue_timeout_seconds,
             ),
-            view=run.view,
-            run_id=run.run_id,
-            is_watched=run.link.channel is not None,
             first_attempt=self._num_jobs,
-            recorder=run.recorder,
             what="evaluate" if part is None else f"train from step {part.step}",
         )
         self._restarts += result.restarts
@@ -292,7 +287,7 @@ class RoundsDriver(ABC):
         return self._combined(reports, [data for _, kind, data in rows if kind == "metrics"])
 
     def _objective(self) -> LossFunction:
-        return objective_of(self._run.config, self._run.module)
+        return self._run.objective
 
     def _combined(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Record:
         """The history's entries of an evaluation, from what the shards report of it."""
