@@ -85,15 +85,16 @@ class Slots:
 
     @property
     def total(self) -> int | None:
-        """Workers of this kind that the cluster has room for; None: not known."""
-        return total_slots(self.cluster, self.cpus_per_worker, self.gpus_per_worker)
+        """Workers of this kind that the cluster has room for; None: not known yet."""
+        return total_slots(self.cluster, self.cpus_per_worker, self.gpus_per_worker) or None
 
     def asked_again(self, spark: SparkSession) -> Slots:
         """The same workers on the cluster as it is now.
 
         Once jobs have run, executors are there that had not registered before.
         """
-        return replace(self, cluster=inspect_cluster(spark))
+        now = inspect_cluster(spark)
+        return replace(self, cluster=now) if now.num_executors != 0 else self
 
 
 def plan_gang(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from sparkdl.data.column_stats import SpoolSummary
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.choose_windows import as_begun, host_loads, with_windows
-from sparkdl.spark.frames.shard_table import SpooledShard
+from sparkdl.spark.frames.choose_windows import host_loads, windows_of_spool
+from sparkdl.spark.frames.row_table import SpooledShard
+from sparkdl.spark.run.resume import windows_to_go_on
 from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
 from tests.storage.memory import MemoryStorage
 
@@ -66,28 +63,17 @@ def planned(*parts: SpooledShard) -> TrainPlan:
 def test_the_smallest_host_decides_for_all() -> None:
     parts = [spooled("a", GIB, 64 * GIB, 0), spooled("b", GIB, 3 * GIB - 1, 1)]
     for window_bytes, is_whole in ((None, False), (GIB, True), (GIB - 1, False)):
-        plan = with_windows(
+        windows = windows_of_spool(
             planned(*parts), parts, cluster("yarn", 2), {}.get, window_bytes=window_bytes
         )
-        assert (plan.windows is None) == is_whole
-    assert plan.windows is not None
+        assert (windows is None) == is_whole
+    assert windows is not None
     row_bytes = -(-2 * GIB // 2000)  # of validation rows too
-    assert plan.windows.group_rows == (8 << 20) // row_bytes
-
-
-@dataclass(frozen=True)
-class FakeRun:
-    """The part of a run that is asked for."""
-
-    link: Any
-    plan: TrainPlan
-    run_key: str = "0123456789abcdef"
+    assert windows.group_rows == (8 << 20) // row_bytes
 
 
 def resumed(storage: MemoryStorage | None) -> Windows | None:
-    plan = replace(planned(spooled("a", 1, 1)), windows=SMALL)
-    run: Any = FakeRun(SimpleNamespace(checkpoints=storage), plan)
-    return as_begun(run).plan.windows
+    return windows_to_go_on(storage, "0123456789abcdef", lambda: SMALL)
 
 
 def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
