@@ -179,10 +179,10 @@ def _arguments_named() -> Iterator[None]:
     try:
         yield
     except (ClusterError, ConfigError, StorageError, TrainingFailed) as error:
-        told = str(error)
+        message = str(error)
         for param, argument in _ARGUMENTS.items():
-            told = told.replace(param, argument)
-        error.args = (told,)
+            message = message.replace(param, argument)
+        error.args = (message,)
         raise
 
 

@@ -297,14 +297,14 @@ def _in_session(error: Exception) -> str:
         Exception: ``error``, if it is neither.
     """
     from sparkdl.spark.cluster.probe import PYTHON_REMEDY
-    from sparkdl.spark.session.failures import is_spark_error, told_by
+    from sparkdl.spark.session.failures import is_spark_error, spark_message
 
     if isinstance(error, SparkDLError):
         return str(error)
     if not is_spark_error(error):
         raise error
     try:
-        told = told_by(error)
+        told = spark_message(error)
     except Exception as another:  # the JVM that is asked may be gone
         told = f"{type(error).__name__}, then {type(another).__name__}"
     return f"Spark has failed ({told}); {PYTHON_REMEDY}"

@@ -49,7 +49,7 @@ class ClusterInfo:
 
     @property
     def task_threads(self) -> int:
-        """Threads of a task that takes no more than its cores, as Spark tells it too."""
+        """Threads of a task that takes no more than its cores, by Spark's own rule too."""
         return math.ceil(self.task_cpus)
 
     @property
@@ -59,7 +59,7 @@ class ClusterInfo:
 
 
 def inspect_cluster(spark: SparkSession) -> ClusterInfo:
-    """Read what the session tells about its cluster; starts no job."""
+    """What the session knows of its cluster; starts no job."""
 
     def get(key: str) -> str | None:
         return conf(spark, key)

@@ -110,7 +110,7 @@ def _host(address: str) -> str:
 
 
 def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Address]:
-    """Rank 0 opens a channel; one allGather (a second, in Spark) tells the others."""
+    """Rank 0 opens a channel; one allGather (a second, in Spark) announces it to the others."""
     server, message = None, ""
     if context.partitionId() == 0:
         address = _host(context.getTaskInfos()[0].address)

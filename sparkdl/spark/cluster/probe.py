@@ -15,7 +15,7 @@ from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.compat import described
-from sparkdl.spark.session.failures import raise_unless_loss, told_by
+from sparkdl.spark.session.failures import raise_unless_loss, spark_message
 from sparkdl.storage.storage import open_storage, without_password
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def probe(
         except Exception as error:
             raise_unless_loss(error)
             raise ClusterError(
-                f"no task could run on the executors ({told_by(error)}); {PYTHON_REMEDY}"
+                f"no task could run on the executors ({spark_message(error)}); {PYTHON_REMEDY}"
             ) from error
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:

@@ -23,7 +23,7 @@ from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch, Limits
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, tag_jobs
-from sparkdl.spark.session.failures import LOST, LOST_REMEDY, raise_unless_loss, told_by
+from sparkdl.spark.session.failures import LOST, LOST_REMEDY, raise_unless_loss, spark_message
 from sparkdl.spark.session.interrupts import raise_if_asked
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ def supervise(
 def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
     often = "once" if times == 1 else f"{times} times"
     remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) else ""
-    told = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
-    return TrainingFailed(told)
+    message = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
+    return TrainingFailed(message)
 
 
 def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callable[[], None]) -> T:
@@ -131,7 +131,7 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
             return action()
         except Exception as error:
             raise_unless_loss(error)
-            reason = f"{LOST} ({told_by(error)})"
+            reason = f"{LOST} ({spark_message(error)})"
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)

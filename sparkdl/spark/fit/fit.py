@@ -216,7 +216,7 @@ def _train(run: Run) -> Trained:
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
-    """Log the plan's numbers, and warn if a worker has many more rows than it should have."""
+    """Log the plan's numbers."""
     logger.info(
         "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "
         "%d rows per worker, %d for all; %d steps per epoch, %d in all",
@@ -229,6 +229,11 @@ def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> 
         plan.steps_per_epoch,
         plan.total_steps,
     )
+    _warn_of_skew(plan, shares)
+
+
+def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
+    """Warn if a worker has many more rows than it should have."""
     shares = shares or [1 / plan.world_size] * plan.world_size
     rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
     worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])

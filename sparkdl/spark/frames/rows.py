@@ -142,7 +142,7 @@ class FrameRows:
 
 
 class SourceRows:
-    """The rows of a source. Only its rows tell whether some of them are for validation."""
+    """The rows of a source. Only its rows show whether some of them are for validation."""
 
     def __init__(self, source: Source, spark: SparkSession) -> None:
         self.spark = spark
@@ -182,7 +182,7 @@ class SourceRows:
             )
 
     def table(self, spec: TableSpec, run_id: str) -> RowTable:
-        """The table of what the source tells of its shards."""
+        """The table of the shards that the source describes."""
         return SourceTable(self.spark, self._source, spec)
 
 

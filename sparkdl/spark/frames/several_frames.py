@@ -60,7 +60,7 @@ class DatasetTable(SpoolTable):
         task = SpoolSetsTask(
             run_id=run_id, sets=tuple(spool_columns(prepared[name]) for name in self._names)
         )
-        # Ordered by hash, and where it does not tell by the rows, as in `ShardTable`.
+        # Ordered by hash, and by the rows where hashes are equal, as in `ShardTable`.
         spread = _united(selected).repartition(num_shards, "hash")
         rows = [f"set{number}" for number in range(len(selected))]
         ordered = spread.sortWithinPartitions("set", "hash", *rows)

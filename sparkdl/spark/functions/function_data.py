@@ -100,7 +100,7 @@ class DataSets:
         self._spark = spark
         self._prepared = prepared
         self._slots = slots
-        self._is_told = False
+        self._has_warned = False
         frames = {name: rows.frame for name, rows in data.items() if rows.source is None}
         self._table: DatasetTable | None = None
         if frames:
@@ -142,9 +142,9 @@ class DataSets:
                     source=SpoolSource(),
                 )
                 found[name] = self._with_windows(data, shards)
-                if not self._is_told:
+                if not self._has_warned:
                     warn_of_skipped(name, data, shards)
-        self._is_told = True
+        self._has_warned = True
         for name, table in self._sources.items():
             found[name] = data_set(table)
         return found

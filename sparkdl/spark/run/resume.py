@@ -72,7 +72,7 @@ def windows_to_go_on(
         try:
             text = read_manifest(storage, path).environment.get(WINDOWS)
             return choose() if text is None else from_text(text)
-        except CheckpointError:  # said by `find_checkpoint`
+        except CheckpointError:  # `find_checkpoint` warns of it
             continue
     return choose()
 

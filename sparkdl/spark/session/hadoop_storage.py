@@ -1,4 +1,4 @@
-"""How does the driver read and write Hadoop's file systems? Through Spark's own JVM.
+"""Hadoop's file systems as a storage of the driver, through Spark's own JVM.
 
 What Spark can read, checkpoints and models can lie on: its FileSystem brings high availability,
 Kerberos, encryption zones and the cluster's own settings, and needs no native library in Python.
@@ -55,7 +55,7 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
 
 
 def knows_scheme(spark: SparkSession, scheme: str) -> bool:
-    """Whether Hadoop has a file system for a scheme; classic Spark only."""
+    """True if Hadoop has a file system for a scheme; classic Spark only."""
     from py4j.protocol import Py4JJavaError
 
     session: Any = spark
