@@ -1,4 +1,4 @@
-"""How is a fit explained before it runs? The whole of ``explain``, in order.
+"""Explains a fit before it runs: the whole of ``explain``, in order.
 
 The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
 then the plan; then, unless nothing shall be measured, a few measured steps and the predictions.
@@ -18,21 +18,21 @@ from pyspark.sql import DataFrame
 from sparkdl.comm import compression
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
-from sparkdl.explain.comparison import Outlook, Places, strategy_text, world_sizes
+from sparkdl.explain.comparison import Places, Predictor, strategy_text, world_sizes
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.explain.traffic import ModelSize
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
 from sparkdl.spark.cluster.slots import Slots, plan_gang
 from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
-from sparkdl.spark.explain.measure_gang import Bench, Gauged, gauge, num_ranks, why_no_gang
+from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
 from sparkdl.spark.frames.rows import Rows, rows_of
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 
 if TYPE_CHECKING:
@@ -72,65 +72,65 @@ def _explain(
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
     began = time.perf_counter()
-    intake = check_request(rows, request)
-    request = intake.request
-    found = from_sample(intake, options, stack) if rows.source is None else from_source(intake)
+    checked = check_request(rows, request)
+    request = checked.request
+    found = from_sample(checked, options, stack) if rows.source is None else from_source(checked)
     # Now that jobs have run, executors are there whose number was not known before.
-    intake = replace(intake, slots=intake.slots.asked_again(intake.spark))
-    info = intake.slots.cluster
-    check_plan(intake, found.plan, has_validation=found.may_validate)
-    gauged = None
+    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
+    info = checked.slots.cluster
+    check_plan(checked, found.plan, has_validation=found.may_validate)
+    measured = None
     if options.calibrate:
-        gauged = _gauged(intake, request, found, info, options, stack)
-    facts = _facts(intake, request, found, info, gauged)
+        measured = _measure(checked, request, found, info, options, stack)
+    facts = _facts(checked, request, found, info, measured)
     seconds = time.perf_counter() - began
-    if gauged is None:
+    if measured is None:
         note = (
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
             "Adam's; leave calibrate=False out for them"
         )
         return Explanation(plan=facts, notes=(*found.notes, note), explain_seconds=seconds)
-    return _with_times(intake, request, found, facts, gauged, info, options, seconds)
+    return _with_times(checked, request, found, facts, measured, info, options, seconds)
 
 
 # --- the times ----------------------------------------------------------------------------------
 
 
-def _gauged(
-    intake: CheckedRequest,
+def _measure(
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
     options: ExplainOptions,
     stack: ExitStack,
-) -> Gauged:
+) -> Measured:
     """Measure with as many ranks as there are slots, up to a limit."""
-    ranks = num_ranks(intake.slots, in_rounds=intake.in_rounds)
-    no_gang = why_no_gang(intake, info)
-    slots = replace(intake.slots, num_workers=ranks)
+    ranks = num_ranks(checked.slots, in_rounds=checked.in_rounds)
+    no_gang = why_no_gang(checked, info)
+    slots = replace(checked.slots, num_workers=ranks)
     if no_gang is None:
         slots = plan_gang(
-            intake.spark, intake.settings, num_workers=ranks,
+            checked.spark, checked.settings, num_workers=ranks,
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip
-    bench = Bench(
-        intake=intake,
+    setup = Setup(
+        checked=checked,
         request=request,
         info=info,
-        module=intake.module,
+        module=checked.module,
         columns=found.columns,
         slots=slots,
         seconds=options.measure_seconds,
         no_gang=no_gang,
     )
-    return gauge(bench, found.sample, _compressions(intake, request, ranks), stack)
+    return measure(setup, found.sample, _compressions(checked, request, ranks), stack)
 
 
-def _compressions(intake: CheckedRequest, request: FitRequest, ranks: int) -> list[Compression]:
+def _compressions(checked: CheckedRequest, request: FitRequest, ranks: int) -> list[Compression]:
     """Those whose time is wanted and that fit the configuration."""
     named = [compression.resolve(name) for name in _COMPARED]
-    if isinstance(intake.strategy, CollectiveStrategy):
-        named.append(intake.strategy.resolved_compression())
+    if isinstance(checked.strategy, CollectiveStrategy):
+        named.append(checked.strategy.resolved_compression())
     found: dict[str, Compression] = {}
     for one in named:
         if one is None or request.config.device == "cuda":
@@ -145,44 +145,44 @@ def _compressions(intake: CheckedRequest, request: FitRequest, ranks: int) -> li
 
 
 def _with_times(
-    intake: CheckedRequest,
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     facts: PlanFacts,
-    gauged: Gauged,
+    measured: Measured,
     info: ClusterInfo,
     options: ExplainOptions,
     seconds: float,
 ) -> Explanation:
     """The plan with tables, recommendation and notes."""
-    slots = intake.slots
-    outlook = Outlook(
-        calibration=gauged.calibration,
+    slots = checked.slots
+    predictor = Predictor(
+        calibration=measured.calibration,
         workload=_workload(request, found, facts),
-        size=model_size(intake.module, gauged),
-        places=_places(slots, info, gauged),
+        size=model_size(checked.module, measured),
+        places=_places(slots, info, measured),
         config=request.config,
-        can_gang=gauged.gang is not None,
+        can_gang=measured.gang is not None,
         has_dataframe=found.sample is not None,
     )
-    sizes = world_sizes(slots.total, gauged.ranks, slots.num_workers, options.num_workers)
-    planned = outlook.prediction(intake.strategy, slots.num_workers, in_rounds=intake.in_rounds)
+    sizes = world_sizes(slots.total, measured.ranks, slots.num_workers, options.num_workers)
+    planned = predictor.prediction(checked.strategy, slots.num_workers, in_rounds=checked.in_rounds)
     available = [size for size in sizes if slots.total is None or size <= slots.total]
     return Explanation(
         plan=replace(facts, sent_bytes_per_step=planned.sent_bytes),
-        scaling=outlook.scaling(
-            intake.strategy, sizes, in_rounds=intake.in_rounds, planned=slots.num_workers
+        scaling=predictor.scaling(
+            checked.strategy, sizes, in_rounds=checked.in_rounds, planned=slots.num_workers
         ),
-        strategies=outlook.strategies(
-            intake.strategy, slots.num_workers, in_rounds=intake.in_rounds
+        strategies=predictor.strategies(
+            checked.strategy, slots.num_workers, in_rounds=checked.in_rounds
         ),
         recommendation=recommend(
-            outlook.ladder(available),
-            outlook.option(intake.strategy, available, in_rounds=intake.in_rounds),
+            predictor.ladder(available),
+            predictor.option(checked.strategy, available, in_rounds=checked.in_rounds),
             slots.num_workers,
         ),
-        notes=(*found.notes, *_caveats(found, gauged, outlook, sizes)),
-        measured=_measured(gauged),
+        notes=(*found.notes, *_caveats(found, measured, predictor, sizes)),
+        measured=_measured(measured),
         explain_seconds=seconds,
     )
 
@@ -207,24 +207,24 @@ def _workload(request: FitRequest, found: Found, facts: PlanFacts) -> Workload:
     )
 
 
-def _places(slots: Slots, info: ClusterInfo, gauged: Gauged) -> Places:
+def _places(slots: Slots, info: ClusterInfo, measured: Measured) -> Places:
     """Machines: those that the gang has met, or as many more as there are executors unmet."""
     executors = max(1, info.num_executors or 1)
-    if gauged.gang is None:
+    if measured.gang is None:
         return Places(num_nodes=executors, slots=slots.total)
-    met = min(executors, gauged.ranks)
-    nodes = max(1, round(gauged.gang.num_nodes * executors / met))
+    met = min(executors, measured.ranks)
+    nodes = max(1, round(measured.gang.num_nodes * executors / met))
     return Places(num_nodes=nodes, slots=slots.total)
 
 
 # --- what is told -------------------------------------------------------------------------------
 
 
-def model_size(module: nn.Module, gauged: Gauged | None) -> ModelSize:
+def model_size(module: nn.Module, measured: Measured | None) -> ModelSize:
     """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
     trained = [p for p in module.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    gang = gauged.gang if gauged is not None else None
+    gang = measured.gang if measured is not None else None
     return ModelSize(
         shapes=tuple(tuple(p.shape) for p in trained),
         element_size=max((p.element_size() for p in trained), default=4),
@@ -237,25 +237,25 @@ def model_size(module: nn.Module, gauged: Gauged | None) -> ModelSize:
 
 
 def _facts(
-    intake: CheckedRequest,
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
-    gauged: Gauged | None,
+    measured: Measured | None,
 ) -> PlanFacts:
-    plan, slots = found.plan, intake.slots
-    size = model_size(intake.module, gauged)
-    gang = gauged.gang if gauged is not None else None
+    plan, slots = found.plan, checked.slots
+    size = model_size(checked.module, measured)
+    gang = measured.gang if measured is not None else None
     device = gang.device if gang is not None else request.config.device
-    sent = intake.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
+    sent = checked.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
     return PlanFacts(
         master=info.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
-        mode="rounds" if intake.in_rounds else "gang",
+        mode="rounds" if checked.in_rounds else "gang",
         device=device,
-        strategy=strategy_text(intake.strategy),
+        strategy=strategy_text(checked.strategy),
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
@@ -263,7 +263,7 @@ def _facts(
         epochs=plan.epochs,
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
-        parameters=sum(p.numel() for p in intake.module.parameters()),
+        parameters=sum(p.numel() for p in checked.module.parameters()),
         replica_bytes=size.replica_bytes,
         optimizer_bytes=size.optimizer_bytes,
         worker_bytes=size.worker_bytes,
@@ -277,38 +277,38 @@ def _facts(
 
 
 def _caveats(
-    found: Found, gauged: Gauged, outlook: Outlook, sizes: Iterable[int]
+    found: Found, measured: Measured, predictor: Predictor, sizes: Iterable[int]
 ) -> tuple[str, ...]:
     """What the numbers do not hold for."""
     notes = [
         "times are of the machines as they were while explain measured; they say nothing of how "
         "many epochs a strategy needs"
     ]
-    if gauged.no_gang is not None:
-        notes.append(gauged.no_gang)
-    slots = outlook.places.slots
-    beyond = [size for size in sizes if size > (slots or gauged.ranks)]
+    if measured.no_gang is not None:
+        notes.append(measured.no_gang)
+    slots = predictor.places.slots
+    beyond = [size for size in sizes if size > (slots or measured.ranks)]
     if beyond:
         notes.append(
             f"for {', '.join(map(str, beyond))} workers, more than were measured, the machines and "
             "links are taken to be like those that are there"
         )
-    if gauged.gang is not None and gauged.gang.num_nodes == 1 and beyond:
+    if measured.gang is not None and measured.gang.num_nodes == 1 and beyond:
         notes.append(
             "all workers that measured were on one machine: a network between machines is slower "
             "than the messages inside it that were timed"
         )
-    if outlook.config.sync_batch_norm:
+    if predictor.config.sync_batch_norm:
         notes.append("the messages of syncBatchNorm are not counted")
     if found.plan.num_validation_rows:
         notes.append("evaluation is taken to cost 0.4 of training per row")
     return tuple(notes)
 
 
-def _measured(gauged: Gauged) -> tuple[tuple[str, str], ...]:
+def _measured(measured: Measured) -> tuple[tuple[str, str], ...]:
     """What was measured, for people."""
     rows = []
-    calibration = gauged.calibration
+    calibration = measured.calibration
     for title, levels in (("gang", calibration.levels), ("rounds", calibration.stage_levels)):
         for level in levels:
             compute = level.compute

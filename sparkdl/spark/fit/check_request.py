@@ -277,7 +277,8 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
         What the run minimizes, for all that the driver asks of it.
 
     Raises:
-        ConfigError: loss, metrics, optimizer or schedule cannot be used.
+        ConfigError: loss, metrics, optimizer or schedule cannot be used, or the strategy refuses
+            the optimizer.
         Exception: what the user's own callables raise.
     """
     import torch
@@ -288,16 +289,21 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
     config = request.config
+    strategy: SyncStrategy = config.sync_strategy
     with borrowed_generator(config.seed):
         objective = objective_of(config, module)
         Metrics(config.metrics, config.task, objective.predictions, torch.device("cpu"))
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)
+            if isinstance(config.optimizer, str | type):
+                stand_in = nn.Parameter(torch.zeros(1))
+                strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
         else:
             copied = copy.deepcopy(module)
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
+            strategy.check_optimizer(optimizer)
             make_scheduler(config, optimizer, make, steps_per_epoch=1)
     return objective
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 from pyspark.sql import DataFrame
 
 from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import ShardSource
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.columns import Prepared

@@ -30,7 +30,7 @@ from sparkdl.data.column_stats import (
 )
 from sparkdl.data.plan import Column, Shard, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
-from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import windows_of_spool

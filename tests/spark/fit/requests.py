@@ -9,6 +9,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.sync.gradients.allreduce import AllReduce
 
 CONFIG = {field.name for field in fields(TrainConfig)}
 
@@ -16,7 +17,12 @@ CONFIG = {field.name for field in fields(TrainConfig)}
 def config(**options: Any) -> TrainConfig:
     task = options.setdefault("task", "classification")
     return TrainConfig(
-        **{"loss": "cross_entropy" if task == "classification" else "mse", "seed": 3, **options}
+        **{
+            "loss": "cross_entropy" if task == "classification" else "mse",
+            "seed": 3,
+            "sync_strategy": AllReduce(),
+            **options,
+        }
     )
 
 
