@@ -15,7 +15,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.spark.frames.rows import active_session, require_source
+from sparkdl.spark.frames.user_data import active_session, require_source
 from sparkdl.spark.functions.run_function import FunctionRequest, run_function
 from sparkdl.spark.functions.run_in_driver import run_here
 from sparkdl.spark.params.converters import to_inputs

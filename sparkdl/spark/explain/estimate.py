@@ -87,7 +87,7 @@ def rows_by_shard(
 
 def from_sample(checked: CheckedRequest, options: ExplainOptions, stack: ExitStack) -> Found:
     """Columns by a few rows, numbers by a count; ``stack`` removes the sample's spool."""
-    frame, validation = checked.rows.frame, checked.validation
+    frame, validation = checked.data.frame, checked.validation
     sample = take_sample(frame, checked.columns, validation, options.count_seconds)
     spec = TableSpec(
         columns=sample.prepared,
@@ -181,13 +181,13 @@ def _plan(
 
 def from_source(checked: CheckedRequest) -> Found:
     """All of it by what the source tells without being read."""
-    table = checked.rows.table(checked.table_spec, uuid.uuid4().hex[:12])
+    table = checked.data.table(checked.table_spec, uuid.uuid4().hex[:12])
     spooled = table.collect()
     columns = check_rows(checked, table, spooled).columns
     shards = [part.shard for part in spooled]
     plan = checked.make_plan(columns, shards)
     note = (
-        f"the rows are those that {type(checked.rows.source).__name__} tells of; nothing was read"
+        f"the rows are those that {type(checked.data.source).__name__} tells of; nothing was read"
     )
     return Found(
         columns=columns,

@@ -28,7 +28,7 @@ from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, f
 from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
-from sparkdl.spark.frames.rows import Rows, rows_of
+from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
@@ -62,13 +62,13 @@ def explain(data: DataFrame | Source, request: FitRequest, options: ExplainOptio
         WorkerError: the user's code failed on a worker that measured it.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    rows = rows_of(data)
+    rows = user_data(data)
     with interruptible(rows.spark), Cleanup() as stack:
         return _explain(rows, request, options, stack)
 
 
 def _explain(
-    rows: Rows, request: FitRequest, options: ExplainOptions, stack: ExitStack
+    rows: UserData, request: FitRequest, options: ExplainOptions, stack: ExitStack
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
     began = time.perf_counter()

@@ -85,7 +85,7 @@ def table_of(
     """So many shards with rows for the steps of a rank, and what a spool and its rows take."""
     if sample is None:
         spec = replace(setup.checked.table_spec, num_shards=num_shards, shares=None)
-        return setup.checked.rows.table(spec, run_id), Fixed()
+        return setup.checked.data.table(spec, run_id), Fixed()
     most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
     wanted = num_shards * _STEPS_OF_A_RANK * setup.request.config.batch_size
     is_timed = num_shards == setup.slots.num_workers

@@ -24,8 +24,8 @@ from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.slots import Slots, plan_gang, plan_rounds
 from sparkdl.spark.frames.columns import Prepared, prepare, validation_indicator
 from sparkdl.spark.frames.row_table import TableSpec
-from sparkdl.spark.frames.rows import Rows
 from sparkdl.spark.frames.specified_columns import prepare_named
+from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf, is_case_sensitive
 from sparkdl.spark.session.settings import Settings, read_settings
@@ -50,7 +50,7 @@ class CheckedRequest:
 
     request: FitRequest
     """As it was asked for; ``config.sync_strategy`` is an object."""
-    rows: Rows
+    data: UserData
     settings: Settings
     module: nn.Module
     """Of our own, on the CPU; what does not train is frozen."""
@@ -66,8 +66,8 @@ class CheckedRequest:
 
     @property
     def spark(self) -> SparkSession:
-        """The session of the rows."""
-        return self.rows.spark
+        """The session of the data."""
+        return self.data.spark
 
     @property
     def config(self) -> TrainConfig:
@@ -118,11 +118,11 @@ class CheckedRequest:
         )
 
 
-def check_request(rows: Rows, request: FitRequest) -> CheckedRequest:
+def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     """Check all that needs no job, and wait for the cluster's slots.
 
     Args:
-        rows: what is trained on.
+        data: what is trained on.
         request: what the estimator asks for.
 
     Raises:
@@ -131,10 +131,10 @@ def check_request(rows: Rows, request: FitRequest) -> CheckedRequest:
         ClusterError: the cluster cannot run as many workers.
         StorageError: the initial weights or the source cannot be read.
     """
-    settings = read_settings(partial(conf, rows.spark))
-    rows.check_files(settings)
+    settings = read_settings(partial(conf, data.spark))
+    data.check_files(settings)
     check_travels(
-        request.config, inputs=request.specified, labels=request.labels, source=rows.source
+        request.config, inputs=request.specified, labels=request.labels, source=data.source
     )
     strategy = sync.resolve(request.config.sync_strategy)
     config = replace(request.config, sync_strategy=strategy)
@@ -143,11 +143,11 @@ def check_request(rows: Rows, request: FitRequest) -> CheckedRequest:
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
     objective = check_training(module, request)
-    rows.check_inputs((*request.specified, *request.labels))
-    rows.check_training(config, strategy, request.validation_col)
-    columns, validation = prepare_columns(rows.frame, request, float_dtype)
+    data.check_inputs((*request.specified, *request.labels))
+    data.check_training(config, strategy, request.validation_col)
+    columns, validation = prepare_columns(data.frame, request, float_dtype)
     slots = (plan_gang if is_gang else plan_rounds)(
-        rows.spark,
+        data.spark,
         settings,
         num_workers=request.num_workers,
         cpus_per_worker=request.cpus_per_worker,
@@ -162,7 +162,7 @@ def check_request(rows: Rows, request: FitRequest) -> CheckedRequest:
     check_sync_batch_norm(module, config, slots.num_workers)
     return CheckedRequest(
         request=request,
-        rows=rows,
+        data=data,
         settings=settings,
         module=module,
         frozen=frozen,

@@ -29,8 +29,8 @@ from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.row_table import RowTable, SpooledShard, content_of
-from sparkdl.spark.frames.rows import Rows, rows_of
 from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
@@ -68,14 +68,14 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         TrainingFailed: workers were lost more than ``max_restarts`` times.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    rows = rows_of(data)
+    given = user_data(data)
     run_id = uuid.uuid4().hex[:12]
     directory = request.config.checkpoint.directory
     with (
-        interruptible(rows.spark, directory),
-        recorded(rows.spark, request, run_id) as recorder,
+        interruptible(given.spark, directory),
+        recorded(given.spark, request, run_id) as recorder,
     ):
-        result = _fit(rows, run_id, request, spools, recorder)
+        result = _fit(given, run_id, request, spools, recorder)
         recorder.trained(result.module)
         recorder.end(None, result.summary.history)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
@@ -83,7 +83,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
 
 
 def _fit(
-    rows: Rows,
+    data: UserData,
     run_id: str,
     request: FitRequest,
     spools: Spools | None,
@@ -91,7 +91,7 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     clock = Clock(recorder)
-    checked = check_request(rows, request)
+    checked = check_request(data, request)
     with Cleanup() as stack:
         if spools is not None:
             clock.lap("preflight")
@@ -118,7 +118,28 @@ def _fit(
         clock.lap("spool")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
-        run = _make_run(checked, table, shards, found, link, run_id, recorder, stack)
+        key = _run_key(checked, shards, found)
+        plan = _make_plan(checked, table, shards, found, link, key)
+        view = SharedView(_view(plan, request), recorder)
+        stack.callback(view.close)
+        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
+        run = Run(
+            spark=checked.spark,
+            run_id=run_id,
+            run_key=key,
+            plan=plan,
+            config=checked.config,
+            module=checked.module,
+            objective=checked.objective,
+            packed=pack(checked.module),
+            table=table,
+            slots=checked.slots,
+            link=link,
+            settings=checked.settings,
+            view=view,
+            max_restarts=request.max_restarts,
+            recorder=recorder,
+        )
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = _train(run)
@@ -141,7 +162,7 @@ def _table(
     checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
 ) -> RowTable:
     """Where the shards of the run will be listed: its own table, or one that other fits use too."""
-    make = partial(checked.rows.table, checked.table_spec, run_id)
+    make = partial(checked.data.table, checked.table_spec, run_id)
     if spools is not None:
         return spools.take(checked.table_spec, checked.slots, make)
     table = make()
@@ -157,46 +178,28 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _make_run(
+def _run_key(checked: CheckedRequest, shards: Sequence[SpooledShard], found: CheckedRows) -> str:
+    """Names the run's checkpoints."""
+    content = f"{content_of(shards)}{'-rounds' * (not checked.slots.is_gang)}"
+    return run_key(checked.module, found.columns, checked.config, content)
+
+
+def _make_plan(
     checked: CheckedRequest,
     table: RowTable,
     shards: Sequence[SpooledShard],
     found: CheckedRows,
     link: Link,
-    run_id: str,
-    recorder: Recorder,
-    stack: ExitStack,
-) -> Run:
-    """The plan, and all that training needs besides. From here on nothing of it changes."""
-    spark, slots, request = checked.spark, checked.slots, checked.request
-    content = f"{content_of(shards)}{'-rounds' * (not slots.is_gang)}"
-    key = run_key(checked.module, found.columns, checked.config, content)
+    key: str,
+) -> TrainPlan:
+    """The plan of the run, with the windows of an earlier one that it goes on with."""
     plan = checked.make_plan(found.columns, [part.shard for part in shards])
     window_bytes = checked.config.shuffle_window_bytes
-    choose = partial(table.windows, plan, shards, slots.cluster, window_bytes)
+    choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
-    _log_plan(plan, slots, checked.shares)
+    _log_plan(plan, checked.slots, checked.shares)
     check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
-    view = SharedView(_view(plan, request), recorder)
-    link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
-    stack.callback(view.close)
-    return Run(
-        spark=spark,
-        run_id=run_id,
-        run_key=key,
-        plan=plan,
-        config=checked.config,
-        module=checked.module,
-        objective=checked.objective,
-        packed=pack(checked.module),
-        table=table,
-        slots=slots,
-        link=link,
-        settings=checked.settings,
-        view=view,
-        max_restarts=request.max_restarts,
-        recorder=recorder,
-    )
+    return plan
 
 
 def _view(plan: TrainPlan, request: FitRequest) -> View:

@@ -18,10 +18,10 @@ from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import Prepared
 from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
-from sparkdl.spark.frames.rows import Rows
 from sparkdl.spark.frames.several_frames import DatasetTable
 from sparkdl.spark.frames.shard_table import columns_of
 from sparkdl.spark.frames.specified_columns import prepare_named
+from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.session.compat import conf, is_case_sensitive
 from sparkdl.worker.loader import DataSet
 
@@ -32,7 +32,7 @@ Inputs = Mapping[str, Specification]
 
 
 def prepare_sets(
-    data: Mapping[str, Rows], inputs: Inputs | None
+    data: Mapping[str, UserData], inputs: Inputs | None
 ) -> dict[str, tuple[Prepared, ...]]:
     """The columns of each data set, with the names that they have in a batch.
 
@@ -53,7 +53,7 @@ def prepare_sets(
     return found
 
 
-def _prepare(rows: Rows, inputs: Inputs | None) -> tuple[Prepared, ...]:
+def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[Prepared, ...]:
     wanted = {name: Tensor(name) for name in rows.frame.columns} if inputs is None else inputs
     if not wanted:
         raise DataError("there is no column of which a batch could be made")
@@ -92,7 +92,7 @@ class DataSets:
     def __init__(
         self,
         spark: SparkSession,
-        data: Mapping[str, Rows],
+        data: Mapping[str, UserData],
         prepared: Mapping[str, tuple[Prepared, ...]],
         run_id: str,
         slots: Slots,

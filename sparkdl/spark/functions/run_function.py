@@ -27,7 +27,7 @@ from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.slots import plan_gang, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
-from sparkdl.spark.frames.rows import rows_of
+from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
 from sparkdl.spark.run.run_facts import Clock, record_run
 from sparkdl.spark.session.compat import conf, shares_console
@@ -112,7 +112,7 @@ def _run(
     clock = Clock(recorder)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
-    data = {name: rows_of(one) for name, one in request.data.items()}
+    data = {name: user_data(one) for name, one in request.data.items()}
     for rows in data.values():
         rows.check_files(settings)
     prepared = prepare_sets(data, request.inputs)

@@ -28,8 +28,8 @@ from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.columns import Prepared
 from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, spool_columns
-from sparkdl.spark.frames.rows import Rows, rows_of
 from sparkdl.spark.frames.shard_table import columns_of
+from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.functions.function_data import data_set, prepare_sets, warn_of_skipped
 from sparkdl.spark.functions.run_function import (
     RUN_KEY,
@@ -84,7 +84,7 @@ def _run(
         check_folder(storage, request)
         sets = {}
         if request.data:
-            data = {name: rows_of(one) for name, one in request.data.items()}
+            data = {name: user_data(one) for name, one in request.data.items()}
             sets = {
                 name: _local_set(name, data[name], prepared, folder)
                 for name, prepared in prepare_sets(data, request.inputs).items()
@@ -122,7 +122,7 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
     return storage
 
 
-def _local_set(name: str, rows: Rows, prepared: tuple[Prepared, ...], folder: str) -> LocalSet:
+def _local_set(name: str, rows: UserData, prepared: tuple[Prepared, ...], folder: str) -> LocalSet:
     if rows.source is None:
         directory = Path(tempfile.mkdtemp(dir=folder)) / "spool"
         found = _spooled(name, rows.frame, prepared, directory)

@@ -26,8 +26,9 @@ from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, W
 from sparkdl.spark.cluster import cluster_info, slots
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.frames import rows, spool_task
-from sparkdl.spark.frames.rows import rows_of
+from sparkdl.spark.frames import spool_task
+from sparkdl.spark.frames import user_data as user_data_module
+from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
 
@@ -208,7 +209,7 @@ def test_a_fit(df: DataFrame, expected: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_one_worker_by_default(df: DataFrame) -> None:
-    assert check_request(rows_of(df), request(num_workers=None)).slots.num_workers == 1
+    assert check_request(user_data(df), request(num_workers=None)).slots.num_workers == 1
 
 
 class Unpicklable(Callback):
@@ -313,7 +314,7 @@ def test_a_cluster_that_cannot_run_a_gang(
         def changed(_: Any, asked: str, key: str = key) -> str | None:
             return "true" if asked == key else real(asked, None)
 
-        for module in (cluster_info, slots, rows):
+        for module in (cluster_info, slots, user_data_module):
             monkeypatch.setattr(module, "conf", changed)
         with pytest.raises(ClusterError, match=message):
             fit(df, request())

@@ -1,14 +1,15 @@
-"""The rows that a user gives: a DataFrame, or a source that workers read by themselves.
+"""The data that a user gives: a DataFrame, or a source that workers read by themselves.
 
-`rows_of` is the one place that asks which of the two they are.
+`UserData` is the one place that asks which of the two they are.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
@@ -36,44 +37,73 @@ _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
 
 
-class Rows(Protocol):
-    """Rows to train on. Nothing is read before the table of `table` is collected."""
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """Data to train on. Nothing is read before a table of it is collected."""
 
     spark: SparkSession
-    source: Source | None
-    """None: the rows are those of ``frame``."""
     frame: DataFrame
     """The rows; of a source an empty DataFrame with its columns, by which Params are checked."""
+    source: Source | None = None
+    """None: the rows are those of ``frame``, which executors spool to their disks."""
 
     def check_files(self, settings: Settings) -> None:
-        """Refuse a cluster on whose disks the rows may not lie.
+        """Refuse to spool where Spark is told to encrypt what it writes to local disks.
 
         Raises:
             ClusterError: with the remedy.
         """
+        if self.source is None:
+            require_plain_files(partial(conf, self.spark), settings)
 
     def check_inputs(self, entries: Iterable[Named]) -> None:
-        """Refuse inputs that these rows cannot give.
+        """Refuse to leave out rows of a source, which must know their number.
 
         Raises:
-            ConfigError: names them.
+            ConfigError: with the remedy.
         """
+        if self.source is not None and any(entry.specification.skips for entry in entries):
+            raise ConfigError(
+                f"on_error='skip' changes the number of rows, which {type(self.source).__name__} "
+                "must know before training; mend the images, or use a DataFrame"
+            )
 
     def check_training(
         self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
     ) -> None:
-        """Refuse what cannot be done with these rows.
+        """Refuse what needs rows for validation that are not there, or what only spools can do.
 
         Raises:
             ConfigError: names it.
         """
+        if self.source is None:
+            make_stopper(config, has_validation=validation_col is not None)
+            return
+        name = type(self.source).__name__  # only its rows show whether some are for validation
+        if isinstance(strategy, PopulationStrategy):
+            raise ConfigError(
+                f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "
+                "DataFrame"
+            )
+        if config.group_by_length:
+            raise ConfigError(
+                f"groupByLength needs the lengths of all rows, which {name} does not know; fit on "
+                "a DataFrame"
+            )
+        if config.shuffle_window_bytes is not None:
+            raise ConfigError(
+                f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
+            )
 
     def table(self, spec: TableSpec, run_id: str) -> RowTable:
         """The table of a run's shards, named by its id; whoever makes it closes it."""
+        if self.source is None:
+            return ShardTable(self.frame, spec, run_id=run_id)
+        return SourceTable(self.spark, self.source, spec)
 
 
-def rows_of(data: Any) -> Rows:
-    """The rows of a DataFrame, or of a source.
+def user_data(data: Any) -> UserData:
+    """A DataFrame, or a source, as the data of a run.
 
     Raises:
         ConfigError: it is neither.
@@ -81,8 +111,9 @@ def rows_of(data: Any) -> Rows:
     """
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
-        return FrameRows(data)
-    return SourceRows(require_source(data), active_session())
+        return UserData(spark=data.sparkSession, frame=data)
+    source, spark = require_source(data), active_session()
+    return UserData(spark=spark, frame=empty_frame(spark, source), source=source)
 
 
 def require_source(data: Any) -> Source:
@@ -112,78 +143,6 @@ def active_session() -> SparkSession:
             "there is no active Spark session to train with; make one by "
             "SparkSession.builder.getOrCreate() before fit"
         ) from error
-
-
-class FrameRows:
-    """The rows of a DataFrame, which executors spool to their disks."""
-
-    source: Source | None = None
-
-    def __init__(self, frame: DataFrame) -> None:
-        self.spark = frame.sparkSession
-        self.frame = frame
-
-    def check_files(self, settings: Settings) -> None:
-        """Spark may be told to encrypt what it writes to local disks."""
-        require_plain_files(partial(conf, self.spark), settings)
-
-    def check_inputs(self, entries: Iterable[Named]) -> None:
-        """A spool can hold all of them."""
-
-    def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
-    ) -> None:
-        """Without a validation column there are no rows for what is measured on them."""
-        make_stopper(config, has_validation=validation_col is not None)
-
-    def table(self, spec: TableSpec, run_id: str) -> RowTable:
-        """The table whose tasks spool the rows."""
-        return ShardTable(self.frame, spec, run_id=run_id)
-
-
-class SourceRows:
-    """The rows of a source. Only its rows show whether some of them are for validation."""
-
-    def __init__(self, source: Source, spark: SparkSession) -> None:
-        self.spark = spark
-        self.source: Source | None = source
-        self.frame = empty_frame(spark, source)
-        self._source = source
-        self._name = type(source).__name__
-
-    def check_files(self, settings: Settings) -> None:
-        """Nothing is written."""
-
-    def check_inputs(self, entries: Iterable[Named]) -> None:
-        """A source must know its number of rows, so that none may be left out."""
-        if any(entry.specification.skips for entry in entries):
-            raise ConfigError(
-                f"on_error='skip' changes the number of rows, which {self._name} must know before "
-                "training; mend the images, or use a DataFrame"
-            )
-
-    def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
-    ) -> None:
-        """Only spools can set rows aside, know the lengths of all rows, and choose windows."""
-        if isinstance(strategy, PopulationStrategy):
-            raise ConfigError(
-                f"{type(strategy).__name__} sets rows aside, which {self._name} cannot; fit on a "
-                "DataFrame"
-            )
-        if config.group_by_length:
-            raise ConfigError(
-                f"groupByLength needs the lengths of all rows, which {self._name} does not know; "
-                "fit on a DataFrame"
-            )
-        if config.shuffle_window_bytes is not None:
-            raise ConfigError(
-                f"shuffleWindowBytes is for DataFrames; {self._name} has options of its own"
-            )
-
-    def table(self, spec: TableSpec, run_id: str) -> RowTable:
-        """The table of the shards that the source describes."""
-        return SourceTable(self.spark, self._source, spec)
 
 
 def empty_frame(spark: SparkSession, source: Source) -> DataFrame:
