@@ -1,4 +1,4 @@
-"""The memory of hosts decides how rows are mixed; a checkpoint decides it for those who go on."""
+"""The memory of hosts decides how the rows of a run that begins are mixed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import pytest
 
 from sparkdl.data.column_stats import SpoolSummary
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
+from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import host_loads, windows_of_spool
 from sparkdl.spark.frames.row_table import SpooledShard
-from sparkdl.spark.run.resume import windows_to_go_on
-from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
-from tests.storage.memory import MemoryStorage
 
 GIB = 1 << 30
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))
-SMALL = Windows(group_rows=3, groups_together=4)
 
 
 def spooled(host: str, num_bytes: int, memory_bytes: int, shard_id: int = 0) -> SpooledShard:
@@ -70,30 +66,3 @@ def test_the_smallest_host_decides_for_all() -> None:
     assert windows is not None
     row_bytes = -(-2 * GIB // 2000)  # of validation rows too
     assert windows.group_rows == (8 << 20) // row_bytes
-
-
-def resumed(storage: MemoryStorage | None) -> Windows | None:
-    return windows_to_go_on(storage, "0123456789abcdef", lambda: SMALL)
-
-
-def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
-    path = f"0123456789abcdef/{folder_name(step)}"
-    write_manifest(
-        CheckpointInfo(
-            storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",
-            complete=False, environment=environment, files={},
-        )
-    )  # fmt: skip
-
-
-def test_the_newest_checkpoint_that_says_so_decides() -> None:
-    storage = MemoryStorage()
-    assert resumed(None) == resumed(storage) == SMALL
-    note(storage, 5, {WINDOWS: "7x8"})
-    assert resumed(storage) == Windows(group_rows=7, groups_together=8)
-    note(storage, 10, {WINDOWS: "whole"})
-    assert resumed(storage) is None
-    note(storage, 15, {WINDOWS: "damaged"})
-    assert resumed(storage) is None
-    note(storage, 20, {})  # of an older version
-    assert resumed(storage) == SMALL
