@@ -23,7 +23,8 @@ from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.spool.mapped import ShardData
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.runtime.process import tuned_allocator
-from sparkdl.spark.fit.checks import prepare_columns, shaped
+from sparkdl.spark.fit.check_request import prepare_columns
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 
 ROW_BYTES = PIXELS + 8
@@ -43,7 +44,7 @@ def main() -> None:
         common.wait_until_idle(options.patience)
         df = spark.read.parquet(str(folder))
         scan = seconds(lambda df=df: df.write.format("noop").mode("overwrite").save())
-        table, request, prepare = prepared_table(df, options)
+        table, prepare = prepared_table(df, options)
         spool = seconds(prepare)
         if run >= 0:
             found.add("Spark scan GB/s", gigabytes / scan)
@@ -53,7 +54,7 @@ def main() -> None:
     spooled = table.collect()
     plan = partial(
         make_plan,
-        columns=shaped(table, spooled, request),
+        columns=table.columns(spooled),
         shards=[part.shard for part in spooled],
         batch_size=options.batch,
         epochs=1,
@@ -69,10 +70,10 @@ def prepared_table(df, options: argparse.Namespace):
     """A shard table, and the call that spools it."""
     classifier = TorchClassifier(module=SmallCNN(), featuresCol="image", labelCol="label")
     request = classifier._request()
-    prepared, validation = prepare_columns(df, request, "float32")
-    run_id = uuid.uuid4().hex[:12]
-    table = ShardTable(df, prepared, validation, num_shards=options.slots, run_id=run_id)
-    return table, request, table.collect
+    columns, _ = prepare_columns(df, request, "float32")
+    spec = TableSpec(columns=tuple(columns), num_shards=options.slots)
+    table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
+    return table, table.collect
 
 
 def later_epochs(

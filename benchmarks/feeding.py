@@ -31,7 +31,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from sparkdl.data.plan import make_plan
 from sparkdl.runtime.process import tuned_allocator
-from sparkdl.spark.fit.checks import shaped
 
 
 def main() -> None:
@@ -88,14 +87,14 @@ class FromSpool:
 
     def first(self) -> float:
         """Seconds of the spool (the session is warm) and the first epoch."""
-        table, _, spool = prepared_table(self._df, self._options)
+        table, spool = prepared_table(self._df, self._options)
         spool()  # so that the session and its Python workers are warm
         table.close()
-        self._table, request, spool = prepared_table(self._df, self._options)
+        self._table, spool = prepared_table(self._df, self._options)
         spent = seconds(spool)
         spooled = self._table.collect()
         self._plan = make_plan(
-            columns=shaped(self._table, spooled, request),
+            columns=self._table.columns(spooled),
             shards=[part.shard for part in spooled],
             batch_size=self._options.batch,
             epochs=1,

@@ -1,4 +1,4 @@
-"""How does a user train a module on a DataFrame? With a Spark ML estimator.
+"""The Spark ML estimators, which train a module on a DataFrame.
 
 The estimators differ in their default loss, in what they make of the label column and in the
 model they return. Everything else is in their Params (`sparkdl.spark.params.params`) and in
@@ -73,8 +73,6 @@ class _TorchEstimator(
             An iterator of ``(index of the map, model)``, in the order in which they are ready. It
             may be used by several threads; each fit waits until the others leave it slots.
         """
-        from sparkdl.estimator import Fits
-
         return Fits([partial(self.copy(values).fit_sharing, dataset) for values in paramMaps])
 
     def fit_sharing(

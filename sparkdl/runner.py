@@ -1,4 +1,4 @@
-"""How does a user run a training function or script of their own on the workers of a cluster?"""
+"""`TorchRunner`: a training function or script of the user's on the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.spark.frames.source_table import active_session, require_source
+from sparkdl.spark.frames.user_data import active_session, require_source
 from sparkdl.spark.functions.run_function import FunctionRequest, run_function
 from sparkdl.spark.functions.run_in_driver import run_here
 from sparkdl.spark.params.converters import to_inputs
@@ -179,10 +179,10 @@ def _arguments_named() -> Iterator[None]:
     try:
         yield
     except (ClusterError, ConfigError, StorageError, TrainingFailed) as error:
-        told = str(error)
+        message = str(error)
         for param, argument in _ARGUMENTS.items():
-            told = told.replace(param, argument)
-        error.args = (told,)
+            message = message.replace(param, argument)
+        error.args = (message,)
         raise
 
 

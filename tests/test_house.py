@@ -53,8 +53,6 @@ SPARK_FLOORS = [
     "params",
 ]
 UPWARD: set[tuple[str, str]] = {
-    ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
-    ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
     ("sparkdl.spark.params.save_stage", "sparkdl.model"),
 }
 # Pairs of folders that still import each other.
@@ -64,7 +62,6 @@ MUTUAL = {
     ("sparkdl.cli", "sparkdl.cli.tune"),
     ("sparkdl.report", "sparkdl.report.listeners"),
     ("sparkdl.report", "sparkdl.report.page"),
-    ("sparkdl.spark.frames", "sparkdl.spark.run"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
     ("sparkdl.sync.averaging", "sparkdl.sync.own_weights"),
 }

@@ -81,7 +81,7 @@ def train(epochs: int, rate: float = 0.05) -> dict[str, Any]:
     return {"first": first, "weight": model.module.weight.detach(), "rank": place.rank}
 
 
-@pytest.mark.parametrize("num_workers", [2, 1, 0])
+@pytest.mark.parametrize("num_workers", [2, 0])
 def test_a_function_trains_on_the_rows_of_a_data_frame(df: DataFrame, num_workers: int) -> None:
     runner = TorchRunner(num_workers=num_workers, data=df, verbose=0)
     found = runner.run(train, 40, rate=0.03)

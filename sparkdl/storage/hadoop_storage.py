@@ -57,7 +57,7 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
 
 
 def knows_scheme(spark: SparkSession, scheme: str) -> bool:
-    """Whether Hadoop has a file system for a scheme; classic Spark only."""
+    """True if Hadoop has a file system for a scheme; classic Spark only."""
     from py4j.protocol import Py4JJavaError
 
     session: Any = spark

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from sparkdl.spark.cluster.cluster_info import ClusterInfo
+    from sparkdl.spark.cluster.slots import Slots
     from sparkdl.spark.session.settings import Settings
 
 _CONNECT_SECONDS = 5.0
@@ -117,6 +118,7 @@ def addresses(master: str) -> list[tuple[str, int]]:
 
 def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     from sparkdl.spark.cluster import cluster_info
+    from sparkdl.spark.cluster.slots import Slots
     from sparkdl.spark.session.compat import conf
     from sparkdl.spark.session.settings import read_settings
 
@@ -140,12 +142,13 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     if installed("torch") is None:
         yield left_out("workers", "they cannot be tried without torch on the driver")
         return
-    tasks = max(workers, cluster_info.total_slots(info, None, None) or 0)
+    tasks = max(workers, info.num_slots or 0)
+    slots = Slots(num_workers=tasks, threads=1, cluster=info)
     for subject, url in (("channel", None), ("storage", order.checkpoint_dir)):
         if subject == "storage" and url is None:
             yield left_out("storage", "--checkpoint-dir URL tries a place for checkpoints")
             continue
-        yield from _link(spark, subject, url, tasks, settings, order)
+        yield from _link(spark, subject, url, slots, settings, order)
     if barrier.state == "wrong":
         yield left_out("workers", "no gang can be tried, see barrier")
         return
@@ -212,7 +215,12 @@ def _memory(info: ClusterInfo, get: Any, workers: int) -> str:
 
 
 def _link(
-    spark: SparkSession, subject: str, url: str | None, tasks: int, settings: Settings, order: Order
+    spark: SparkSession,
+    subject: str,
+    url: str | None,
+    slots: Slots,
+    settings: Settings,
+    order: Order,
 ) -> Iterator[Finding]:
     """Try the channel between driver and executors, and a place for checkpoints.
 
@@ -221,14 +229,14 @@ def _link(
     from sparkdl.runtime.versions import versions
     from sparkdl.spark.cluster.link import open_link
 
+    tasks = slots.num_workers
     with contextlib.ExitStack() as stack:
         ask = partial(
             open_link,
             spark,
+            slots,
+            settings,
             checkpoint_dir=url,
-            num_workers=tasks,
-            profile=None,
-            settings=settings,
             run_id=f"doctor-{uuid.uuid4().hex[:8]}",
             stack=stack,
         )
@@ -289,14 +297,14 @@ def _in_session(error: Exception) -> str:
         Exception: ``error``, if it is neither.
     """
     from sparkdl.spark.cluster.probe import PYTHON_REMEDY
-    from sparkdl.spark.session.failures import is_spark_error, told_by
+    from sparkdl.spark.session.failures import is_spark_error, spark_message
 
     if isinstance(error, SparkDLError):
         return str(error)
     if not is_spark_error(error):
         raise error
     try:
-        told = told_by(error)
+        told = spark_message(error)
     except Exception as another:  # the JVM that is asked may be gone
         told = f"{type(error).__name__}, then {type(another).__name__}"
     return f"Spark has failed ({told}); {PYTHON_REMEDY}"

@@ -126,7 +126,7 @@ class _Search:
                     trial.result()
             except BaseException:
                 self.is_ending.set()
-                self.spools.turns.end()
+                self.spools.queue.end()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 

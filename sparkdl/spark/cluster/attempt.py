@@ -1,23 +1,67 @@
-"""What follows from what is known of a gang's end: is it good, shall it start again, or give up?"""
+"""One submission of a gang: what is known of it, and why it must start again, if it must."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from sparkdl import errors
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
-from sparkdl.spark.session.failures import LOST, raise_unless_loss, told_by
+from sparkdl.spark.session.failures import LOST, raise_unless_loss, spark_message
 
-if TYPE_CHECKING:
-    from sparkdl.spark.cluster.supervisor import Attempt
-
+Rows = list[tuple[int, str, bytes]]
+"""(rank, kind, payload) of everything that the workers gave back."""
 _CONSEQUENCES = (CommunicationError.__name__, CollectiveError.__name__)
 """What the peers of a rank report that fell away."""
 
 
-def verdict(attempt: Attempt) -> str | None:
-    """None if the gang succeeded, else why it must start again.
+@dataclass(kw_only=True)
+class Attempt:
+    """What is known of one submission of the gang."""
+
+    number: int
+    world_size: int
+    submitted: float
+    first_event: float = 0.0
+    """When the first event of a worker arrived."""
+    last_event: dict[int, float] = field(default_factory=dict)
+    """When the last event of each rank arrived, by the driver's clock."""
+    done: set[int] = field(default_factory=set)
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+    """Failures in the order of their arrival."""
+    cancelled: bool = False
+    """True if we ended the job, so that Spark's error says nothing new; a job that has not begun by
+    then never does."""
+    has_begun: bool = False
+    """True if its thread may have a job, or have one soon."""
+    rows: Rows | None = None
+    spark_error: Exception | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set when Spark's job has ended. To be waited for in place of its thread: up to Python 3.12 a
+    ``Thread.join`` that Ctrl-C interrupts takes the thread for ended (bpo-45274)."""
+
+    def silent(self, now: float, timeout_seconds: float) -> list[int]:
+        """Ranks that have sent something once but not lately, and have not finished."""
+        return sorted(
+            rank
+            for rank, at in self.last_event.items()
+            if rank not in self.done and now - at > timeout_seconds
+        )
+
+    def ended_well(self) -> set[int]:
+        """Ranks that have come to their end without a failure."""
+        ended = self.done if self.rows is None else set(range(self.world_size))
+        return ended - {failure["rank"] for failure in self.failures}
+
+    def has_reported(self, kind: type[SparkDLError]) -> bool:
+        """True if a rank has failed with an error of this very type."""
+        return any(failure["type"] == kind.__name__ for failure in self.failures)
+
+
+def restart_reason(attempt: Attempt) -> str | None:
+    """Why the gang must start again; None if it succeeded.
 
     Raises:
         WorkerError, SparkDLError: when starting again would not help.
@@ -26,7 +70,7 @@ def verdict(attempt: Attempt) -> str | None:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
         raise_unless_loss(attempt.spark_error)
-        return f"{LOST} ({told_by(attempt.spark_error)})"
+        return f"{LOST} ({spark_message(attempt.spark_error)})"
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(
@@ -36,7 +80,7 @@ def verdict(attempt: Attempt) -> str | None:
             raise _own_error(failure)
     if attempt.failures:
         _raise_if_calls_differ(attempt)
-        # Peers of a lost rank are often heard before the one that tells why.
+        # Failures of a lost rank's peers often arrive before the one that tells why.
         causes = [f for f in attempt.failures if f["type"] not in _CONSEQUENCES]
         first = (causes or attempt.failures)[0]
         return f"rank {first['rank']} failed with {first['type']}: {first['message']}"

@@ -1,4 +1,4 @@
-"""Can this cluster run the gang, and how many workers shall it have? Decided before any job.
+"""What is known of a cluster before any job, and what it can run.
 
 `ClusterInfo` is a value; what is decided from it is pure and can be tested without a cluster.
 """
@@ -40,16 +40,16 @@ class ClusterInfo:
     gpus_per_task: float = 0.0
     dynamic_allocation: bool = False
     is_complete: bool = True
-    """Whether ``num_executors`` is final; else more may still register."""
+    """True if ``num_executors`` is final; else more may still register."""
 
     @property
     def is_local(self) -> bool:
-        """Whether driver and executor are one process, or run on one machine for tests."""
+        """True if driver and executor are one process, or run on one machine for tests."""
         return self.master.startswith("local")
 
     @property
     def task_threads(self) -> int:
-        """Threads of a task that takes no more than its cores, as Spark tells it too."""
+        """Threads of a task that takes no more than its cores, by Spark's own rule too."""
         return math.ceil(self.task_cpus)
 
     @property
@@ -59,7 +59,7 @@ class ClusterInfo:
 
 
 def inspect_cluster(spark: SparkSession) -> ClusterInfo:
-    """Read what the session tells about its cluster; starts no job."""
+    """What the session knows of its cluster; starts no job."""
 
     def get(key: str) -> str | None:
         return conf(spark, key)
@@ -108,7 +108,6 @@ def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
 
 
 def _local_threads(text: str | None) -> int:
-
     if text == "*":
         return os.cpu_count() or 1
     return int(text or 1)
@@ -255,14 +254,17 @@ def is_encrypted(get: Get) -> str | None:
 
 def wait_for_slots(
     spark: SparkSession, workers: int, profile: ResourceProfile | None, settings: Settings
-) -> None:
+) -> bool:
     """Return when executors with enough slots have registered; classic Spark only knows that.
+
+    Returns:
+        True if they had not been there from the beginning.
 
     Raises:
         ClusterError: they have not after ``start_timeout_seconds``.
     """
     if is_connect(spark):
-        return
+        return False
     context: Any = spark.sparkContext
     scala = context._jsc.sc()
     manager = scala.resourceProfileManager()
@@ -284,6 +286,7 @@ def wait_for_slots(
             logger.info("waiting for executors: %d of %d slots are there", slots, workers)
             announced = True
         time.sleep(0.1)
+    return announced
 
 
 def check_memory(

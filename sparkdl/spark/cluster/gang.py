@@ -1,6 +1,6 @@
-"""How do the workers of a run start together on Spark, and how do their results come back?
+"""The barrier stage in which the workers of a run start together and give their results back.
 
-One barrier stage over the shard table. A worker never raises into Spark: whatever happens, it
+It runs over the shard table. A worker never raises into Spark: whatever happens, it
 yields rows that say so, because Spark would abort the job, rebuild the traceback, and throw the
 Python worker away. This file knows nothing of training: it runs any picklable ``work``.
 """
@@ -40,7 +40,7 @@ class GangTask:
     channel: Address | None
     """The driver's channel; None: rank 0 hosts one and announces it."""
     keeps_process: bool = True
-    """Whether Spark may use this Python worker again. Not where the work is code of the user's,
+    """True if Spark may use this Python worker again. Not where the work is code of the user's,
     which may have changed what all of the process shares: folder, environment, torch's modes."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -110,7 +110,7 @@ def _host(address: str) -> str:
 
 
 def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Address]:
-    """Rank 0 opens a channel; one allGather (a second, in Spark) tells the others."""
+    """Rank 0 opens a channel; one allGather (a second, in Spark) announces it to the others."""
     server, message = None, ""
     if context.partitionId() == 0:
         address = _host(context.getTaskInfos()[0].address)

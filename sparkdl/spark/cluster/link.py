@@ -1,4 +1,4 @@
-"""How do driver and workers reach each other in a fit, and where do its checkpoints lie?"""
+"""The link between driver and workers of a run: channel, files, and the place of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
@@ -16,6 +15,7 @@ from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.spark.cluster.cluster_info import is_encrypted
 from sparkdl.spark.cluster.probe import Findings, probe
+from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import conf, driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
@@ -23,10 +23,10 @@ from sparkdl.storage.mounted import Mounted
 from sparkdl.storage.storage import Storage, absolute, check_writable, open_storage
 from sparkdl.worker.lifecycle import RELAYED
 
-if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
-
 logger = logging.getLogger(__name__)
+
+_MAX_TASK_BYTES = 16 * 2**20
+"""Most bytes of weights, or of a function, that travel in the task itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +42,59 @@ class Link:
     url: str | None
     """``checkpointDir``, with scheme and host as other processes know it, or None."""
     relays: bool
-    """Whether workers reach ``checkpointDir`` by way of the driver's channel only."""
+    """True if workers reach ``checkpointDir`` by way of the driver's channel only."""
+
+    def send(
+        self, name: str, data: bytes, *, what: str, remedy: str, in_task: bool = False
+    ) -> bytes | None:
+        """Make bytes available to all workers of a run, through the channel if there is one.
+
+        Args:
+            name: file in the driver's folder, which workers read through the channel.
+            data: the bytes.
+            what: what they are, for the error.
+            remedy: what to do where they are too large and there is no channel.
+            in_task: True if small ones travel in the task also where there is a channel.
+
+        Returns:
+            What must travel in the task; None: workers read the file.
+
+        Raises:
+            ClusterError: there is no channel, and they are too large for the task.
+        """
+        is_small = len(data) <= _MAX_TASK_BYTES
+        if is_small and (in_task or self.channel is None):
+            return data
+        if self.channel is None:
+            raise ClusterError(
+                f"{what} {len(data) >> 20} MiB; from a driver that executors cannot reach at most "
+                f"{_MAX_TASK_BYTES >> 20} MiB can be sent; {remedy}"
+            )
+        if not self.files.exists(name):
+            self.files.write(name, data)
+        return None
 
 
 def open_link(
     spark: SparkSession,
+    slots: Slots,
+    settings: Settings,
     *,
     checkpoint_dir: str | None,
-    num_workers: int,
-    profile: ResourceProfile | None,
-    settings: Settings,
     run_id: str,
     stack: contextlib.ExitStack,
-    in_rounds: bool = False,
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
     Rounds do without the channel where it would carry in clear what Spark encrypts.
+
+    Args:
+        spark: the session.
+        slots: the run's workers.
+        settings: says who hosts the channel, and where.
+        checkpoint_dir: path or URL; None: the driver keeps the checkpoints.
+        run_id: names the probe's job.
+        stack: closes everything in the end.
     """
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-"))
     files = open_storage(folder)
@@ -67,22 +103,22 @@ def open_link(
     served = Mounted(files)
     server = None
     is_clear = is_encrypted(partial(conf, spark)) and not settings.allow_unencrypted
-    if settings.channel != "workers" and not (in_rounds and is_clear):
+    if settings.channel != "workers" and (slots.is_gang or not is_clear):
         server = _serve(spark, hub, served, settings)
         stack.callback(server.shutdown)
     address = server.address if server is not None else None
     # In rounds the driver alone writes checkpoints, so executors need not see where.
-    seen = checkpoints if not in_rounds else None
-    found = _probe(spark, num_workers, profile, address, url, seen, run_id)
+    seen = checkpoints if slots.is_gang else None
+    found = _probe(spark, slots, address, url, seen, run_id)
     if address is not None and not found.reaches_driver:
-        _require_no_channel(spark, address, settings, in_rounds=in_rounds)
+        _require_no_channel(spark, slots, address, settings)
         address = None
     relays = found.storage_failure is not None
     if relays:
         assert checkpoints is not None
         _require_relay(checkpoints, address, str(found.storage_failure))
         served.mount(RELAYED, checkpoints)
-    if address is None and checkpoints is None and not in_rounds:
+    if address is None and checkpoints is None and slots.is_gang:
         logger.warning(
             "the driver cannot keep checkpoints, since executors do not reach it, and no "
             "checkpointDir is set: a restart would begin at step 0"
@@ -136,8 +172,7 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
 
 def _probe(
     spark: SparkSession,
-    num_workers: int,
-    profile: ResourceProfile | None,
+    slots: Slots,
     address: Address | None,
     url: str | None,
     checkpoints: Storage | None,
@@ -146,8 +181,8 @@ def _probe(
     ask = partial(
         probe,
         spark,
-        num_tasks=num_workers,
-        profile=profile,
+        num_tasks=slots.num_workers,
+        profile=slots.profile,
         channel=address,
         storage_url=url,
         run_id=run_id,
@@ -163,10 +198,10 @@ def _probe(
 
 
 def _require_no_channel(
-    spark: SparkSession, address: Address, settings: Settings, *, in_rounds: bool
+    spark: SparkSession, slots: Slots, address: Address, settings: Settings
 ) -> None:
     """Executors do not reach the driver: fine from Spark Connect and in rounds, else an error."""
-    if settings.channel == "driver" or not (in_rounds or is_connect(spark)):
+    if settings.channel == "driver" or (slots.is_gang and not is_connect(spark)):
         raise ClusterError(
             f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
             "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "

@@ -1,4 +1,4 @@
-"""Do the executors have what a gang needs? One small job asks, before any data is read."""
+"""A small job that asks the executors, before any data is read, for what a run needs of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.compat import described
-from sparkdl.spark.session.failures import raise_unless_loss, told_by
+from sparkdl.spark.session.failures import raise_unless_loss, spark_message
 from sparkdl.storage.storage import open_storage, without_password
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Findings:
     """What the executors can do; what they must be able to do has been checked."""
 
     reaches_driver: bool
-    """Whether every executor asked reaches the driver's channel."""
+    """True if every executor asked reaches the driver's channel."""
     storage_failure: str | None
     """Why an executor cannot open the storage; None: all can."""
 
@@ -121,7 +121,7 @@ def probe(
         except Exception as error:
             raise_unless_loss(error)
             raise ClusterError(
-                f"no task could run on the executors ({told_by(error)}); {PYTHON_REMEDY}"
+                f"no task could run on the executors ({spark_message(error)}); {PYTHON_REMEDY}"
             ) from error
     answers = [json.loads(row["answer"]) for row in rows]
     for answer in answers:

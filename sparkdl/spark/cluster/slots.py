@@ -1,11 +1,11 @@
-"""How many workers does a run get, with how many threads, and when are there slots for them?"""
+"""The workers that a run gets: how many, with how many threads, and on which cluster."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
@@ -69,14 +69,32 @@ def settle(
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """What the cluster part of the preflight decided."""
+    """The workers of a run, and the cluster as it was when they were chosen."""
 
     num_workers: int
     """Workers of a gang, or shards that are trained in rounds."""
     threads: int
-    profile: ResourceProfile | None
-    total: int | None = None
-    """Workers of this kind that the cluster has room for; None: not known."""
+    """Threads of torch in each worker."""
+    cluster: ClusterInfo
+    profile: ResourceProfile | None = None
+    cpus_per_worker: int | None = None
+    gpus_per_worker: float | None = None
+    is_gang: bool = True
+    """True if all workers run at the same time; False if their tasks wait for each other's slots,
+    as in rounds."""
+
+    @property
+    def total(self) -> int | None:
+        """Workers of this kind that the cluster has room for; None: not known yet."""
+        return total_slots(self.cluster, self.cpus_per_worker, self.gpus_per_worker) or None
+
+    def asked_again(self, spark: SparkSession) -> Slots:
+        """The same workers on the cluster as it is now.
+
+        Once jobs have run, executors are there that had not registered before.
+        """
+        now = inspect_cluster(spark)
+        return replace(self, cluster=now) if now.num_executors != 0 else self
 
 
 def plan_gang(
@@ -98,10 +116,17 @@ def plan_gang(
     number = choose_num_workers(
         info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
     )
-    wait_for_slots(spark, number, profile, settings)
     threads = threads_per_worker(info, number, cpus_per_worker)
-    total = total_slots(inspect_cluster(spark), cpus_per_worker, gpus_per_worker)
-    return Slots(num_workers=number, threads=threads, profile=profile, total=total)
+    slots = Slots(
+        num_workers=number,
+        threads=threads,
+        cluster=info,
+        profile=profile,
+        cpus_per_worker=cpus_per_worker,
+        gpus_per_worker=gpus_per_worker,
+    )
+    has_waited = wait_for_slots(spark, number, profile, settings)
+    return slots.asked_again(spark) if has_waited else slots
 
 
 def plan_rounds(
@@ -126,14 +151,17 @@ def plan_rounds(
         num_workers=num_workers,
         # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
         threads=cpus_per_worker or info.task_threads,
+        cluster=info,
         profile=make_profile(info, cpus_per_worker, gpus_per_worker),
-        total=total_slots(info, cpus_per_worker, gpus_per_worker),
+        cpus_per_worker=cpus_per_worker,
+        gpus_per_worker=gpus_per_worker,
+        is_gang=False,
     )
 
 
-def wait_again(spark: SparkSession, slots: Slots, settings: Settings, *, in_rounds: bool) -> None:
-    """Wait for executors before a job is submitted again; in rounds Spark itself does."""
-    if not in_rounds:
+def wait_again(spark: SparkSession, slots: Slots, settings: Settings) -> None:
+    """Wait for a gang's executors before a job is submitted again; in rounds Spark itself waits."""
+    if slots.is_gang:
         wait_for_slots(spark, slots.num_workers, slots.profile, settings)
 
 

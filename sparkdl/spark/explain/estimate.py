@@ -6,22 +6,16 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.explain.calibrate import shard_rows, shared_rows
-from sparkdl.spark.cluster.cluster_info import inspect_cluster
-from sparkdl.spark.fit.checks import check_labels, shaped
-from sparkdl.spark.fit.dry_run import dry_run
-from sparkdl.spark.fit.intake import Intake
-from sparkdl.spark.frames.choose_windows import with_windows
+from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_rows import check_rows
 from sparkdl.spark.frames.frame_sample import Sample, count_rows, take_sample
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
-from sparkdl.spark.frames.source_table import SourceTable
-from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import conf
+from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
+from sparkdl.spark.frames.shard_table import ShardTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,21 +85,21 @@ def rows_by_shard(
     return shard_rows(sample.hashes, num_rows, num_shards, is_all=is_all)
 
 
-def from_sample(
-    intake: Intake, request: FitRequest, options: ExplainOptions, stack: ExitStack
-) -> Found:
+def from_sample(checked: CheckedRequest, options: ExplainOptions, stack: ExitStack) -> Found:
     """Columns by a few rows, numbers by a count; ``stack`` removes the sample's spool."""
-    sample = take_sample(intake.df, intake.prepared, intake.validation, options.count_seconds)
-    table = ShardTable(
-        sample.df, sample.prepared, sample.validation, num_shards=1,
-        run_id=uuid.uuid4().hex[:12], barrier=False,
-    )  # fmt: skip
+    frame, validation = checked.data.frame, checked.validation
+    sample = take_sample(frame, checked.columns, validation, options.count_seconds)
+    spec = TableSpec(
+        columns=sample.prepared,
+        num_shards=1,
+        validation=sample.validation,
+        validation_col=checked.request.validation_col,
+        is_gang=False,
+    )
+    table = ShardTable(sample.df, spec, run_id=uuid.uuid4().hex[:12], shown=frame)
     stack.callback(table.close)
     spooled = table.collect()
-    columns = shaped(table, spooled, request)
-    shown = dry_run(intake.module, columns, request)
-    if shown.num_classes is not None and request.label_col is not None:
-        check_labels(intake.df, request.label_col, shown.num_classes, request.num_inputs, spooled)
+    columns = check_rows(checked, table, spooled).columns
     notes = []
     summary = spooled[0].summary
     is_given = options.num_rows is not None and not sample.is_all
@@ -116,10 +110,10 @@ def from_sample(
         notes.append(
             "the number of rows is the one that was given"
             + ", divided into rows for training and for validation as the sample's are"
-            * (intake.validation is not None)
+            * (validation is not None)
         )
     else:
-        num_rows, num_validation = count_rows(intake.df, intake.validation, options.count_seconds)
+        num_rows, num_validation = count_rows(frame, validation, options.count_seconds)
     if not sample.is_all:
         notes.append(
             f"shapes, sizes and skew are those of the first {sample.num_rows:,} rows that Spark "
@@ -130,9 +124,8 @@ def from_sample(
             f"{summary.num_skipped_rows} of the {sample.num_rows:,} rows of the sample would be "
             "left out; they are counted here all the same"
         )
-    workers = intake.slots.num_workers
-    rows = rows_by_shard(sample, num_rows, workers, intake.strategy.row_shares(workers))
-    plan = _plan(intake, request, columns, rows, num_validation, spooled[0])
+    rows = rows_by_shard(sample, num_rows, checked.slots.num_workers, checked.shares)
+    plan = _plan(checked, table, columns, rows, num_validation, spooled[0])
     return Found(
         columns=columns,
         plan=plan,
@@ -140,7 +133,7 @@ def from_sample(
         notes=tuple(notes),
         num_rows=num_rows,
         may_validate=plan.num_validation_rows > 0
-        or (is_given and intake.validation is not None),
+        or (is_given and validation is not None),
     )  # fmt: skip
 
 
@@ -152,8 +145,8 @@ def _divided(num_rows: int, sample: SpoolSummary) -> tuple[int, int]:
 
 
 def _plan(
-    intake: Intake,
-    request: FitRequest,
+    checked: CheckedRequest,
+    table: RowTable,
     columns: Sequence[Column],
     rows_by_shard: Sequence[int],
     num_validation: int,
@@ -163,8 +156,9 @@ def _plan(
     count = len(rows_by_shard)
     in_sample = sample.shard.num_rows + sample.shard.num_validation_rows
     row_bytes = sample.shard.num_bytes / max(1, in_sample)
-    info = inspect_cluster(intake.spark)
-    executors = info.num_executors or 1
+    # Now that jobs have run, executors are there whose number was not known before.
+    cluster = checked.slots.asked_again(checked.spark).cluster
+    executors = cluster.num_executors or 1
     shards = []
     for number, num_rows in enumerate(rows_by_shard):
         validation = num_validation * (number + 1) // count - num_validation * number // count
@@ -179,40 +173,22 @@ def _plan(
                 num_bytes=int(row_bytes * (num_rows + validation)),
             )
         )
-    plan = _made(intake, request, columns, shards)
+    plan = checked.make_plan(columns, shards)
     spooled = [replace(sample, shard=shard) for shard in shards]
-    window_bytes = request.config.shuffle_window_bytes
-    return with_windows(plan, spooled, info, partial(conf, intake.spark), window_bytes)
+    window_bytes = checked.config.shuffle_window_bytes
+    return replace(plan, windows=table.windows(plan, spooled, cluster, window_bytes))
 
 
-def _made(
-    intake: Intake, request: FitRequest, columns: Sequence[Column], shards: Sequence[Shard]
-) -> TrainPlan:
-    config = request.config
-    return intake.strategy.hold_out(
-        make_plan(
-            columns=columns,
-            shards=shards,
-            world_size=len(shards),
-            batch_size=config.batch_size,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-        )
-    )
-
-
-def from_source(intake: Intake, request: FitRequest) -> Found:
+def from_source(checked: CheckedRequest) -> Found:
     """All of it by what the source tells without being read."""
-    workers = intake.slots.num_workers
-    table = source_table(intake, request, workers, intake.strategy.row_shares(workers))
+    table = checked.data.table(checked.table_spec, uuid.uuid4().hex[:12])
     spooled = table.collect()
-    columns = shaped(table, spooled, request)
-    shown = dry_run(intake.module, columns, request)
-    if shown.num_classes is not None and request.label_col is not None:
-        table.check_labels(request.label_col, shown.num_classes, request.num_inputs)
+    columns = check_rows(checked, table, spooled).columns
     shards = [part.shard for part in spooled]
-    plan = _made(intake, request, columns, shards)
-    note = f"the rows are those that {type(intake.source).__name__} tells of; nothing was read"
+    plan = checked.make_plan(columns, shards)
+    note = (
+        f"the rows are those that {type(checked.data.source).__name__} tells of; nothing was read"
+    )
     return Found(
         columns=columns,
         plan=plan,
@@ -221,14 +197,3 @@ def from_source(intake: Intake, request: FitRequest) -> Found:
         num_rows=sum(shard.num_rows for shard in shards),
         may_validate=plan.num_validation_rows > 0,
     )
-
-
-def source_table(
-    intake: Intake, request: FitRequest, num_shards: int, shares: Sequence[float] | None
-) -> SourceTable:
-    """The source's rows in so many shards; nothing is read yet."""
-    assert intake.source is not None
-    return SourceTable(
-        intake.spark, intake.source, intake.prepared, request.validation_col,
-        num_shards=num_shards, shares=shares,
-    )  # fmt: skip

@@ -22,24 +22,18 @@ from sparkdl.explain.comparison import Places, Predictor, strategy_text, world_s
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.spark.cluster.cluster_info import (
-    INTERPRETER_BYTES,
-    ClusterInfo,
-    inspect_cluster,
-    total_slots,
-)
+from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
 from sparkdl.spark.cluster.slots import Slots, plan_gang
 from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
-from sparkdl.spark.fit.dry_run import check_empty_batches
-from sparkdl.spark.fit.intake import Intake, check_plan_memory, replica_bytes, take_in
-from sparkdl.spark.frames.source_table import active_session
+from sparkdl.spark.fit.check_request import CheckedRequest, check_request
+from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
+from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,33 +62,27 @@ def explain(data: DataFrame | Source, request: FitRequest, options: ExplainOptio
         WorkerError: the user's code failed on a worker that measured it.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    # DataFrames first: they have an attribute for each column, whatever its name.
-    spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
-    with interruptible(spark), Cleanup() as stack:
-        return _explain(data, request, options, stack)
+    rows = user_data(data)
+    with interruptible(rows.spark), Cleanup() as stack:
+        return _explain(rows, request, options, stack)
 
 
 def _explain(
-    data: DataFrame | Source, request: FitRequest, options: ExplainOptions, stack: ExitStack
+    rows: UserData, request: FitRequest, options: ExplainOptions, stack: ExitStack
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
     began = time.perf_counter()
-    intake = take_in(data, request)
-    if intake.source is None:
-        found = from_sample(intake, request, options, stack)
-    else:
-        found = from_source(intake, request)
+    checked = check_request(rows, request)
+    request = checked.request
+    found = from_sample(checked, options, stack) if rows.source is None else from_source(checked)
     # Now that jobs have run, executors are there whose number was not known before.
-    info = inspect_cluster(intake.spark)
-    intake = replace(intake, slots=_known(intake.slots, request, info))
-    plan = found.plan
-    make_stopper(request.config, has_validation=found.may_validate)
-    check_empty_batches(intake.module, plan, request.config)
-    check_plan_memory(intake.spark, intake.module, plan, intake.slots)
+    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
+    info = checked.slots.cluster
+    check_plan(checked, found.plan, has_validation=found.may_validate)
     measured = None
     if options.calibrate:
-        measured = _measure(intake, request, found, info, options, stack)
-    facts = _facts(intake, request, found, info, measured)
+        measured = _measure(checked, request, found, info, options, stack)
+    facts = _facts(checked, request, found, info, measured)
     seconds = time.perf_counter() - began
     if measured is None:
         note = (
@@ -102,20 +90,14 @@ def _explain(
             "Adam's; leave calibrate=False out for them"
         )
         return Explanation(plan=facts, notes=(*found.notes, note), explain_seconds=seconds)
-    return _with_times(intake, request, found, facts, measured, info, options, seconds)
-
-
-def _known(slots: Slots, request: FitRequest, info: ClusterInfo) -> Slots:
-    """Slots with a total that is asked for once more, if there was none or no executor yet."""
-    again = total_slots(info, request.cpus_per_worker, request.gpus_per_worker)
-    return replace(slots, total=slots.total or again or None)
+    return _with_times(checked, request, found, facts, measured, info, options, seconds)
 
 
 # --- the times ----------------------------------------------------------------------------------
 
 
 def _measure(
-    intake: Intake,
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
@@ -123,32 +105,32 @@ def _measure(
     stack: ExitStack,
 ) -> Measured:
     """Measure with as many ranks as there are slots, up to a limit."""
-    ranks = num_ranks(intake.slots, in_rounds=intake.in_rounds)
-    no_gang = why_no_gang(intake, info)
-    slots = replace(intake.slots, num_workers=ranks)
+    ranks = num_ranks(checked.slots, in_rounds=checked.in_rounds)
+    no_gang = why_no_gang(checked, info)
+    slots = replace(checked.slots, num_workers=ranks)
     if no_gang is None:
         slots = plan_gang(
-            intake.spark, intake.settings, num_workers=ranks,
+            checked.spark, checked.settings, num_workers=ranks,
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip
     setup = Setup(
-        intake=intake,
+        checked=checked,
         request=request,
         info=info,
-        module=intake.module,
+        module=checked.module,
         columns=found.columns,
         slots=slots,
         seconds=options.measure_seconds,
         no_gang=no_gang,
     )
-    return measure(setup, found.sample, _compressions(intake, request, ranks), stack)
+    return measure(setup, found.sample, _compressions(checked, request, ranks), stack)
 
 
-def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compression]:
+def _compressions(checked: CheckedRequest, request: FitRequest, ranks: int) -> list[Compression]:
     """Those whose time is wanted and that fit the configuration."""
     named = [compression.resolve(name) for name in _COMPARED]
-    if isinstance(intake.strategy, CollectiveStrategy):
-        named.append(intake.strategy.resolved_compression())
+    if isinstance(checked.strategy, CollectiveStrategy):
+        named.append(checked.strategy.resolved_compression())
     found: dict[str, Compression] = {}
     for one in named:
         if one is None or request.config.device == "cuda":
@@ -163,7 +145,7 @@ def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compr
 
 
 def _with_times(
-    intake: Intake,
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     facts: PlanFacts,
@@ -173,30 +155,30 @@ def _with_times(
     seconds: float,
 ) -> Explanation:
     """The plan with tables, recommendation and notes."""
-    slots = intake.slots
+    slots = checked.slots
     predictor = Predictor(
         calibration=measured.calibration,
         workload=_workload(request, found, facts),
-        size=model_size(intake.module, measured),
+        size=model_size(checked.module, measured),
         places=_places(slots, info, measured),
         config=request.config,
         can_gang=measured.gang is not None,
         has_dataframe=found.sample is not None,
     )
     sizes = world_sizes(slots.total, measured.ranks, slots.num_workers, options.num_workers)
-    planned = predictor.prediction(intake.strategy, slots.num_workers, in_rounds=intake.in_rounds)
+    planned = predictor.prediction(checked.strategy, slots.num_workers, in_rounds=checked.in_rounds)
     available = [size for size in sizes if slots.total is None or size <= slots.total]
     return Explanation(
         plan=replace(facts, sent_bytes_per_step=planned.sent_bytes),
         scaling=predictor.scaling(
-            intake.strategy, sizes, in_rounds=intake.in_rounds, planned=slots.num_workers
+            checked.strategy, sizes, in_rounds=checked.in_rounds, planned=slots.num_workers
         ),
         strategies=predictor.strategies(
-            intake.strategy, slots.num_workers, in_rounds=intake.in_rounds
+            checked.strategy, slots.num_workers, in_rounds=checked.in_rounds
         ),
         recommendation=recommend(
             predictor.ladder(available),
-            predictor.option(intake.strategy, available, in_rounds=intake.in_rounds),
+            predictor.option(checked.strategy, available, in_rounds=checked.in_rounds),
             slots.num_workers,
         ),
         notes=(*found.notes, *_caveats(found, measured, predictor, sizes)),
@@ -255,25 +237,25 @@ def model_size(module: nn.Module, measured: Measured | None) -> ModelSize:
 
 
 def _facts(
-    intake: Intake,
+    checked: CheckedRequest,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
     measured: Measured | None,
 ) -> PlanFacts:
-    plan, slots = found.plan, intake.slots
-    size = model_size(intake.module, measured)
+    plan, slots = found.plan, checked.slots
+    size = model_size(checked.module, measured)
     gang = measured.gang if measured is not None else None
     device = gang.device if gang is not None else request.config.device
-    sent = intake.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
+    sent = checked.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
     return PlanFacts(
         master=info.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
-        mode="rounds" if intake.in_rounds else "gang",
+        mode="rounds" if checked.in_rounds else "gang",
         device=device,
-        strategy=strategy_text(intake.strategy),
+        strategy=strategy_text(checked.strategy),
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
@@ -281,7 +263,7 @@ def _facts(
         epochs=plan.epochs,
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
-        parameters=sum(p.numel() for p in intake.module.parameters()),
+        parameters=sum(p.numel() for p in checked.module.parameters()),
         replica_bytes=size.replica_bytes,
         optimizer_bytes=size.optimizer_bytes,
         worker_bytes=size.worker_bytes,

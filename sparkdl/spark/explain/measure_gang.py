@@ -24,19 +24,17 @@ from sparkdl.explain import measure_worker
 from sparkdl.explain.calibrate import GangFound, found_by
 from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level
 from sparkdl.report.live.progress import SilentView
-from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
-from sparkdl.spark.cluster.gang import launch
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, threads_per_worker
-from sparkdl.spark.cluster.supervisor import Limits, supervise
-from sparkdl.spark.explain.estimate import source_table
+from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.explain.measure_rounds import RoundsFound, RoundsToMeasure, measure_rounds
-from sparkdl.spark.fit.intake import Intake
+from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.frames.frame_sample import Sample
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
-from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
+from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
 from sparkdl.worker import training
@@ -57,7 +55,7 @@ _MOST_ROWS, _MOST_BYTES = 400_000, 128 << 20
 class Setup:
     """Where measurements are made."""
 
-    intake: Intake
+    checked: CheckedRequest
     request: FitRequest
     info: ClusterInfo
     module: nn.Module
@@ -83,10 +81,11 @@ class Setup:
 
 def table_of(
     setup: Setup, sample: Sample | None, num_shards: int, run_id: str, stack: contextlib.ExitStack
-) -> tuple[ShardTable | SourceTable, Fixed]:
+) -> tuple[RowTable, Fixed]:
     """So many shards with rows for the steps of a rank, and what a spool and its rows take."""
     if sample is None:
-        return source_table(setup.intake, setup.request, num_shards, None), Fixed()
+        spec = replace(setup.checked.table_spec, num_shards=num_shards, shares=None)
+        return setup.checked.data.table(spec, run_id), Fixed()
     most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
     wanted = num_shards * _STEPS_OF_A_RANK * setup.request.config.batch_size
     is_timed = num_shards == setup.slots.num_workers
@@ -113,15 +112,13 @@ def _spool(
     stack: contextlib.ExitStack,
 ) -> tuple[ShardTable, float]:
     """The sample's rows, so many times over, in shards; and the seconds that it took."""
-    table = ShardTable(
-        sample.repeated(times),
-        sample.prepared,
-        None,
+    spec = TableSpec(
+        columns=sample.prepared,
         num_shards=num_shards,
-        run_id=run_id,
         profile=setup.slots.profile,
-        barrier=setup.no_gang is None,
+        is_gang=setup.no_gang is None,
     )
+    table = ShardTable(sample.repeated(times), spec, run_id=run_id)
     stack.callback(table.close)
     began = time.perf_counter()
     table.collect()
@@ -143,8 +140,6 @@ MOST_RANKS = 16
 """Of the gang that measures."""
 _RANKS_IN_THE_DARK = 2
 """Of rounds that are measured where the number of slots is not known."""
-_MAX_INLINE_BYTES = 16 << 20
-"""As of a fit: weights that travel in the task where there is no channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,16 +160,16 @@ def num_ranks(slots: Slots, *, in_rounds: bool) -> int:
     return min(_RANKS_IN_THE_DARK if in_rounds else MOST_RANKS, slots.num_workers)
 
 
-def why_no_gang(intake: Intake, info: ClusterInfo) -> str | None:
+def why_no_gang(checked: CheckedRequest, info: ClusterInfo) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
     try:
-        require_gang_support(info, partial(conf, intake.spark), intake.settings)
+        require_gang_support(info, partial(conf, checked.spark), checked.settings)
     except ClusterError as error:
         return f"this cluster runs no gang: {error}"
-    if intake.in_rounds and intake.slots.total is None:
+    if checked.in_rounds and checked.slots.total is None:
         return (
             "the cluster does not tell how many slots it has, so only rounds were measured, with "
-            f"{num_ranks(intake.slots, in_rounds=True)} task(s) at a time; for gangs as well set "
+            f"{num_ranks(checked.slots, in_rounds=True)} task(s) at a time; for gangs as well set "
             "spark.executor.instances and spark.executor.cores"
         )
     return None
@@ -198,18 +193,16 @@ def measure(
         WorkerError: the user's code failed on a worker.
         SparkDLError: as in a fit.
     """
-    intake, run_id = setup.intake, uuid.uuid4().hex[:12]
+    checked, run_id = setup.checked, uuid.uuid4().hex[:12]
     no_gang = setup.no_gang
     began = time.perf_counter()
     link = open_link(
-        intake.spark,
+        checked.spark,
+        replace(setup.slots, is_gang=no_gang is None),
+        checked.settings,
         checkpoint_dir=setup.request.config.checkpoint.directory,
-        num_workers=setup.slots.num_workers,
-        profile=setup.slots.profile,
-        settings=intake.settings,
         run_id=run_id,
         stack=stack,
-        in_rounds=no_gang is not None,
     )
     link_seconds = time.perf_counter() - began
     ranks = setup.slots.num_workers
@@ -250,7 +243,7 @@ def measure(
 def _measure_rounds(
     setup: Setup,
     link: Link,
-    table: ShardTable | SourceTable,
+    table: RowTable,
     plan: TrainPlan,
     packed: PackedModule,
     run_id: str,
@@ -277,85 +270,57 @@ def _measure_rounds(
 def _measure_gang(
     setup: Setup,
     link: Link,
-    table: ShardTable | SourceTable,
+    table: RowTable,
     plan: TrainPlan,
     packed: PackedModule,
     compressions: Sequence[Compression],
     run_id: str,
 ) -> tuple[GangFound, float]:
     """What the ranks have found, and what their launch and end took besides."""
-    intake, settings = setup.intake, setup.intake.settings
+    run = Launch(
+        spark=setup.checked.spark,
+        run_id=run_id,
+        slots=setup.slots,
+        link=link,
+        settings=setup.checked.settings,
+        view=SilentView(),
+        max_restarts=setup.request.max_restarts,
+    )
     trained = [p for p in setup.module.parameters() if p.requires_grad]
     gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-    order = measure_worker.MeasureOrder(
-        run_id=run_id,
-        run_key=run_id,
+    order = run.gang_order(
+        measure_worker.MeasureOrder,
         attempt=0,
+        run_key=run_id,
         device=setup.request.config.device,
         plan=plan,
         payload=cloudpickle.dumps((setup.request.config, packed.skeleton)),
-        weights=_weights(link, packed),
+        weights=link.send(
+            training.INITIAL,
+            packed.tensors,
+            what="the module's weights have",
+            remedy="call explain(df, calibrate=False), or submit the job inside the cluster's "
+            "network",
+        ),
         levels=tuple(_levels(setup)),
         compressions=tuple(compressions),
         shapes=tuple(tuple(p.shape) for p in trained),
         gradient_bytes=gradient_bytes,
         seconds=setup.seconds,
         source=table.reader,
-        storage_url=None,
-        relays=False,
-        driver_hosts_channel=link.channel is not None,
         resume_path=None,
-        threads=setup.slots.threads,
-        versions=versions(),
-        start_timeout_seconds=settings.start_timeout_seconds,
-        collective_timeout_seconds=settings.collective_timeout_seconds,
     )
     ends: list[float] = []
 
     def submit(attempt: int) -> Any:
         ends.append(time.perf_counter())
-        return partial(
-            launch,
-            table.df,
-            measure_worker.run,
-            replace(order, attempt=attempt),
-            channel=link.channel,
-            profile=setup.slots.profile,
-        )
+        return run.gang_job(table.df, measure_worker.run, replace(order, attempt=attempt))
 
-    result = supervise(
-        intake.spark,
-        submit,
-        world_size=setup.slots.num_workers,
-        hub=link.hub,
-        limits=Limits(
-            max_restarts=setup.request.max_restarts,
-            heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
-            start_timeout_seconds=settings.start_timeout_seconds,
-            queue_timeout_seconds=settings.queue_timeout_seconds,
-        ),
-        view=SilentView(),
-        run_id=run_id,
-        is_watched=link.channel is not None,
-    )
+    result = supervise(run, submit)
     seconds = time.perf_counter() - ends[-1]
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
     found = found_by([reports[rank] for rank in sorted(reports)], gradient_bytes)
     return found, max(0.0, seconds - found.worker_seconds)
-
-
-def _weights(link: Link, packed: PackedModule) -> bytes | None:
-    """As a fit sends them: over the channel, else in the task."""
-    if link.channel is not None:
-        link.files.write(training.INITIAL, packed.tensors)
-        return None
-    if len(packed.tensors) > _MAX_INLINE_BYTES:
-        raise ClusterError(
-            f"the module has {len(packed.tensors) >> 20} MiB of weights; from a driver that "
-            f"executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; call "
-            "explain(df, calibrate=False), or submit the job inside the cluster's network"
-        )
-    return packed.tensors
 
 
 def _levels(setup: Setup) -> list[measure_worker.LevelOrder]:

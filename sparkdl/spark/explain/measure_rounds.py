@@ -16,8 +16,7 @@ from sparkdl.errors import ClusterError
 from sparkdl.explain.cost_model import Stages
 from sparkdl.explain.measure_worker import for_measuring
 from sparkdl.runtime.versions import versions
-from sparkdl.spark.cluster.attempt import verdict
-from sparkdl.spark.cluster.supervisor import Attempt
+from sparkdl.spark.cluster.attempt import Attempt, restart_reason
 from sparkdl.spark.rounds.round_stages import PATH, STATE, merge_states, run_stage
 from sparkdl.worker.round_task import RoundOrder, pack_payload, train_or_evaluate
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from sparkdl.serialization.packed_module import PackedModule
     from sparkdl.spark.cluster.link import Link
     from sparkdl.spark.cluster.slots import Slots
-    from sparkdl.spark.frames.shard_table import ShardTable
-    from sparkdl.spark.frames.source_table import SourceTable
+    from sparkdl.spark.frames.row_table import RowTable
 
 _ROUNDS = {1: 4, 5: 2}
 """Steps of rounds that are timed, and how many of each; the very first starts processes."""
@@ -63,7 +61,7 @@ class RoundsFound:
 class RoundsToMeasure:
     """What is run."""
 
-    table: ShardTable | SourceTable
+    table: RowTable
     plan: TrainPlan
     config: TrainConfig
     module: nn.Module
@@ -169,11 +167,11 @@ def _raise_failures(rows: Sequence[tuple[int, str, bytes]]) -> None:
         return
     attempt = Attempt(number=0, world_size=len(rows), submitted=0)
     attempt.failures.extend(failures)
-    reason = verdict(attempt)
+    reason = restart_reason(attempt)
     raise ClusterError(f"a round that explain measures failed: {reason}; try again")
 
 
-def _empty_job_seconds(table: ShardTable | SourceTable) -> float:
+def _empty_job_seconds(table: RowTable) -> float:
     """A job over the shards whose tasks do nothing; the median of some."""
     found = []
     for _ in range(_JOBS):

@@ -1,8 +1,8 @@
-"""How does a DataFrame become a trained module? The whole of ``fit``, in order.
+"""The whole of ``fit``: a chain of values, each made once.
 
-Checks that need no job come first, then those that need a small one, then the spool, then what
-only the data can tell, then training, in a gang or in rounds. Whatever happens, nothing is left
-behind.
+The checked request comes first, for which no job is needed; then the link to the executors, the
+table of rows, what these have shown, the plan, and the run; then training, in a gang or in rounds.
+Whatever happens, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -10,55 +10,44 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
-from sparkdl.data.column_stats import skipped_rows
-from sparkdl.data.plan import Column, TrainPlan, make_plan
+from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import fit_view, shows_lines
 from sparkdl.report.live.progress import SharedView, View, WatchedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import pack
-from sparkdl.spark.cluster.cluster_info import inspect_cluster
-from sparkdl.spark.cluster.link import open_link
+from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
 from sparkdl.spark.cluster.supervisor import persistently
-from sparkdl.spark.fit.checks import check_labels, shaped
-from sparkdl.spark.fit.dry_run import check_empty_batches, watched_run
+from sparkdl.spark.fit.check_request import CheckedRequest, check_request
+from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
-from sparkdl.spark.fit.intake import check_plan_memory, take_in
-from sparkdl.spark.frames.choose_windows import as_begun, with_windows
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard, content_of
-from sparkdl.spark.frames.shared_spools import SpoolColumnKey, SpoolKey, Spools
-from sparkdl.spark.frames.source_table import SourceTable, active_session
+from sparkdl.spark.frames.row_table import RowTable, SpooledShard, content_of
+from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
+from sparkdl.spark.run.resume import run_key, windows_to_go_on
 from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import Clock, facts, recorded
-from sparkdl.spark.run.run_key import run_key
-from sparkdl.spark.session.compat import conf, shares_console
+from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
-from sparkdl.sync.strategy import SyncStrategy
-from sparkdl.train.callbacks import make_stopper
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-
-    from sparkdl.spark.frames.columns import Prepared
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
 logger = logging.getLogger(__name__)
 
 _SKEW = 1.5
-"""A worker's rows over those that it should have, from which on the user is told."""
+"""A worker's rows over those that it should have, from which on the user gets a warning."""
 
 
 def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = None) -> FitResult:
@@ -79,12 +68,14 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         TrainingFailed: workers were lost more than ``max_restarts`` times.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
-    # DataFrames first: they have an attribute for each column, whatever its name.
-    spark = data.sparkSession if isinstance(data, DataFrame) else active_session()
+    given = user_data(data)
     run_id = uuid.uuid4().hex[:12]
     directory = request.config.checkpoint.directory
-    with interruptible(spark, directory), recorded(spark, request, run_id) as recorder:
-        result = _fit(data, run_id, request, spools, recorder)
+    with (
+        interruptible(given.spark, directory),
+        recorded(given.spark, request, run_id) as recorder,
+    ):
+        result = _fit(given, run_id, request, spools, recorder)
         recorder.trained(result.module)
         recorder.end(None, result.summary.history)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
@@ -92,7 +83,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
 
 
 def _fit(
-    data: DataFrame | Source,
+    data: UserData,
     run_id: str,
     request: FitRequest,
     spools: Spools | None,
@@ -100,174 +91,115 @@ def _fit(
 ) -> FitResult:
     """See `fit`."""
     clock = Clock(recorder)
-    intake = take_in(data, request)
-    spark, settings, source, slots = intake.spark, intake.settings, intake.source, intake.slots
-    strategy, in_rounds, module = intake.strategy, intake.in_rounds, intake.module
-    df, prepared, validation = intake.df, intake.prepared, intake.validation
+    checked = check_request(data, request)
     with Cleanup() as stack:
         if spools is not None:
             clock.lap("preflight")
-            stack.enter_context(spools.turns.slots(slots.num_workers, slots.total))
+            slots = checked.slots
+            stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
             clock.lap("wait")
         link = open_link(
-            spark,
-            checkpoint_dir=request.config.checkpoint.directory,
-            num_workers=slots.num_workers,
-            profile=slots.profile,
-            settings=settings,
+            checked.spark,
+            checked.slots,
+            checked.settings,
+            checkpoint_dir=checked.config.checkpoint.directory,
             run_id=run_id,
             stack=stack,
-            in_rounds=in_rounds,
         )
         clock.lap("preflight")
         recorder.phase("spool")
-        make_table = partial(
-            _make_table, df, prepared, validation, run_id, slots, strategy, in_rounds=in_rounds
-        )
-        table: ShardTable | SourceTable
-        if source is not None:
-            table = _source_table(spark, source, prepared, request, slots, strategy)
-        elif spools is not None:
-            key = _spool_key(prepared, validation, slots, request, strategy, in_rounds=in_rounds)
-            table = spools.take(key, make_table)
-        else:
-            table = make_table()
-            stack.callback(table.close)
-        spooled = persistently(
+        table = _table(checked, run_id, spools, stack)
+        shards = persistently(
             table.collect,
             max_restarts=request.max_restarts,
-            prepare=partial(wait_again, spark, slots, settings, in_rounds=in_rounds),
+            prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
+        checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         clock.lap("spool")
-        columns = shaped(table, spooled, request)
-        num_skipped = _warn_of_skipped(columns, spooled) if source is None else 0
-        shown = watched_run(module, columns, request, recorder.graph)
-        num_classes = shown.num_classes
-        if num_classes is not None and request.label_col is not None:
-            index = request.num_inputs
-            if isinstance(table, SourceTable):
-                table.check_labels(request.label_col, num_classes, index)
-            else:
-                check_labels(df, request.label_col, num_classes, index, spooled)
-        plan = _make_plan(columns, spooled, slots, request, strategy)
-        make_stopper(request.config, has_validation=plan.num_validation_rows > 0)
-        if source is None:  # others have windows of their own
-            info, entry = inspect_cluster(spark), partial(conf, spark)
-            window_bytes = request.config.shuffle_window_bytes
-            plan = with_windows(plan, spooled, info, entry, window_bytes)
-        check_empty_batches(module, plan, request.config)
-        check_plan_memory(spark, module, plan, slots)
+        found = check_rows(checked, table, shards, recorder.graph)
+        num_skipped = _warn_of_skipped(table, shards)
+        key = _run_key(checked, shards, found)
+        plan = _make_plan(checked, table, shards, found, link, key)
         view = SharedView(_view(plan, request), recorder)
-        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
+        link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
-            spark=spark,
+            spark=checked.spark,
             run_id=run_id,
-            run_key=run_key(
-                module, plan, request.config, f"{content_of(spooled)}{'-rounds' * in_rounds}"
-            ),
+            run_key=key,
             plan=plan,
-            config=request.config,
-            module=module,
-            packed=pack(module),
+            config=checked.config,
+            module=checked.module,
+            objective=checked.objective,
+            packed=pack(checked.module),
             table=table,
-            slots=slots,
+            slots=checked.slots,
             link=link,
-            settings=settings,
+            settings=checked.settings,
             view=view,
             max_restarts=request.max_restarts,
             recorder=recorder,
         )
-        recorder.facts(**facts(run, strategy, in_rounds=in_rounds))
+        recorder.facts(**facts(run))
         recorder.phase("train")
-        trained = _train(as_begun(run), strategy, in_rounds=in_rounds)
+        trained = _train(run)
         clock.lap("train")
         recorder.phase("clean up")
-        view.done(trained.steps)
-    thaw(module, intake.frozen)  # a choice of this training, not of the module
+        run.view.done(trained.steps)
+    thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     clock.lap("clean up")
+    summary = trained.to_summary(run.plan, clock.laps, clock.total())
     return FitResult(
-        module=module.eval(),
-        columns=tuple(column for column in columns if column.role == "feature"),
-        num_classes=num_classes,
-        prediction_key=shown.prediction_key,
-        summary=replace(
-            trained.to_summary(plan, clock.laps, clock.total()), skipped_rows=num_skipped
-        ),
+        module=checked.module.eval(),
+        columns=tuple(column for column in found.columns if column.role == "feature"),
+        num_classes=found.num_classes,
+        prediction_key=found.prediction_key,
+        summary=replace(summary, skipped_rows=num_skipped),
     )
 
 
-def _make_table(
-    df: DataFrame,
-    prepared: Sequence[Prepared],
-    validation: SparkColumn | None,
-    run_id: str,
-    slots: Slots,
-    strategy: SyncStrategy,
-    *,
-    in_rounds: bool,
-) -> ShardTable:
-    """Where the shards of a DataFrame will be listed; nothing is read yet."""
-    return ShardTable(
-        df,
-        prepared,
-        validation,
-        num_shards=slots.num_workers,
-        run_id=run_id,
-        profile=slots.profile,
-        barrier=not in_rounds,
-        shares=strategy.row_shares(slots.num_workers),
-    )
+def _table(
+    checked: CheckedRequest, run_id: str, spools: Spools | None, stack: ExitStack
+) -> RowTable:
+    """Where the shards of the run will be listed: its own table, or one that other fits use too."""
+    make = partial(checked.data.table, checked.table_spec, run_id)
+    if spools is not None:
+        return spools.take(checked.table_spec, checked.slots, make)
+    table = make()
+    stack.callback(table.close)
+    return table
 
 
-def _source_table(
-    spark: SparkSession,
-    source: Source,
-    prepared: Sequence[Prepared],
-    request: FitRequest,
-    slots: Slots,
-    strategy: SyncStrategy,
-) -> SourceTable:
-    """The same for a source, which leaves nothing behind."""
-    return SourceTable(
-        spark,
-        source,
-        prepared,
-        request.validation_col,
-        num_shards=slots.num_workers,
-        shares=strategy.row_shares(slots.num_workers),
-    )
-
-
-def _spool_key(
-    prepared: Sequence[Prepared],
-    validation: SparkColumn | None,
-    slots: Slots,
-    request: FitRequest,
-    strategy: SyncStrategy,
-    *,
-    in_rounds: bool,
-) -> SpoolKey:
-    """Fits whose keys are equal may use the same spool."""
-    shares = strategy.row_shares(slots.num_workers)
-    return SpoolKey(
-        columns=tuple(map(SpoolColumnKey.of, prepared)),
-        validation=str(validation),
-        num_shards=slots.num_workers,
-        barrier=not in_rounds,
-        shares=None if shares is None else tuple(shares),
-        cpus_per_worker=request.cpus_per_worker,
-        gpus_per_worker=request.gpus_per_worker,
-    )
-
-
-def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard]) -> int:
-    """Tell the user which rows are left out, and give back how many."""
-    names = [column.name for column in columns]
-    num_rows, causes = skipped_rows(names, [part.summary for part in spooled])
+def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
+    """Tell the user which rows are left out, and return how many."""
+    num_rows, causes = table.skipped(shards)
     if num_rows:
         logger.warning("training goes on without %d row(s): %s", num_rows, causes)
     return num_rows
+
+
+def _run_key(checked: CheckedRequest, shards: Sequence[SpooledShard], found: CheckedRows) -> str:
+    """Names the run's checkpoints."""
+    content = f"{content_of(shards)}{'-rounds' * (not checked.slots.is_gang)}"
+    return run_key(checked.module, found.columns, checked.config, content)
+
+
+def _make_plan(
+    checked: CheckedRequest,
+    table: RowTable,
+    shards: Sequence[SpooledShard],
+    found: CheckedRows,
+    link: Link,
+    key: str,
+) -> TrainPlan:
+    """The plan of the run, with the windows of an earlier one that it goes on with."""
+    plan = checked.make_plan(found.columns, [part.shard for part in shards])
+    window_bytes = checked.config.shuffle_window_bytes
+    choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
+    plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
+    _log_plan(plan, checked.slots, checked.shares)
+    check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
+    return plan
 
 
 def _view(plan: TrainPlan, request: FitRequest) -> View:
@@ -275,33 +207,19 @@ def _view(plan: TrainPlan, request: FitRequest) -> View:
     return view if request.on_epoch is None else WatchedView(view, request.on_epoch)
 
 
-def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:
-    if not in_rounds:
+def _train(run: Run) -> Trained:
+    """Train in a gang, or in the rounds that the strategy asks for."""
+    if run.slots.is_gang:
         return train_in_gang(run)
+    strategy = run.config.sync_strategy
     if isinstance(strategy, PopulationStrategy):
         return train_population(run, strategy)
     assert isinstance(strategy, AveragingStrategy)
     return train_in_rounds(run, strategy)
 
 
-def _make_plan(
-    columns: Sequence[Column],
-    spooled: Sequence[SpooledShard],
-    slots: Slots,
-    request: FitRequest,
-    strategy: SyncStrategy,
-) -> TrainPlan:
-    config = request.config
-    plan = strategy.hold_out(
-        make_plan(
-            columns=columns,
-            shards=[part.shard for part in spooled],
-            world_size=slots.num_workers,
-            batch_size=config.batch_size,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-        )
-    )
+def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:
+    """Log the plan's numbers."""
     logger.info(
         "%d rows for training, %d for validation; %d worker(s) of %d thread(s); batches of up to "
         "%d rows per worker, %d for all; %d steps per epoch, %d in all",
@@ -314,12 +232,11 @@ def _make_plan(
         plan.steps_per_epoch,
         plan.total_steps,
     )
-    _warn_of_skew(plan, strategy.row_shares(plan.world_size))
-    return plan
+    _warn_of_skew(plan, shares)
 
 
 def _warn_of_skew(plan: TrainPlan, shares: Sequence[float] | None) -> None:
-    """Tell the user if a worker has many more rows than it should have."""
+    """Warn if a worker has many more rows than it should have."""
     shares = shares or [1 / plan.world_size] * plan.world_size
     rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
     worst = max(range(plan.world_size), key=lambda rank: rows[rank] / shares[rank])

@@ -1,34 +1,30 @@
-"""In which windows does a run mix its rows, given the memory of its hosts?"""
+"""The windows in which a run mixes its rows, by the memory of its hosts."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, choose_windows, from_text
-from sparkdl.errors import CheckpointError
+from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
-from sparkdl.spark.frames.shard_table import SpooledShard
-from sparkdl.spark.run.run import Run
-from sparkdl.storage.checkpoint_format import folders, read_manifest
+from sparkdl.spark.frames.row_table import SpooledShard
 
 logger = logging.getLogger(__name__)
 
 
-def with_windows(
+def windows_of_spool(
     plan: TrainPlan,
     spooled: Sequence[SpooledShard],
     info: ClusterInfo,
     get: Get,
     window_bytes: int | None,
-) -> TrainPlan:
-    """The plan with the windows of a run that begins.
+) -> Windows | None:
+    """The windows of a run that begins; None: rows are mixed as a whole.
 
     Args:
-        plan: without windows.
+        plan: says which shards a rank has.
         spooled: its shards, with the memory of the hosts where they lie.
         info: the cluster.
         get: reads Spark's configuration.
@@ -53,7 +49,7 @@ def with_windows(
             windows.groups_together,
             windows.group_rows,
         )
-    return replace(plan, windows=windows)
+    return windows
 
 
 def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> list[HostLoad]:
@@ -73,21 +69,3 @@ def host_loads(spooled: Sequence[SpooledShard], info: ClusterInfo, get: Get) -> 
         )
         for parts in by_host.values()
     ]
-
-
-def as_begun(run: Run) -> Run:
-    """The run with the windows that its newest checkpoint has, if there is one.
-
-    What was begun on hosts with more or less memory goes on in the same order of rows.
-    """
-    storage = run.link.checkpoints
-    if storage is None:
-        return run
-    for path in reversed(folders(storage, run.run_key)):
-        try:
-            text = read_manifest(storage, path).environment.get(WINDOWS)
-            windows = run.plan.windows if text is None else from_text(text)
-        except CheckpointError:  # said by whoever looks for the checkpoint to go on from
-            continue
-        return replace(run, plan=replace(run.plan, windows=windows))
-    return run

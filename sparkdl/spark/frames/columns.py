@@ -1,4 +1,4 @@
-"""Which Spark columns can be trained on, and how does Catalyst prepare them?
+"""The Spark columns that can be trained on, and how Catalyst prepares them.
 
 Casts happen in the JVM, as part of the query: what reaches Python is already of the wanted dtype.
 Integers, booleans and bytes stay what they are; floating columns take the module's dtype; Spark
@@ -43,7 +43,7 @@ class Prepared:
     dtype: str
     """numpy name of the dtype in the spool."""
     as_classes: bool = False
-    """Whether values must be whole, non-negative class indices."""
+    """True if values must be whole, non-negative class indices."""
     argument: str | None = None
     """See `plan.Column`."""
     specification: Specification | None = None
@@ -115,7 +115,7 @@ def prepare_field(
 
 
 def find(schema: T.StructType, name: str, *, is_case_sensitive: bool) -> list[T.StructField]:
-    """The fields that Spark takes for ``name``: whatever their case, unless it is told otherwise.
+    """The fields that Spark takes for ``name``, whatever their case unless the session minds it.
 
     ``is_case_sensitive`` is the session's ``spark.sql.caseSensitive``.
     """
@@ -209,7 +209,7 @@ def _unnest(data_type: T.DataType) -> tuple[int, T.DataType]:
 
 
 def is_number(element: T.DataType) -> bool:
-    """Whether tensors can hold such values."""
+    """True if tensors can hold such values."""
     return isinstance(element, (T.BooleanType, *_INTEGERS, *FLOATS))
 
 
@@ -264,7 +264,7 @@ def hashable(schema: T.StructType) -> list[SparkColumn]:
 
 
 def has_hash(data_type: T.DataType) -> bool:
-    """Whether Spark can make a hash of such values: not of maps and variants."""
+    """True if Spark can make a hash of such values: not of maps and variants."""
     if isinstance(data_type, T.ArrayType):
         return has_hash(data_type.elementType)
     if isinstance(data_type, T.StructType):

@@ -1,4 +1,4 @@
-"""What do some rows, and a count, tell of a DataFrame before it is spooled?
+"""Some rows of a DataFrame, and their number, before it is spooled.
 
 The rows come to the driver, a few megabytes at most, so that no job that follows reads the source.
 """
@@ -48,7 +48,7 @@ class Sample:
     validation: SparkColumn | None
     num_rows: int
     is_all: bool
-    """Whether the DataFrame has no more rows."""
+    """True if the DataFrame has no more rows."""
     row_bytes: float
     """Mean size of a row in memory."""
     read_row_seconds: float
@@ -252,7 +252,7 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float) -> T | N
 
 
 def _comes(event: threading.Event, seconds: float) -> bool:
-    """Whether an event comes in time."""
+    """True if an event comes in time."""
     ends = time.monotonic() + seconds
     while not event.is_set() and (left := ends - time.monotonic()) > 0:
         raise_if_asked()

@@ -1,4 +1,4 @@
-"""How do several DataFrames become shards, of which each worker has one of each data set?
+"""The table of several DataFrames' shards, of which each worker has one of each data set.
 
 They are spooled in one stage, whose tasks write a shard of every data set: workers of one stage
 cannot be where the tasks of several others happened to run.
@@ -17,14 +17,8 @@ from pyspark.sql import functions as F
 from sparkdl.data.column_stats import no_rows
 from sparkdl.errors import DataError
 from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.shard_table import (
-    SpooledShard,
-    SpoolTable,
-    as_shard,
-    raise_failure,
-    require_same,
-    spool_columns,
-)
+from sparkdl.spark.frames.row_table import SpooledShard, require_same, spool_columns
+from sparkdl.spark.frames.shard_table import SpoolTable, as_shard, raise_failure
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, SpoolSetsTask
 
 if TYPE_CHECKING:
@@ -66,7 +60,7 @@ class DatasetTable(SpoolTable):
         task = SpoolSetsTask(
             run_id=run_id, sets=tuple(spool_columns(prepared[name]) for name in self._names)
         )
-        # Ordered by hash, and where it does not tell by the rows, as in `shards.ShardTable`.
+        # Ordered by hash, and by the rows where hashes are equal, as in `ShardTable`.
         spread = _united(selected).repartition(num_shards, "hash")
         rows = [f"set{number}" for number in range(len(selected))]
         ordered = spread.sortWithinPartitions("set", "hash", *rows)

@@ -1,8 +1,8 @@
-"""How does a DataFrame become shards on the executors' disks, and stay recoverable?
+"""The table of a DataFrame's shards, which lie on the executors' disks and can be made anew.
 
-Each task of the shard table writes its partition once and yields where it lies. The spooling stage
-is a barrier stage like the gang's, so that shards are spread over the executors the way the gang
-will be.
+Each task of the table writes its partition once and yields where it lies. The spooling stage is a
+barrier stage like the gang's, so that shards are spread over the executors the way the gang will
+be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,20 @@ from sparkdl.data.column_stats import (
     bad_values_message,
     merge_stats,
     no_rows,
+    skipped_rows,
 )
-from sparkdl.data.plan import Column, Shard, SpoolColumn
+from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import Prepared
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.frames.choose_windows import windows_of_spool
+from sparkdl.spark.frames.columns import Prepared, quoted
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
-from sparkdl.spark.session.compat import described, num_slots
+from sparkdl.spark.session.compat import conf, described, num_slots
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
     from pyspark.sql import Column as SparkColumn
 
 
@@ -51,7 +55,7 @@ class SpoolTable:
     """The spools of one run. ``close`` removes them from the executors."""
 
     df: DataFrame
-    """Columns of `spooltask.TABLE_SCHEMA`; persisted."""
+    """Columns of `spool_task.TABLE_SCHEMA`; persisted."""
 
     def __init__(self, spark: SparkSession, *, run_id: str, num_shards: int) -> None:
         """Of a table that the class itself describes in ``df``."""
@@ -123,16 +127,6 @@ class SpoolTable:
         self._seen.difference_update(row["path"] for row in removed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpooledShard:
-    """A row of the shard table."""
-
-    shard: Shard
-    summary: SpoolSummary
-    memory_bytes: int
-    """Memory of the host or container that holds the shard, as its task has found it."""
-
-
 class ShardTable(SpoolTable):
     """The shards of one run's DataFrame."""
 
@@ -140,61 +134,45 @@ class ShardTable(SpoolTable):
     """Opens the shards on workers."""
 
     def __init__(
-        self,
-        df: DataFrame,
-        prepared: Sequence[Prepared],
-        validation: SparkColumn | None,
-        *,
-        num_shards: int,
-        run_id: str,
-        profile: ResourceProfile | None = None,
-        barrier: bool = True,
-        shares: Sequence[float] | None = None,
+        self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: DataFrame | None = None
     ) -> None:
         """Describe the table; nothing runs yet.
 
         Args:
             df: where the rows come from.
-            prepared: the columns to spool.
-            validation: says which rows are for validation; None: none.
-            num_shards: number of shards.
+            spec: what the shards shall hold.
             run_id: names the folders.
-            profile: resources of a task.
-            barrier: whether all shards are spooled at once, as a gang will hold them; otherwise
-                one after the other where slots are few.
-            shares: each shard's part of the rows, adding up to 1; None: equal parts.
+            shown: the rows that messages show, where those of ``df`` are copies; None: ``df``.
         """
-        self._barrier = barrier
-        super().__init__(df.sparkSession, run_id=run_id, num_shards=num_shards)
-        self._profile = profile
-        self._prepared = tuple(prepared)
-        self._has_validation = validation is not None
-        self._shares = shares
+        super().__init__(df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
+        self._spec = spec
+        self._shown = df if shown is None else shown
         self._first: tuple[SpooledShard, ...] | None = None
-        self.df = self._build(df, validation)
+        self.df = self._build(df)
 
-    def _build(self, df: DataFrame, validation: SparkColumn | None) -> DataFrame:
-        columns = [p.expression.alias(f"c{i}") for i, p in enumerate(self._prepared)]
-        if validation is not None:
-            columns.append(validation.alias("validation"))
+    def _build(self, df: DataFrame) -> DataFrame:
+        spec = self._spec
+        columns = [p.expression.alias(f"c{i}") for i, p in enumerate(spec.columns)]
+        if spec.validation is not None:
+            columns.append(spec.validation.alias("validation"))
         selected = df.select(*columns)
         row_hash = F.xxhash64(*[F.col(name) for name in selected.columns])
         # The canonical order: equal data gives equal shards in equal order, run after run and
         # after the loss of an executor, which round-robin repartitioning does not.
         hashed = selected.withColumn("hash", row_hash)
-        if self._shares is None:
+        if spec.shares is None:
             spread = hashed.repartition(self.num_shards, "hash")
         else:
-            shard = shard_of_hash(F.col("hash"), self._shares)
+            shard = shard_of_hash(F.col("hash"), spec.shares)
             spread = hashed.repartitionById(self.num_shards, shard)
         # Rows that differ only in where nulls or ends of arrays are have equal hashes.
         ordered = spread.sortWithinPartitions("hash", *selected.columns)
         task = SpoolTask(
             run_id=self._run_id,
-            columns=spool_columns(self._prepared),
-            has_validation=self._has_validation,
+            columns=spec.spool_columns,
+            has_validation=spec.validation is not None,
         )
-        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=self._barrier, profile=self._profile)
+        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile)
         return table.persist()
 
     def collect(self) -> tuple[SpooledShard, ...]:
@@ -224,29 +202,49 @@ class ShardTable(SpoolTable):
         Raises:
             DataError: with column, count, and an example row, for all columns that have bad rows.
         """
-        return columns_of(self._prepared, shards)
+        if self._spec.validation_col is not None:
+            found = ColumnStats().nulls_and_shapes
+            for spooled in shards:
+                found.merge(spooled.summary.columns[-1].nulls_and_shapes)
+            if found.nulls:
+                raise DataError(found.message(self._spec.validation_col))
+        return columns_of(self._spec.columns, shards)
 
-    def check_indicator(self, name: str, shards: Sequence[SpooledShard]) -> None:
-        """Refuse nulls in the column that marks validation rows."""
-        found = ColumnStats().nulls_and_shapes
-        for spooled in shards:
-            found.merge(spooled.summary.columns[-1].nulls_and_shapes)
-        if found.nulls:
-            raise DataError(found.message(name))
+    def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
+        """How many rows were left out because an input asked for it, and why, in words."""
+        names = [column.name for column in self._spec.columns]
+        return skipped_rows(names, [part.summary for part in shards])
 
+    def check_labels(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> None:
+        """Refuse labels outside the classes; asks Spark for count and example only if there are.
 
-def spool_columns(prepared: Sequence[Prepared]) -> tuple[SpoolColumn, ...]:
-    """What a task that spools needs to know of the columns."""
-    return tuple(
-        SpoolColumn(
-            name=p.name,
-            role=p.role,
-            dtype=p.dtype,
-            as_classes=p.as_classes,
-            specification=p.specification,
+        Raises:
+            DataError: with count and an example.
+        """
+        stats = merge_stats([shard.summary.columns[index] for shard in shards])
+        if stats.maximum is None or stats.maximum < num_classes:
+            return
+        outside = self._shown.where(F.col(quoted(label_col)) >= num_classes)
+        with described(self._spark, "sparkdl: look for labels outside the classes"):
+            row, number = str(outside.first()), outside.count()
+        example = row if len(row) <= 200 else row[:197] + "..."
+        raise DataError(
+            f'column "{label_col}" has {number} label(s) outside the {num_classes} classes '
+            f"of the module's output, 0 to {num_classes - 1} (example row: {example}); "
+            "mend the labels or widen the module's output"
         )
-        for p in prepared
-    )
+
+    def windows(
+        self,
+        plan: TrainPlan,
+        shards: Sequence[SpooledShard],
+        cluster: ClusterInfo,
+        window_bytes: int | None,
+    ) -> Windows | None:
+        """In which windows a run that begins mixes its rows, by the memory of its hosts."""
+        return windows_of_spool(plan, shards, cluster, partial(conf, self._spark), window_bytes)
 
 
 def columns_of(prepared: Sequence[Prepared], shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
@@ -330,32 +328,6 @@ def as_shard(
         num_bytes=summary.num_bytes,
     )
     return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
-
-
-def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
-    """Refuse shards that hold other rows than before.
-
-    Raises:
-        DataError: names them.
-    """
-    changed = [
-        new.shard.shard_id
-        for old, new in zip(before, now, strict=True)
-        if old.shard.fingerprint != new.shard.fingerprint
-    ]
-    if changed:
-        raise DataError(
-            f"the data has changed during training: shard(s) {changed} hold other rows than when "
-            "it began; train from data that stays as it is, such as written Parquet, and avoid "
-            "rand() and current_timestamp() in a DataFrame without a cache"
-        )
-
-
-def content_of(shards: Sequence[SpooledShard]) -> str:
-    """Fingerprint of the rows of all shards, whatever their order and number."""
-    total = sum(spooled.summary.content for spooled in shards) % 2**64
-    rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
-    return f"{total:016x}-{rows}"
 
 
 def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:

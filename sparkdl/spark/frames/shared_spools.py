@@ -1,73 +1,84 @@
-"""How do several fits on the same rows use one spool?
+"""What several fits on the same rows share: their spools, and the cluster's slots.
 
-Each asks for the table that it would make; the first that asks makes it, and all tables stay until
-the last fit has ended.
+Each fit asks for the table that it would make; the first that asks makes it, and all tables stay
+until the last fit has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import cloudpickle
 
-from sparkdl.data.plan import Role
-from sparkdl.spark.cluster.slot_queue import Turns
-from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.errors import TrainingFailed
+from sparkdl.spark.cluster.slots import Slots
+from sparkdl.spark.frames.row_table import RowTable, TableSpec
+from sparkdl.spark.session.interrupts import raise_if_asked
+
+_LOOK_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class SpoolColumnKey:
-    """What of a column decides about its files."""
+class SlotQueue:
+    """Has each of several fits wait until those before it leave it slots. Thread-safe.
 
-    name: str
-    role: Role
-    expression: str
-    dtype: str
-    as_classes: bool
-    argument: str | None
-    specification: bytes
-    """Pickled: callables that are made anew for each fit are unequal although they do the same."""
+    Left to Spark's queue, a gang would wait for the others with the patience that is meant for
+    jobs of strangers (``spark.sparkdl.queueTimeout``).
+    """
 
-    @classmethod
-    def of(cls, column: Prepared) -> SpoolColumnKey:
-        """That of a prepared column."""
-        return cls(
-            name=column.name,
-            role=column.role,
-            expression=str(column.expression),
-            dtype=column.dtype,
-            as_classes=column.as_classes,
-            argument=column.argument,
-            specification=cloudpickle.dumps(column.specification),
-        )
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._held = 0
+        self._is_over = False
 
+    @contextlib.contextmanager
+    def slots(self, num_slots: int, total: int | None) -> Iterator[None]:
+        """Hold slots in the block, and begin it when they are free of the other fits.
 
-@dataclass(frozen=True)
-class SpoolKey:
-    """What decides about the spools of one DataFrame; equal keys mean equal files."""
+        Args:
+            num_slots: how many; if there are not so many at all, the block has them alone.
+            total: slots of the cluster; None: not known, so nothing is waited for.
 
-    columns: tuple[SpoolColumnKey, ...]
-    validation: str
-    num_shards: int
-    barrier: bool
-    shares: tuple[float, ...] | None
-    cpus_per_worker: int | None
-    gpus_per_worker: float | None
+        Raises:
+            TrainingFailed: nobody gets any more.
+        """
+
+        def is_free() -> bool:
+            return total is None or not self._held or self._held + num_slots <= total
+
+        with self._free:
+            while not self._free.wait_for(lambda: self._is_over or is_free(), _LOOK_SECONDS):
+                raise_if_asked()
+            if self._is_over:
+                raise TrainingFailed("the search that this fit belongs to was ended")
+            self._held += num_slots
+        try:
+            yield
+        finally:
+            with self._free:
+                self._held -= num_slots
+                self._free.notify_all()
+
+    def end(self) -> None:
+        """Have those that wait, and whoever comes, fail."""
+        with self._free:
+            self._is_over = True
+            self._free.notify_all()
 
 
 class Spools:
-    """The tables of several fits on one DataFrame, and their slots. Thread-safe."""
+    """The tables of several fits on the same rows, and their slots. Thread-safe."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.queue = SlotQueue()
         self._lock = threading.Lock()
-        self._tables: list[tuple[SpoolKey, ShardTable]] = []
+        self._tables: list[tuple[Any, RowTable]] = []
 
-    def take(self, key: SpoolKey, make: Callable[[], ShardTable]) -> ShardTable:
-        """The table of that key; ``make`` describes it if there is none."""
+    def take(self, spec: TableSpec, slots: Slots, make: Callable[[], RowTable]) -> RowTable:
+        """The table for these columns and workers; ``make`` describes it if there is none."""
+        key = _key(spec, slots)
         with self._lock:
             for known, table in self._tables:
                 if known == key:
@@ -82,3 +93,20 @@ class Spools:
             tables, self._tables = self._tables, []
         for _, table in tables:
             table.close()
+
+
+def _key(spec: TableSpec, slots: Slots) -> Any:
+    """What decides about the spools of one DataFrame: equal keys mean equal files.
+
+    Specifications count by their pickles: callables that are made anew for each fit are unequal
+    although they do the same.
+    """
+    columns = [
+        (
+            *(p.name, p.role, str(p.expression), p.dtype, p.as_classes, p.argument),
+            cloudpickle.dumps(p.specification),
+        )
+        for p in spec.columns
+    ]
+    workers = (slots.num_workers, slots.is_gang, slots.cpus_per_worker, slots.gpus_per_worker)
+    return (columns, str(spec.validation), spec.shares, workers)

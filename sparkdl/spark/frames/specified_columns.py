@@ -1,4 +1,4 @@
-"""How does Catalyst prepare the columns that a specification names?
+"""The columns that a specification names, and how Catalyst prepares them.
 
 What a transform gets, it gets as Spark has it; of all else the type is checked here, and numbers
 are cast, so that what reaches Python is already of the wanted dtype.

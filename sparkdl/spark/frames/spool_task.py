@@ -1,4 +1,4 @@
-"""What do executors do about spools? They write them, tell of them, and remove them."""
+"""The tasks of executors that write spools, describe them, and remove them."""
 
 from __future__ import annotations
 

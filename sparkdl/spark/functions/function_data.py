@@ -1,4 +1,4 @@
-"""Which data sets has a function, what do their batches hold, and where do their shards lie?"""
+"""The data sets of a function: the columns of their batches, and their shards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from sparkdl.data.source import Source
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
-from sparkdl.spark.cluster.cluster_info import inspect_cluster
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.fit.checks import check_skipping
-from sparkdl.spark.frames.choose_windows import with_windows
+from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import Prepared
+from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
 from sparkdl.spark.frames.several_frames import DatasetTable
-from sparkdl.spark.frames.shard_table import SpooledShard, columns_of
-from sparkdl.spark.frames.source_table import SourceTable, empty_frame
+from sparkdl.spark.frames.shard_table import columns_of
 from sparkdl.spark.frames.specified_columns import prepare_named
+from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.session.compat import conf, is_case_sensitive
 from sparkdl.worker.loader import DataSet
 
@@ -33,12 +32,11 @@ Inputs = Mapping[str, Specification]
 
 
 def prepare_sets(
-    spark: SparkSession, data: Mapping[str, Data], inputs: Inputs | None
+    data: Mapping[str, UserData], inputs: Inputs | None
 ) -> dict[str, tuple[Prepared, ...]]:
     """The columns of each data set, with the names that they have in a batch.
 
     Args:
-        spark: the session.
         data: the data sets by name.
         inputs: columns of a batch by name; None: all columns of each data set.
 
@@ -47,26 +45,24 @@ def prepare_sets(
         ConfigError: a source cannot do what an input asks for.
     """
     found = {}
-    for name, one in data.items():
+    for name, rows in data.items():
         try:
-            found[name] = _prepare(spark, one, inputs)
+            found[name] = _prepare(rows, inputs)
         except (DataError, ConfigError) as error:
             raise type(error)(f"data set {name!r}: {error}") from error
     return found
 
 
-def _prepare(spark: SparkSession, data: Data, inputs: Inputs | None) -> tuple[Prepared, ...]:
-    frame = data if isinstance(data, DataFrame) else empty_frame(spark, data)
-    wanted = {name: Tensor(name) for name in frame.columns} if inputs is None else inputs
+def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[Prepared, ...]:
+    wanted = {name: Tensor(name) for name in rows.frame.columns} if inputs is None else inputs
     if not wanted:
         raise DataError("there is no column of which a batch could be made")
     entries = named(wanted)
-    if not isinstance(data, DataFrame):
-        check_skipping(data, entries)
-    sensitive = is_case_sensitive(spark)
+    rows.check_inputs(entries)
+    sensitive = is_case_sensitive(rows.spark)
     return tuple(
         prepare_named(
-            frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
+            rows.frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
         )
         for entry in entries
     )
@@ -80,11 +76,14 @@ def warn_of_skipped(name: str, data: DataSet, shards: Sequence[SpooledShard]) ->
         logger.warning("data set %r goes without %d row(s): %s", name, num_rows, causes)
 
 
-def source_table(
-    spark: SparkSession, source: Source, prepared: Sequence[Prepared], num_shards: int
-) -> SourceTable:
-    """The shards of a data set that workers read by themselves."""
-    return SourceTable(spark, source, prepared, None, num_shards=num_shards, shares=None)
+def data_set(table: RowTable) -> DataSet:
+    """What workers need to know of a source's shards."""
+    shards = table.collect()
+    return DataSet(
+        columns=table.columns(shards),
+        shards=tuple(part.shard for part in shards),
+        source=table.reader,
+    )
 
 
 class DataSets:
@@ -93,7 +92,7 @@ class DataSets:
     def __init__(
         self,
         spark: SparkSession,
-        data: Mapping[str, Data],
+        data: Mapping[str, UserData],
         prepared: Mapping[str, tuple[Prepared, ...]],
         run_id: str,
         slots: Slots,
@@ -101,9 +100,9 @@ class DataSets:
         """Describe them; nothing is read yet."""
         self._spark = spark
         self._prepared = prepared
-        self._num_workers = slots.num_workers
-        self._is_told = False
-        frames = {name: df for name, df in data.items() if isinstance(df, DataFrame)}
+        self._slots = slots
+        self._has_warned = False
+        frames = {name: rows.frame for name, rows in data.items() if rows.source is None}
         self._table: DatasetTable | None = None
         if frames:
             self._table = DatasetTable(
@@ -114,9 +113,11 @@ class DataSets:
                 profile=slots.profile,
             )
         self._sources = {
-            name: source_table(spark, source, prepared[name], slots.num_workers)
-            for name, source in data.items()
-            if not isinstance(source, DataFrame)
+            name: rows.table(
+                TableSpec(columns=prepared[name], num_shards=slots.num_workers), run_id
+            )
+            for name, rows in data.items()
+            if rows.source is not None
         }
 
     @property
@@ -124,7 +125,7 @@ class DataSets:
         """One row per worker, where its shards lie."""
         if self._table is not None:
             return self._table.df
-        return self._spark.range(0, self._num_workers, 1, self._num_workers)
+        return self._spark.range(0, self._slots.num_workers, 1, self._slots.num_workers)
 
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there, and list it.
@@ -142,22 +143,17 @@ class DataSets:
                     source=SpoolSource(),
                 )
                 found[name] = self._with_windows(data, shards)
-                if not self._is_told:
+                if not self._has_warned:
                     warn_of_skipped(name, data, shards)
-        self._is_told = True
+        self._has_warned = True
         for name, table in self._sources.items():
-            shards = table.collect()
-            found[name] = DataSet(
-                columns=table.columns(shards),
-                shards=tuple(part.shard for part in shards),
-                source=table.reader,
-            )
+            found[name] = data_set(table)
         return found
 
     def _with_windows(self, data: DataSet, shards: tuple[SpooledShard, ...]) -> DataSet:
-        plan = data.plan(self._num_workers, batch_size=1)
-        info, entry = inspect_cluster(self._spark), partial(conf, self._spark)
-        return replace(data, windows=with_windows(plan, shards, info, entry, None).windows)
+        plan = data.plan(self._slots.num_workers, batch_size=1)
+        get = partial(conf, self._spark)
+        return replace(data, windows=windows_of_spool(plan, shards, self._slots.cluster, get, None))
 
     def rebuild(self) -> None:
         """Forget all spools, so that they are written anew."""

@@ -1,4 +1,4 @@
-"""How does a function run on all workers of a cluster? The whole of ``TorchRunner.run``, in order.
+"""The whole of ``TorchRunner.run``: a function on all workers of a cluster.
 
 Checks first, then the spools of its data sets, then the gang under the supervisor. Whatever
 happens, nothing is left behind.
@@ -13,33 +13,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
-from sparkdl.errors import ClusterError, ConfigError, ShardLost
+from sparkdl.errors import ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.report.live.choose_view import function_view, shows_lines
 from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
-from sparkdl.runtime.versions import versions
-from sparkdl.spark.cluster.cluster_info import require_plain_files
-from sparkdl.spark.cluster.gang import launch
-from sparkdl.spark.cluster.link import Link, open_link
-from sparkdl.spark.cluster.slots import Slots, plan_gang, wait_again
-from sparkdl.spark.cluster.supervisor import (
-    Attempt,
-    GangResult,
-    Limits,
-    Rows,
-    persistently,
-    supervise,
-)
-from sparkdl.spark.fit.checks import travelling
+from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.launch import Launch
+from sparkdl.spark.cluster.link import open_link
+from sparkdl.spark.cluster.slots import plan_gang, wait_again
+from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.fit.check_request import travelling
+from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
 from sparkdl.spark.run.run_facts import Clock, record_run
 from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
-from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.checkpoint_format import folders, latest
 from sparkdl.storage.storage import Storage
 from sparkdl.worker import function_rank
@@ -49,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_INLINE_BYTES = 16 * 2**20
-"""Largest function that travels in the task."""
 RUN_KEY = "function"
 """Folder of a function's checkpoints in the place that the user names."""
 
@@ -121,10 +112,10 @@ def _run(
     clock = Clock(recorder)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
-    frames = {name: df for name, df in request.data.items() if isinstance(df, DataFrame)}
-    if frames:
-        require_plain_files(partial(conf, spark), settings)
-    prepared = prepare_sets(spark, request.data, request.inputs)
+    data = {name: user_data(one) for name, one in request.data.items()}
+    for rows in data.values():
+        rows.check_files(settings)
+    prepared = prepare_sets(data, request.inputs)
     slots = plan_gang(
         spark,
         settings,
@@ -135,22 +126,21 @@ def _run(
     with Cleanup() as stack:
         link = open_link(
             spark,
+            slots,
+            settings,
             checkpoint_dir=request.checkpoint_dir,
-            num_workers=slots.num_workers,
-            profile=slots.profile,
-            settings=settings,
             run_id=run_id,
             stack=stack,
         )
         check_folder(link.checkpoints, request)
         clock.lap("preflight")
         recorder.phase("spool")
-        sets = DataSets(spark, request.data, prepared, run_id, slots)
+        sets = DataSets(spark, data, prepared, run_id, slots)
         stack.callback(sets.close)
         persistently(
             sets.collect,
             max_restarts=request.max_restarts,
-            prepare=partial(wait_again, spark, slots, settings, in_rounds=False),
+            prepare=partial(wait_again, spark, slots, settings),
         )
         view: View = SharedView(function_view(request.verbose), recorder)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
@@ -158,14 +148,15 @@ def _run(
         job = FunctionJob(
             spark=spark,
             run_id=run_id,
-            request=request,
-            payload=payload,
-            sets=sets,
             slots=slots,
             link=link,
             settings=settings,
             view=view,
+            max_restarts=request.max_restarts,
             recorder=recorder,
+            request=request,
+            payload=payload,
+            sets=sets,
         )
         clock.lap("spool")
         recorder.facts(world_size=slots.num_workers, mode="gang", slots=slots.total)
@@ -205,97 +196,49 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionJob:
+class FunctionJob(Launch):
     """A run's fixed values, once its data is there."""
 
-    spark: SparkSession
-    run_id: str
     request: FunctionRequest
     payload: bytes
     sets: DataSets
-    slots: Slots
-    link: Link
-    settings: Settings
-    view: View
     recorder: Recorder
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        settings = self.settings
-        result = supervise(
-            self.spark,
-            self._submit,
-            world_size=self.slots.num_workers,
-            hub=self.link.hub,
-            limits=Limits(
-                max_restarts=self.request.max_restarts,
-                heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
-                start_timeout_seconds=settings.start_timeout_seconds,
-                queue_timeout_seconds=settings.queue_timeout_seconds,
-            ),
-            view=self.view,
-            run_id=self.run_id,
-            is_watched=self.link.channel is not None,
-            heal=self._heal,
-            recorder=self.recorder,
-            what="run a function",
-        )
-        return self._result(result)
+        return self._result(supervise(self, self._submit, heal=self._heal, what="run a function"))
 
     def _heal(self, failed: Attempt) -> None:
         if failed.has_reported(ShardLost):
             self.sets.rebuild()
 
     def _submit(self, attempt: int) -> Callable[[], Rows]:
-        link, slots, settings = self.link, self.slots, self.settings
+        link, request = self.link, self.request
         if attempt > 0:
             self.recorder.begun_again(attempt, None)
             link.hub.clear(f"{self.run_id}/{attempt - 1}/")
-            wait_again(self.spark, slots, settings, in_rounds=False)
+            wait_again(self.spark, self.slots, self.settings)
         found = self._newest()
         self.view.attempt(attempt, 0 if found is None else found.step)
-        order = function_rank.FunctionOrder(
-            run_id=self.run_id,
-            run_key=RUN_KEY,
+        in_task = link.send(
+            function_rank.FUNCTION,
+            self.payload,
+            what="the function and its arguments have",
+            remedy="pass rows by TorchRunner(data=...), and let the function read the rest",
+            in_task=True,
+        )
+        order = self.gang_order(
+            function_rank.FunctionOrder,
             attempt=attempt,
-            device=self.request.device,
-            payload=self._in_task(),
+            run_key=RUN_KEY,
+            device=request.device,
+            payload=in_task or b"",
             sets=self.sets.collect(),
-            results=self.request.results,
-            keep=self.request.keep_checkpoints,
-            storage_url=link.url,
-            relays=link.relays,
-            driver_hosts_channel=link.channel is not None,
+            results=request.results,
+            keep=request.keep_checkpoints,
             resume_path=None if found is None else found.path,
-            threads=slots.threads,
-            versions=versions(),
-            start_timeout_seconds=settings.start_timeout_seconds,
-            collective_timeout_seconds=settings.collective_timeout_seconds,
         )
-        return partial(
-            launch,
-            self.sets.df,
-            function_rank.run,
-            order,
-            channel=link.channel,
-            profile=slots.profile,
-            keeps_process=False,
-        )
-
-    def _in_task(self) -> bytes:
-        """The function, if it is small; else it travels over the channel."""
-        link = self.link
-        if len(self.payload) <= _MAX_INLINE_BYTES:
-            return self.payload
-        if link.channel is None:
-            raise ClusterError(
-                f"the function and its arguments have {len(self.payload) >> 20} MiB; from a driver "
-                f"that executors cannot reach at most {_MAX_INLINE_BYTES >> 20} MiB can be sent; "
-                "pass rows by TorchRunner(data=...), and let the function read the rest"
-            )
-        if not link.files.exists(function_rank.FUNCTION):
-            link.files.write(function_rank.FUNCTION, self.payload)
-        return b""
+        return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
 
     def _newest(self) -> CheckpointInfo | None:
         if self.link.checkpoints is None:

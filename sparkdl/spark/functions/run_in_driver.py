@@ -1,7 +1,7 @@
-"""How does a training function run in the driver's own process, for debugging?
+"""A training function in the driver's own process, for debugging.
 
-As rank 0 of one, with the data sets brought to the driver. What the function raises comes out as it
-is, and breakpoints work.
+It runs as rank 0 of one, with the data sets brought to the driver. What the function raises comes
+out as it is, and breakpoints work.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.shard_table import SpooledShard, columns_of, spool_columns
-from sparkdl.spark.functions.function_data import Data, prepare_sets, source_table, warn_of_skipped
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, spool_columns
+from sparkdl.spark.frames.shard_table import columns_of
+from sparkdl.spark.frames.user_data import UserData, user_data
+from sparkdl.spark.functions.function_data import data_set, prepare_sets, warn_of_skipped
 from sparkdl.spark.functions.run_function import (
     RUN_KEY,
     FunctionRequest,
@@ -82,10 +84,10 @@ def _run(
         check_folder(storage, request)
         sets = {}
         if request.data:
-            assert spark is not None
+            data = {name: user_data(one) for name, one in request.data.items()}
             sets = {
-                name: _local_set(spark, name, request.data[name], prepared, folder)
-                for name, prepared in prepare_sets(spark, request.data, request.inputs).items()
+                name: _local_set(name, data[name], prepared, folder)
+                for name, prepared in prepare_sets(data, request.inputs).items()
             }
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
@@ -120,19 +122,12 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
     return storage
 
 
-def _local_set(
-    spark: SparkSession, name: str, data: Data, prepared: Sequence[Prepared], folder: str
-) -> LocalSet:
-    if isinstance(data, DataFrame):
-        found = _spooled(name, data, prepared, Path(tempfile.mkdtemp(dir=folder)) / "spool")
+def _local_set(name: str, rows: UserData, prepared: tuple[Prepared, ...], folder: str) -> LocalSet:
+    if rows.source is None:
+        directory = Path(tempfile.mkdtemp(dir=folder)) / "spool"
+        found = _spooled(name, rows.frame, prepared, directory)
     else:
-        table = source_table(spark, data, prepared, 1)
-        shards = table.collect()
-        found = DataSet(
-            columns=table.columns(shards),
-            shards=tuple(part.shard for part in shards),
-            source=table.reader,
-        )
+        found = data_set(rows.table(TableSpec(columns=prepared, num_shards=1), "driver"))
     return LocalSet(name=name, data=found, rank=0, world_size=1)
 
 

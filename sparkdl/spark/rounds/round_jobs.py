@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,13 @@ import torch
 from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
-from sparkdl.spark.cluster.supervisor import Limits, supervise
+from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.rounds.round_stages import PATH, Rows, run_stage
 from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.validation import record as evaluation_record
 from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train_or_evaluate
@@ -61,8 +60,7 @@ class RoundJobs:
         self._book = book
         self._num_jobs = 0
         self._sent: Snapshot | None = None
-        self._loss = objective_of(run.config, run.module)
-        self.labels = part_names(self._loss)
+        self.labels = part_names(run.objective)
         blank = pack_blank(run.module)
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
 
@@ -78,23 +76,17 @@ class RoundJobs:
             WorkerError: the user's code failed in a task.
             TrainingFailed: jobs failed more than ``max_restarts`` times.
         """
-        run, settings = self._run, self._run.settings
+        run = self._run
         result = supervise(
-            run.spark,
+            run,
             partial(self._submit, part, work, stage),
-            world_size=run.plan.world_size,
-            hub=run.link.hub,
-            limits=Limits(
+            limits=replace(
+                run.limits(),
                 max_restarts=run.max_restarts - self.restarts,
-                heartbeat_timeout_seconds=_PATIENCE * settings.heartbeat_timeout_seconds,
+                heartbeat_timeout_seconds=_PATIENCE * run.settings.heartbeat_timeout_seconds,
                 start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
-                queue_timeout_seconds=settings.queue_timeout_seconds,
             ),
-            view=run.view,
-            run_id=run.run_id,
-            is_watched=run.link.channel is not None,
             first_attempt=self._num_jobs,
-            recorder=run.recorder,
             what="evaluate" if part is None else f"train from step {part.step}",
         )
         self.restarts += result.restarts
@@ -143,7 +135,7 @@ class RoundJobs:
         for report in reports:
             values = (report["loss_sum"], report["weight"], *report["label_sums"])
             sums += torch.tensor(values, dtype=torch.float64)
-        over_all = Metrics(config.metrics, config.task, self._loss.predictions, cpu)
+        over_all = Metrics(config.metrics, config.task, self._run.objective.predictions, cpu)
         record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
         return Evaluation(record=record, confusion=over_all.confusion)
 

@@ -24,7 +24,7 @@ from sparkdl.comm.channel import Address, ChannelStorage
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.frames.shard_table import parse_shard
 from sparkdl.spark.session.compat import is_connect
-from sparkdl.spark.session.failures import TaskLost, told_by
+from sparkdl.spark.session.failures import TaskLost, spark_message
 from sparkdl.worker import round_task
 from sparkdl.worker.population_member import pack_parts
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
@@ -178,7 +178,7 @@ def collected(results: DataFrame) -> Rows:
         return sorted(_gathered(results.toArrow().to_pylist()))
     except PythonException as error:
         # Tasks report what the user's code does; they raise for lost shards only.
-        raise TaskLost(told_by(error)) from error
+        raise TaskLost(spark_message(error)) from error
 
 
 def tree_levels(num_shards: int, depth: int) -> list[int]:

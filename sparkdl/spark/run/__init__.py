@@ -1,1 +1,1 @@
-"""What both ways of training share: a run, its key, its record, its resumption."""
+"""The values of a run, its record, and its checkpoints, in a gang and in rounds alike."""

@@ -1,4 +1,4 @@
-"""What do both ways of training need of a run, and what do they give back?"""
+"""A run's values: what the user asks for, what training needs, and what it gives back."""
 
 from __future__ import annotations
 
@@ -6,45 +6,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import SparkSession
-
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.report.live.progress import View
 from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.packed_module import PackedModule
-from sparkdl.spark.cluster.link import Link
-from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.frames.shard_table import ShardTable
-from sparkdl.spark.frames.source_table import SourceTable
-from sparkdl.spark.session.settings import Settings
+from sparkdl.spark.cluster.launch import Launch
+from sparkdl.spark.frames.row_table import RowTable
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.train.objective.loss import LossFunction
+
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Launch):
     """A run's fixed values once the data is known."""
 
-    spark: SparkSession
-    run_id: str
     run_key: str
+    """Names its checkpoints."""
     plan: TrainPlan
     config: TrainConfig
     module: nn.Module
     """The driver's copy; it gets the trained weights."""
     packed: PackedModule
-    table: ShardTable | SourceTable
-    slots: Slots
-    link: Link
-    settings: Settings
-    view: View
-    max_restarts: int
+    objective: LossFunction
+    """What is minimized, for what the driver asks of it."""
+    table: RowTable
     recorder: Recorder
 
 
@@ -61,10 +53,10 @@ class Trained:
     bytes_sent_by_rank: list[int] = field(default_factory=list)
     population: list[dict[str, float]] = field(default_factory=list)
 
-    def to_summary(self, plan: TrainPlan, laps: dict[str, float], seconds: float) -> Any:
+    def to_summary(
+        self, plan: TrainPlan, laps: dict[str, float], seconds: float
+    ) -> TrainingSummary:
         """The record for the user."""
-        from sparkdl.report.summary import TrainingSummary
-
         return TrainingSummary(
             history=self.history,
             phase_seconds={**{f"fit: {name}": lap for name, lap in laps.items()}, **self.seconds},

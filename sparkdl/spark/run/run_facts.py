@@ -1,4 +1,4 @@
-"""What does the driver know of a run that belongs into its record?"""
+"""What the driver writes of a run into its record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from sparkdl.storage.storage import Storage, open_storage, without_password
 if TYPE_CHECKING:
     from sparkdl.report.listeners.listener import Listener
     from sparkdl.spark.run.run import FitRequest, Run
-    from sparkdl.sync.strategy import SyncStrategy
 
 _LONGEST_VALUE = 500
 """Characters of a Param's value that are kept."""
@@ -105,14 +104,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-def facts(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> dict[str, Any]:
+def facts(run: Run) -> dict[str, Any]:
     """What is known before training begins, for `Recorder.facts`."""
     plan, module = run.plan, run.module
     parameters = list(module.parameters())
     return {
         "world_size": plan.world_size,
-        "mode": "rounds" if in_rounds else "gang",
-        "strategy": shown(strategy),
+        "mode": "gang" if run.slots.is_gang else "rounds",
+        "strategy": shown(run.config.sync_strategy),
         "rows": plan.num_rows,
         "validation_rows": plan.num_validation_rows,
         "epochs": plan.epochs,

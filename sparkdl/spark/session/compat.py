@@ -1,4 +1,4 @@
-"""What does sparkdl need of a Spark session that classic Spark and Spark Connect do differently?"""
+"""What classic Spark and Spark Connect do differently, behind functions that serve both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Whether the session is a Spark Connect client."""
+    """True if the session is a Spark Connect client."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
@@ -22,18 +22,18 @@ def conf(spark: SparkSession, key: str) -> str | None:
 
 
 def shares_console(spark: SparkSession) -> bool:
-    """Whether workers print where the driver does: in local mode."""
+    """True if workers print where the driver does: in local mode."""
     master = conf(spark, "spark.master") or ""
     return not is_connect(spark) and master.startswith("local") and "cluster" not in master
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:
-    """Whether Spark tells columns apart whose names differ in case only."""
+    """True if Spark takes names that differ in case only for two columns."""
     return conf(spark, "spark.sql.caseSensitive") == "true"
 
 
 def num_slots(spark: SparkSession) -> int:
-    """Tasks of the default profile that can run at a time now; 0 where Spark does not tell it."""
+    """Tasks of the default profile that can run at a time now; 0 where Spark does not say."""
     if is_connect(spark):
         return 0
     context: Any = spark.sparkContext

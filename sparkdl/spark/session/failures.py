@@ -1,4 +1,4 @@
-"""Does an error of Spark mean that a worker was lost, or would it come again?"""
+"""The errors of Spark, sorted into losses that a restart heals and mistakes that come again."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def raise_unless_loss(error: Exception) -> None:
 
 
 def is_loss(error: Exception) -> bool:
-    """Whether a job failed for what starting it again may heal, as far as its type tells.
+    """True if a job failed for what starting it again may heal, as far as its type shows.
 
     Spark's errors have no common, documented base class. A barrier stage that fails, for
     whatever reason, gives a bare ``Py4JJavaError`` or its Spark Connect counterpart.
@@ -92,26 +92,26 @@ def is_loss(error: Exception) -> bool:
 
 
 def is_spark_error(error: Exception) -> bool:
-    """Whether Spark, or the way to it, raised this; its errors have no common base class."""
+    """True if Spark, or the way to it, raised this; its errors have no common base class."""
     return type(error).__module__.split(".")[0] in ("pyspark", "py4j", "grpc")
 
 
 def _meant_by(error: Exception) -> SparkDLError | None:
-    """Our error in place of Spark's, where its condition tells whose affair it is."""
+    """Our error in place of Spark's, where its condition says what is wrong."""
     if is_spark_error(error) and any(text in _text_of(error) for text in _DISK_FULL):
         return StorageError(
             f"a local disk of Spark's is full, where it keeps its own files and the spools "
-            f"({told_by(error)}); {DISK_REMEDY}"
+            f"({spark_message(error)}); {DISK_REMEDY}"
         )
     condition = condition_of(error) or ""
     if condition in _CANCELLED:
         return TrainingFailed(
-            f"the Spark job was cancelled, so it was not started again ({told_by(error)})"
+            f"the Spark job was cancelled, so it was not started again ({spark_message(error)})"
         )
     if condition.partition(".")[0] == _CANNOT_READ:
         return DataError(
-            f"the source of the DataFrame cannot be read ({told_by(error)}); restore its files, or "
-            "read the source anew if they were replaced"
+            f"the source of the DataFrame cannot be read ({spark_message(error)}); restore its "
+            "files, or read the source anew if they were replaced"
         )
     return None
 
@@ -141,7 +141,7 @@ def _text_of(error: Exception) -> str:
     return str(error) if java is None else _message_of(java)
 
 
-def told_by(error: Exception) -> str:
+def spark_message(error: Exception) -> str:
     """What Spark says of a failure, without the stacks: its first lines, joined."""
     lines = [line.strip() for line in _text_of(error).splitlines()]
     telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]

@@ -1,4 +1,4 @@
-"""Which Spark configuration entries steer sparkdl, and what are their defaults?
+"""The Spark configuration entries of sparkdl, and their defaults.
 
 Operational settings are entries ``spark.sparkdl.*`` of the session rather than Params: they
 belong to a cluster, not to a model.

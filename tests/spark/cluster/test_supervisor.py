@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +29,12 @@ from sparkdl.errors import (
     WorkerError,
 )
 from sparkdl.spark.cluster import supervisor as module
-from sparkdl.spark.cluster.supervisor import (
-    Attempt,
-    GangResult,
-    Limits,
-    Rows,
-    persistently,
-    supervise,
-)
+from sparkdl.spark.cluster.attempt import Attempt, Rows
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.cluster.launch import Launch
+from sparkdl.spark.cluster.slots import Slots
+from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.session.settings import Settings
 
 Job = Callable[[], Rows]
 
@@ -134,22 +133,23 @@ class Stage:
                 raise job
             return job
 
-        return supervise(
-            self.spark,  # type: ignore[arg-type]
-            submit,
-            world_size=world_size,
-            hub=self.hub,
-            limits=Limits(
-                max_restarts=max_restarts,
+        spark: Any = self.spark
+        link: Any = SimpleNamespace(hub=self.hub, channel="there" if is_watched else None)
+        cluster = ClusterInfo(master="local", num_executors=1, cores_per_executor=2)
+        run = Launch(
+            spark=spark,
+            run_id="r",
+            slots=Slots(num_workers=world_size, threads=1, cluster=cluster),
+            link=link,
+            settings=Settings(
                 heartbeat_timeout_seconds=heartbeat_timeout,
                 start_timeout_seconds=start_timeout,
                 queue_timeout_seconds=queue_timeout,
             ),
             view=self.view,
-            run_id="r",
-            is_watched=is_watched,
-            heal=heal,
+            max_restarts=max_restarts,
         )
+        return supervise(run, submit, heal=heal)
 
 
 def failure(rank: int, kind: str, type_name: str = "X", message: str = "m") -> dict[str, Any]:

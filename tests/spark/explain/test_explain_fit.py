@@ -17,13 +17,15 @@ from torch import nn
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.explain import explain_fit, measure_gang
 from sparkdl.spark.explain.estimate import ExplainOptions
 from sparkdl.spark.explain.explain_fit import explain
+from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.fit.intake import take_in
 from sparkdl.spark.frames import spool_task
 from sparkdl.spark.frames.frame_sample import take_sample
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.callbacks import Callback
@@ -112,7 +114,8 @@ def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None
     sample = take_sample(many, prepared, None, 60.0)
     assert sample.is_all
     expected = shard_rows(sample.hashes, 1000, num_shards, is_all=True)
-    table = ShardTable(many, prepared, None, num_shards=num_shards, run_id="skew", barrier=False)
+    spec = TableSpec(columns=tuple(prepared), num_shards=num_shards, is_gang=False)
+    table = ShardTable(many, spec, run_id="skew")
     try:
         found = [part.shard.num_rows for part in table.collect()]
     finally:
@@ -230,21 +233,22 @@ def test_a_cluster_without_gangs(
         explain(df, request(), QUICK)
 
 
-def with_total(monkeypatch: pytest.MonkeyPatch, total: int | None) -> None:
-    """Have the checks before the first job find so many slots."""
+def with_executors(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
+    """Have the checks before the first job find so many executors."""
 
-    def taken(*arguments: Any) -> Any:
-        intake = take_in(*arguments)
-        return replace(intake, slots=replace(intake.slots, total=total))
+    def checked(*arguments: Any) -> Any:
+        found = check_request(*arguments)
+        cluster = replace(found.slots.cluster, num_executors=number)
+        return replace(found, slots=replace(found.slots, cluster=cluster))
 
-    monkeypatch.setattr(explain_fit, "take_in", taken)
+    monkeypatch.setattr(explain_fit, "check_request", checked)
 
 
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_a_cluster_whose_executors_come_with_the_first_job(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch, calibrate: bool
 ) -> None:
-    with_total(monkeypatch, 0)
+    with_executors(monkeypatch, 0)
     options = replace(QUICK, calibrate=calibrate)
     found = explain(df, request(strategy="parameter_averaging"), options)
     assert found.plan.slots == 2
@@ -254,8 +258,8 @@ def test_a_cluster_whose_executors_come_with_the_first_job(
 def test_a_cluster_that_does_not_tell_its_slots(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_total(monkeypatch, None)
-    monkeypatch.setattr(explain_fit, "total_slots", lambda *_: None)
+    with_executors(monkeypatch, None)
+    monkeypatch.setattr(Slots, "asked_again", lambda slots, _: slots)
     asked = request(strategy="parameter_averaging", num_workers=5)
     found = explain(df, asked, QUICK)
     assert found.plan.slots is None

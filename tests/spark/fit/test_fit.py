@@ -1,4 +1,4 @@
-"""Fit as a whole: refuses early, leaves nothing behind, tells what happens."""
+"""Fit as a whole refuses early, leaves nothing behind, and tells what happens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from torchmetrics.classification import BinaryAccuracy
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.errors import ClusterError, ConfigError, DataError, StorageError, WorkerError
-from sparkdl.spark.cluster import cluster_info
+from sparkdl.spark.cluster import cluster_info, slots
+from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames import spool_task
+from sparkdl.spark.frames import user_data as user_data_module
+from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.train.callbacks import Callback, CallbackState
 
@@ -163,12 +166,16 @@ def nothing_is_left(
     before = left_behind(spark, local_dirs, temporary)
     num_ports = len(listening_ports(python_processes()))
     yield
-    deadline = time.monotonic() + 5  # a cancelled task takes a moment to end
-    while left_behind(spark, local_dirs, temporary) != before and time.monotonic() < deadline:
+    # Spark puts a new daemon, with a port, in the place of one whose worker it had to kill.
+    most_ports = max(1, num_ports)
+    deadline = time.monotonic() + 10  # a cancelled task, and its daemon, take a moment to end
+    while time.monotonic() < deadline and (
+        left_behind(spark, local_dirs, temporary) != before
+        or len(listening_ports(python_processes())) > most_ports
+    ):
         time.sleep(0.1)
     assert left_behind(spark, local_dirs, temporary) == before
-    # Spark puts a new daemon, with a port, in the place of one whose worker it had to kill.
-    assert len(listening_ports(python_processes())) <= max(1, num_ports)
+    assert len(listening_ports(python_processes())) <= most_ports
     assert all(folder.is_dir() for folder in local_dirs)
 
 
@@ -181,8 +188,14 @@ def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
         spark.conf.unset(f"spark.sparkdl.{name}")
 
 
-def test_a_fit(df: DataFrame, expected: str) -> None:
-    result = fit(df, request())
+@dataclass
+class Speak(Callback):
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        print(f"epoch {state.epoch} as rank {state.rank} sees it")
+
+
+def test_a_fit(df: DataFrame, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = fit(df, request(Speak(), verbose=2))
     assert digest(result) == expected
     assert not result.module.training
     assert result.num_classes == 3
@@ -192,10 +205,15 @@ def test_a_fit(df: DataFrame, expected: str) -> None:
     assert [record["epoch"] for record in summary.history] == [1, 2]
     assert len(summary.throughput_by_rank) == 2
     assert {"fit: preflight", "fit: spool", "fit: train"} <= set(summary.phase_seconds)
+    lines = [line.strip() for line in capsys.readouterr().err.replace("\r", "\n").splitlines()]
+    for rank in (0, 1):
+        for epoch in (1, 2):
+            assert lines.count(f"[rank {rank}] epoch {epoch} as rank {rank} sees it") == 1
+    assert sum(line.startswith("epoch 2: loss ") for line in lines) == 1
 
 
 def test_one_worker_by_default(df: DataFrame) -> None:
-    assert fit(df, request(num_workers=None, epochs=1)).summary.world_size == 1
+    assert check_request(user_data(df), request(num_workers=None)).slots.num_workers == 1
 
 
 class Unpicklable(Callback):
@@ -203,56 +221,71 @@ class Unpicklable(Callback):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"num_workers": 3}, ClusterError, r"numWorkers=3 needs 3 free slots of 1 cpu .* has 2 "),
-        ({"cpus_per_worker": 1}, ClusterError, "need stage-level scheduling, which local"),
-        ({"feature_cols": ("absent",)}, DataError, '"absent" is not in the DataFrame; its col'),
-        ({"feature_cols": ("text",)}, DataError, '"text" has type string, of which no tensor'),
-        ({"label_col": "features"}, DataError, '"features" has type array<float>.*a class is'),
-        ({"weight_col": "absent"}, DataError, '"absent" is not in the DataFrame'),
-        ({"validation_col": "weight"}, DataError, '"weight" marks validation rows and must be'),
-        ({"module": dict}, ConfigError, "it returned dict"),
-    ],
-)
-def test_what_is_wrong_is_refused_before_any_job(
-    spark: SparkSession, df: DataFrame, changes: dict[str, Any], kind: type[Exception], message: str
-) -> None:
+def test_what_is_wrong_is_refused_before_any_job(spark: SparkSession, df: DataFrame) -> None:
+    plain = request()
+    metrics = replace(plain.config, metrics={"accuracy": BinaryAccuracy()})
+    stopping = replace(plain.config, early_stopping=EarlyStopping())
+    cases: list[tuple[FitRequest, type[Exception], str]] = [
+        (
+            request(num_workers=3),
+            ClusterError,
+            r"numWorkers=3 needs 3 free slots of 1 cpu .* has 2 ",
+        ),
+        (request(cpus_per_worker=1), ClusterError, "need stage-level scheduling, which local"),
+        (request(feature_cols=("absent",)), DataError, '"absent" is not in the DataFrame; its col'),
+        (
+            request(feature_cols=("text",)),
+            DataError,
+            '"text" has type string, of which no tensor',
+        ),
+        (
+            request(label_col="features"),
+            DataError,
+            '"features" has type array<float>.*a class is',
+        ),
+        (request(weight_col="absent"), DataError, '"absent" is not in the DataFrame'),
+        (
+            request(validation_col="weight"),
+            DataError,
+            '"weight" marks validation rows and must be',
+        ),
+        (request(module=dict), ConfigError, "it returned dict"),
+        (
+            request(Unpicklable()),
+            ConfigError,
+            "^callbacks cannot be sent to the workers: .*lock",
+        ),
+        (
+            replace(plain, config=metrics),
+            ConfigError,
+            "computed on validation rows, and there are",
+        ),
+        (
+            replace(plain, config=stopping),
+            ConfigError,
+            "monitors 'val_loss', but the history has only",
+        ),
+    ]
     before = num_jobs(spark)
-    with pytest.raises(kind, match=message) as caught:
-        fit(df, request(**changes))
-    assert "\n" not in str(caught.value)
+    for asked, kind, message in cases:
+        with pytest.raises(kind, match=message) as caught:
+            fit(df, asked)
+        assert "\n" not in str(caught.value)
+    with (
+        setting(spark, "heartbeatTimeout", "soon"),
+        pytest.raises(ConfigError, match="heartbeatTimeout has a wrong value"),
+    ):
+        fit(df, plain)
     assert num_jobs(spark) == before
 
 
-def test_what_cannot_travel_is_refused_before_any_job(spark: SparkSession, df: DataFrame) -> None:
-    before = num_jobs(spark)
-    with pytest.raises(ConfigError, match=r"^callbacks cannot be sent to the workers: .*lock"):
-        fit(df, request(Unpicklable()))
-    assert num_jobs(spark) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"metrics": {"accuracy": BinaryAccuracy()}}, "computed on validation rows, and there are"),
-        ({"early_stopping": EarlyStopping()}, "monitors 'val_loss', but the history has only"),
-    ],
-)
-def test_what_needs_validation_rows_is_refused_without(
-    spark: SparkSession, df: DataFrame, options: dict[str, Any], message: str
-) -> None:
+def test_only_the_rows_tell_that_none_are_for_validation(df: DataFrame) -> None:
     from pyspark.sql import functions as F
 
-    asked = request()
-    asked = replace(asked, config=replace(asked.config, **options))
-    before = num_jobs(spark)
-    with pytest.raises(ConfigError, match=message):
-        fit(df, asked)
-    assert num_jobs(spark) == before
-    with pytest.raises(ConfigError, match=message):  # only the rows tell that none are marked
-        fit(df.withColumn("held", F.lit(False)), replace(asked, validation_col="held"))
+    asked = request(validation_col="held")
+    asked = replace(asked, config=replace(asked.config, early_stopping=EarlyStopping()))
+    with pytest.raises(ConfigError, match="monitors 'val_loss', but the history has only"):
+        fit(df.withColumn("held", F.lit(False)), asked)
 
 
 def test_a_checkpoint_directory_that_cannot_be_written(
@@ -271,49 +304,31 @@ def test_a_checkpoint_directory_that_executors_do_not_share(df: DataFrame) -> No
         fit(df, request(directory="memory://only-in-the-driver"))
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("spark.dynamicAllocation.enabled", "set spark.dynamicAllocation.enabled=false"),
-        ("spark.network.crypto.enabled", "set spark.sparkdl.allowUnencrypted=true"),
-        ("spark.io.encryption.enabled", "the spool lies in clear"),
-    ],
-)
 def test_a_cluster_that_cannot_run_a_gang(
-    spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch, key: str, message: str
+    spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = spark.conf.get
-    monkeypatch.setattr(
-        cluster_info, "conf", lambda _, asked: "true" if asked == key else real(asked, None)
-    )
-    for module in ("intake", "slots"):
-        monkeypatch.setattr(f"sparkdl.spark.{module}.conf", cluster_info.conf)
-    before = num_jobs(spark)
-    with pytest.raises(ClusterError, match=message):
-        fit(df, request())
+    entries = {
+        "spark.dynamicAllocation.enabled": "set spark.dynamicAllocation.enabled=false",
+        "spark.network.crypto.enabled": "set spark.sparkdl.allowUnencrypted=true",
+        "spark.io.encryption.enabled": "the spool lies in clear",
+    }
+    real, before = spark.conf.get, num_jobs(spark)
+    for key, message in entries.items():
+
+        def changed(_: Any, asked: str, key: str = key) -> str | None:
+            return "true" if asked == key else real(asked, None)
+
+        for module in (cluster_info, slots, user_data_module):
+            monkeypatch.setattr(module, "conf", changed)
+        with pytest.raises(ClusterError, match=message):
+            fit(df, request())
     assert num_jobs(spark) == before
 
 
-@pytest.mark.parametrize(
-    ("sql", "changes", "message"),
-    [
-        ("IF(id = 5, NULL, label)", {}, r'"label" has 1 null row \(first: row \d+ of partition'),
-        ("label * 2", {}, r'"label" has 40 label\(s\) outside the 3 classes .*, 0 to 2 \(example'),
-        ("label - 1", {}, r'"label" must hold whole, non-negative class indices .* 40 rows do'),
-        ("label", {"input_shapes": ((2, 2),)}, r'"features" has 3 values per row .* \(2, 2\)'),
-    ],
-)
-def test_bad_data(df: DataFrame, sql: str, changes: dict[str, Any], message: str) -> None:
-    from pyspark.sql import functions as F
-
-    bad = df.withColumn("id", F.col("text").cast("int")).withColumn("label", F.expr(sql))
+def test_labels_outside_the_classes(df: DataFrame) -> None:
+    message = r'"label" has 40 label\(s\) outside the 3 classes .*, 0 to 2 \(example'
     with pytest.raises(DataError, match=message):
-        fit(bad, request(**changes))
-
-
-def test_no_rows(df: DataFrame) -> None:
-    with pytest.raises(DataError, match="the DataFrame has no rows"):
-        fit(df.where("label > 5"), request())
+        fit(df.selectExpr("features", "label * 2 AS label"), request())
 
 
 def test_an_error_in_the_users_own_query_comes_once(
@@ -341,13 +356,12 @@ class Break(Callback):
         time.sleep(self.seconds)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_the_users_error_comes_once_and_soon_and_the_next_fit_works(
-    df: DataFrame, expected: str, seconds: float
+    df: DataFrame, expected: str
 ) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        fit(df, request(Break(seconds), max_restarts=3))
+        fit(df, request(Break(60.0), max_restarts=3))
     assert time.monotonic() - began < 25
     error = caught.value
     assert (error.rank, error.error_type) == (1, "ArithmeticError")
@@ -382,33 +396,6 @@ def test_workers_can_host_the_channel_and_keep_checkpoints_elsewhere(
     assert any(run.iterdir())
 
 
-def test_a_wrong_setting(spark: SparkSession, df: DataFrame) -> None:
-    before = num_jobs(spark)
-    with (
-        setting(spark, "heartbeatTimeout", "soon"),
-        pytest.raises(ConfigError, match="heartbeatTimeout has a wrong value"),
-    ):
-        fit(df, request())
-    assert num_jobs(spark) == before
-
-
-@dataclass
-class Speak(Callback):
-    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
-        print(f"epoch {state.epoch} as rank {state.rank} sees it")
-
-
-def test_what_workers_say_reaches_the_driver(
-    df: DataFrame, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(df, request(Speak(), verbose=2))
-    lines = [line.strip() for line in capsys.readouterr().err.replace("\r", "\n").splitlines()]
-    for rank in (0, 1):
-        for epoch in (1, 2):
-            assert lines.count(f"[rank {rank}] epoch {epoch} as rank {rank} sees it") == 1
-    assert sum(line.startswith("epoch 2: loss ") for line in lines) == 1
-
-
 @dataclass
 class Linger(Callback):
     """Tells that training has begun, then takes its time."""
@@ -420,7 +407,7 @@ class Linger(Callback):
         time.sleep(30)
 
 
-def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path, expected: str) -> None:
+def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
     def interrupt() -> None:
@@ -436,7 +423,6 @@ def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path, expected: str
     finger.join(timeout=10)
     assert marker.exists()
     assert time.time() - marker.stat().st_mtime < 20
-    assert digest(fit(df, request())) == expected
 
 
 def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expected: str) -> None:
@@ -479,24 +465,13 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
     small = digest(on_a_machine_of(100, "small"))
     assert small != expected
     on_a_machine_of(100, "moved", epochs=1)
-    assert digest(on_a_machine_of(1 << 30, "moved")) == small
-    assert digest(on_a_machine_of(1 << 30, "large")) == expected
+    resumed = on_a_machine_of(1 << 30, "moved")
+    assert digest(resumed) == small
+    assert [record["epoch"] for record in resumed.summary.history] == [1, 2]
+    assert resumed.summary.steps > 4
 
 
 def test_the_users_windows(df: DataFrame, expected: str) -> None:
     wanted = request()
     windowed = replace(wanted.config, shuffle_window_bytes=200)
     assert digest(fit(df, replace(wanted, config=windowed))) != expected
-    large = replace(wanted.config, shuffle_window_bytes=1 << 20)
-    assert digest(fit(df, replace(wanted, config=large))) == expected
-
-
-def test_a_run_goes_on_where_the_last_one_stopped(
-    df: DataFrame, tmp_path: Path, expected: str
-) -> None:
-    directory = str(tmp_path / "checkpoints")
-    fit(df, request(directory=directory, epochs=1))
-    result = fit(df, request(directory=directory))
-    assert digest(result) == expected
-    assert [record["epoch"] for record in result.summary.history] == [1, 2]
-    assert result.summary.steps > 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.cluster.supervisor import Attempt
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.fit.gang_fit import _heal
 
 

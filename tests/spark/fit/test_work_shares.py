@@ -18,9 +18,10 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.fit import fit as module
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.frames.columns import prepare
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.run.resume import run_key
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.run.run_key import run_key
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 if TYPE_CHECKING:
@@ -45,19 +46,17 @@ class Tables:
         self.open: list[ShardTable] = []
 
     def __call__(self, df: DataFrame, shares: Sequence[float]) -> list[SpooledShard]:
-        prepared = [
+        columns = (
             prepare(df.schema, "features", "feature", float_dtype="float32"),
             prepare(df.schema, "label", "label", float_dtype="float32"),
-        ]
-        table = ShardTable(
-            df,
-            prepared,
-            None,
-            num_shards=len(shares),
-            run_id=uuid.uuid4().hex[:12],
-            barrier=len(shares) <= 2,  # there are two slots
-            shares=shares,
         )
+        spec = TableSpec(
+            columns=columns,
+            num_shards=len(shares),
+            is_gang=len(shares) <= 2,  # there are two slots
+            shares=tuple(shares),
+        )
+        table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
         self.open.append(table)
         return list(table.collect())
 
@@ -193,7 +192,7 @@ def test_only_unwanted_skew_is_told(
 def test_other_shares_are_another_run() -> None:
     config = TrainConfig(sync_strategy=AllReduce(work_shares=(2, 1)))
     other = replace(config, sync_strategy=AllReduce(work_shares=(1, 2)))
-    keys = {run_key(make_net(), plan(9, 9), one, "content") for one in (config, other)}
+    keys = {run_key(make_net(), plan(9, 9).columns, one, "content") for one in (config, other)}
     assert len(keys) == 2
 
 

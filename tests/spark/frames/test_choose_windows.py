@@ -1,25 +1,18 @@
-"""The memory of hosts decides how rows are mixed; a checkpoint decides it for those who go on."""
+"""The memory of hosts decides how the rows of a run that begins are mixed."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from sparkdl.data.column_stats import SpoolSummary
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.shuffle_windows import WINDOWS, HostLoad, Windows
+from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.choose_windows import as_begun, host_loads, with_windows
-from sparkdl.spark.frames.shard_table import SpooledShard
-from sparkdl.storage.checkpoint_format import CheckpointInfo, folder_name, write_manifest
-from tests.storage.memory import MemoryStorage
+from sparkdl.spark.frames.choose_windows import host_loads, windows_of_spool
+from sparkdl.spark.frames.row_table import SpooledShard
 
 GIB = 1 << 30
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))
-SMALL = Windows(group_rows=3, groups_together=4)
 
 
 def spooled(host: str, num_bytes: int, memory_bytes: int, shard_id: int = 0) -> SpooledShard:
@@ -66,48 +59,10 @@ def planned(*parts: SpooledShard) -> TrainPlan:
 def test_the_smallest_host_decides_for_all() -> None:
     parts = [spooled("a", GIB, 64 * GIB, 0), spooled("b", GIB, 3 * GIB - 1, 1)]
     for window_bytes, is_whole in ((None, False), (GIB, True), (GIB - 1, False)):
-        plan = with_windows(
+        windows = windows_of_spool(
             planned(*parts), parts, cluster("yarn", 2), {}.get, window_bytes=window_bytes
         )
-        assert (plan.windows is None) == is_whole
-    assert plan.windows is not None
+        assert (windows is None) == is_whole
+    assert windows is not None
     row_bytes = -(-2 * GIB // 2000)  # of validation rows too
-    assert plan.windows.group_rows == (8 << 20) // row_bytes
-
-
-@dataclass(frozen=True)
-class FakeRun:
-    """The part of a run that is asked for."""
-
-    link: Any
-    plan: TrainPlan
-    run_key: str = "0123456789abcdef"
-
-
-def resumed(storage: MemoryStorage | None) -> Windows | None:
-    plan = replace(planned(spooled("a", 1, 1)), windows=SMALL)
-    run: Any = FakeRun(SimpleNamespace(checkpoints=storage), plan)
-    return as_begun(run).plan.windows
-
-
-def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
-    path = f"0123456789abcdef/{folder_name(step)}"
-    write_manifest(
-        CheckpointInfo(
-            storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",
-            complete=False, environment=environment, files={},
-        )
-    )  # fmt: skip
-
-
-def test_the_newest_checkpoint_that_says_so_decides() -> None:
-    storage = MemoryStorage()
-    assert resumed(None) == resumed(storage) == SMALL
-    note(storage, 5, {WINDOWS: "7x8"})
-    assert resumed(storage) == Windows(group_rows=7, groups_together=8)
-    note(storage, 10, {WINDOWS: "whole"})
-    assert resumed(storage) is None
-    note(storage, 15, {WINDOWS: "damaged"})
-    assert resumed(storage) is None
-    note(storage, 20, {})  # of an older version
-    assert resumed(storage) == SMALL
+    assert windows.group_rows == (8 << 20) // row_bytes

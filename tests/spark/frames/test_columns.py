@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,15 +54,15 @@ def vectors(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, ["dense", "sparse", "matrix"])
 
 
-def values(df: DataFrame, prepared: Prepared) -> np.ndarray:
-    """What a worker would see."""
-    arrow = df.select(prepared.expression.alias("c")).toArrow().column("c").combine_chunks()
-    return uniform(arrow)
+def values(df: DataFrame, prepared: Iterable[Prepared]) -> list[np.ndarray]:
+    """What a worker would see of each column, found by one job."""
+    columns = [p.expression.alias(f"c{number}") for number, p in enumerate(prepared)]
+    table = df.select(*columns).toArrow()
+    return [uniform(column.combine_chunks()) for column in table.columns]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "expected"),
-    [
+def test_features_keep_their_dtype(df: DataFrame) -> None:
+    cases: list[tuple[str, str, Any]] = [
         ("bool", "bool", [True]),
         ("byte", "int8", [-1]),
         ("short", "int16", [-300]),
@@ -81,29 +82,33 @@ def values(df: DataFrame, prepared: Prepared) -> np.ndarray:
         ("cube", "int16", [[[[1], [2]]]]),
         ("a.b", "float32", [2.5]),
         ("tick`s", "int32", [3]),
-    ],
-)
-def test_features_keep_their_dtype(df: DataFrame, name: str, dtype: str, expected: Any) -> None:
-    prepared = prepare(df.schema, name, "feature", float_dtype="float32")
-    assert (prepared.name, prepared.role, prepared.dtype) == (name, "feature", dtype)
-    got = values(df, prepared)
-    assert got.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(got, np.array(expected, dtype))
+    ]
+    prepared = [prepare(df.schema, name, "feature", float_dtype="float32") for name, *_ in cases]
+    for (name, dtype, expected), p, got in zip(cases, prepared, values(df, prepared), strict=True):
+        assert (p.name, p.role, p.dtype) == (name, "feature", dtype)
+        assert got.dtype == np.dtype(dtype), name
+        np.testing.assert_array_equal(got, np.array(expected, dtype), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["float", "double", "decimal", "floats", "doubles", "matrix"])
-def test_floating_columns_take_the_dtype_of_the_module(df: DataFrame, name: str) -> None:
-    prepared = prepare(df.schema, name, "feature", float_dtype="float64")
-    assert values(df, prepared).dtype == np.dtype("float64") == np.dtype(prepared.dtype)
+def test_floating_columns_take_the_dtype_of_the_module(df: DataFrame) -> None:
+    names = ["float", "double", "decimal", "floats", "doubles", "matrix"]
+    prepared = [prepare(df.schema, name, "feature", float_dtype="float64") for name in names]
+    assert {p.dtype for p in prepared} == {"float64"}
+    assert {got.dtype for got in values(df, prepared)} == {np.dtype("float64")}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("name", "expected"), [("dense", [[1.0, 2.0]]), ("sparse", [[0.0, 3.0]])])
-def test_vectors(vectors: DataFrame, name: str, expected: Any, dtype: str) -> None:
-    prepared = prepare(vectors.schema, name, "feature", float_dtype=dtype)
-    got = values(vectors, prepared)
-    assert got.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(got, expected)
+def test_vectors(vectors: DataFrame) -> None:
+    cases = [
+        (name, dtype, expected)
+        for dtype in ("float32", "float64")
+        for name, expected in (("dense", [[1.0, 2.0]]), ("sparse", [[0.0, 3.0]]))
+    ]
+    prepared = [
+        prepare(vectors.schema, name, "feature", float_dtype=dtype) for name, dtype, _ in cases
+    ]
+    for (_, dtype, expected), got in zip(cases, values(vectors, prepared), strict=True):
+        assert got.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_null_vector_is_found_not_thrown(spark: SparkSession) -> None:
@@ -120,40 +125,33 @@ def vector_schema() -> Any:
     return StructType([StructField("v", VectorUDT())])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("bool", "int64"), ("byte", "int64"), ("int", "int64"), ("long", "int64"),
-        ("float", "float32"), ("double", "float32"), ("decimal", "float32"),
-        ("doubles", "float32"), ("ints", "int64"), ("bools", "int64"), ("matrix", "float32"),
-    ],
-)  # fmt: skip
-def test_labels_are_what_losses_accept(df: DataFrame, name: str, dtype: str) -> None:
-    prepared = prepare(df.schema, name, "label", float_dtype="float32")
-    assert not prepared.as_classes
-    assert prepared.dtype == dtype
-    assert values(df, prepared).dtype == np.dtype(dtype)
+LABELS = [
+    ("bool", "int64"), ("byte", "int64"), ("int", "int64"), ("long", "int64"),
+    ("float", "float32"), ("double", "float32"), ("decimal", "float32"),
+    ("doubles", "float32"), ("ints", "int64"), ("bools", "int64"), ("matrix", "float32"),
+]  # fmt: skip
+# Floating ones stay so until the worker has seen that they are whole.
+CLASSES = [
+    ("bool", "int64"), ("byte", "int64"), ("long", "int64"), ("float", "float64"),
+    ("double", "float64"), ("decimal", "float64"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "arrow_dtype"),
-    [
-        ("bool", "int64"), ("byte", "int64"), ("long", "int64"), ("float", "float64"),
-        ("double", "float64"), ("decimal", "float64"),
-    ],
-)  # fmt: skip
-def test_class_indices_of_any_numeric_type(df: DataFrame, name: str, arrow_dtype: str) -> None:
-    # Floating ones stay so until the worker has seen that they are whole.
-    prepared = prepare(df.schema, name, "label", float_dtype="float32", as_classes=True)
-    assert (prepared.as_classes, prepared.dtype) == (True, "int64")
-    assert values(df, prepared).dtype == np.dtype(arrow_dtype)
-
-
-@pytest.mark.parametrize("name", ["bool", "int", "float", "double", "decimal"])
-def test_weights_are_floating(df: DataFrame, name: str) -> None:
-    prepared = prepare(df.schema, name, "weight", float_dtype="float32")
-    assert prepared.dtype == "float32"
-    assert values(df, prepared).dtype == np.dtype("float32")
+def test_labels_are_what_losses_accept(df: DataFrame) -> None:
+    labels = [prepare(df.schema, name, "label", float_dtype="float32") for name, _ in LABELS]
+    assert [(p.dtype, p.as_classes) for p in labels] == [(dtype, False) for _, dtype in LABELS]
+    classes = [
+        prepare(df.schema, name, "label", float_dtype="float32", as_classes=True)
+        for name, _ in CLASSES
+    ]
+    assert {(p.dtype, p.as_classes) for p in classes} == {("int64", True)}
+    weights = [
+        prepare(df.schema, name, "weight", float_dtype="float32")
+        for name in ("bool", "int", "float", "double", "decimal")
+    ]
+    assert {p.dtype for p in weights} == {"float32"}
+    found = [str(got.dtype) for got in values(df, [*labels, *classes, *weights])]
+    assert found == [dtype for _, dtype in (*LABELS, *CLASSES)] + ["float32"] * len(weights)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.spark.frames import shard_table
 from sparkdl.spark.frames import shard_table as module
 from sparkdl.spark.frames.columns import prepare, validation_indicator
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard, content_of
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, content_of
+from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.frames.specified_columns import prepare_named
 from sparkdl.spark.frames.spool_task import CleanTask
 
@@ -47,14 +49,16 @@ class Tables:
         self, df: DataFrame, *, num_shards: int = 2, validation: bool = False,
         as_classes: bool = True,
     ) -> ShardTable:  # fmt: skip
-        prepared = [
+        columns = (
             prepare(df.schema, "x", "feature", float_dtype="float32"),
             prepare(df.schema, "y", "label", float_dtype="float32", as_classes=as_classes),
             prepare(df.schema, "w", "weight", float_dtype="float32"),
-        ]
-        indicator = validation_indicator(df.schema, "v") if validation else None
-        run_id = uuid.uuid4().hex[:12]
-        table = ShardTable(df, prepared, indicator, num_shards=num_shards, run_id=run_id)
+        )
+        spec = TableSpec(columns=columns, num_shards=num_shards)
+        if validation:
+            indicator = validation_indicator(df.schema, "v")
+            spec = replace(spec, validation=indicator, validation_col="v")
+        table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
         self.open.append(table)
         return table
 
@@ -137,10 +141,11 @@ def test_rows_of_equal_hashes_have_an_order_too(spark: SparkSession) -> None:
     found = []
     for these in (rows, rows[::-1]):
         df = spark.createDataFrame(these, schema).coalesce(1)
-        prepared = [
+        columns = tuple(
             prepare_named(df.schema, entry, "feature", float_dtype="float32") for entry in entries
-        ]
-        table = ShardTable(df, prepared, None, num_shards=1, run_id=uuid.uuid4().hex[:12])
+        )
+        spec = TableSpec(columns=columns, num_shards=1)
+        table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
         try:
             spooled = table.collect()
             columns = table.columns(spooled)
@@ -212,68 +217,19 @@ def test_uneven_shards(spark: SparkSession, tables: Tables) -> None:
 def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
     table = tables(good, validation=True)
     spooled = table.collect()
-    table.check_indicator("v", spooled)
     assert sum(part.shard.num_rows for part in spooled) == 15
     assert sum(part.shard.num_validation_rows for part in spooled) == 5
     rows = [row[0][0] for shard in read(table, spooled, "validation") for row in shard]
     assert sorted(rows) == [0, 4, 8, 12, 16]
 
 
-NAN = math.nan
-INF = float("inf")
 WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([(None, 1.0, 1.0, True)], rf'"x" has 1 null row {WHERE}'),
-        ([([1.0, None], 1.0, 1.0, True)] * 2, rf'"x" has 2 null rows {WHERE}'),
-        ([([1.0, 2.0], None, 1.0, True)], rf'"y" has 1 null row {WHERE}'),
-        ([([1.0, 2.0], 1.0, None, True)], rf'"w" has 1 null row {WHERE}'),
-        (
-            [([1.0], 1.0, 1.0, True)],
-            r'"x" is ragged: most rows have shape \(2,\), but 1 do not '
-            r"\(first: row \d+ of partition [01], of shape \(1,\)\); pad or drop them before fit",
-        ),
-        (
-            [([1.0, 2.0], NAN, 1.0, True)] * 3,
-            r'"y" must hold whole, non-negative class indices \(index strings with '
-            r"StringIndexer\), but 3 rows do not \(first: nan in row \d+ of partition [01]\); "
-            "drop or mend them before fit",
-        ),
-        ([([1.0, 2.0], 1.5, 1.0, True)], r'"y" .* but 1 row do not \(first: 1.5 in row \d+ of'),
-        ([([1.0, 2.0], -1.0, 1.0, True)], r'"y" .* but 1 row do not \(first: -1.0 in row'),
-        (
-            [([1.0, 2.0], 1.0, -0.5, True)],
-            r'"w" must hold finite numbers that are not negative, but 1 row do not '
-            r"\(first: -0.5 in row",
-        ),
-        ([([1.0, 2.0], 1.0, NAN, True)], r'"w" must hold finite .* \(first: nan in row'),
-        (
-            [(None, INF, INF, True)],
-            r'"x" has 1 null row .*; column "y" must .* \(first: inf in .*; column "w" must .* do '
-            r"not \(first: inf in row",
-        ),
-    ],
-)
-def test_bad_rows_are_counted_with_an_example(
-    spark: SparkSession, tables: Tables, rows: list[Any], message: str
-) -> None:
-    table = tables(frame(spark, [*GOOD, *rows]))
-    spooled = table.collect()
-    with pytest.raises(DataError, match=f"column {message}"):
-        table.columns(spooled)
-
-
-def test_a_label_that_is_no_class_may_be_any_finite_number(
-    spark: SparkSession, tables: Tables
-) -> None:
-    fine = tables(frame(spark, [([1.0, 2.0], -1.5, 1.0, True)]), as_classes=False)
-    assert fine.columns(fine.collect())[1].dtype == "float32"
-    bad = tables(frame(spark, [([1.0, 2.0], NAN, 1.0, True)]), as_classes=False)
-    with pytest.raises(DataError, match='"y" must hold finite numbers, but 1 row'):
-        bad.columns(bad.collect())
+def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Tables) -> None:
+    table = tables(frame(spark, [*GOOD, ([1.0, None], math.inf, 1.0, True)]))
+    with pytest.raises(DataError, match=f'column "x" has 1 null row {WHERE}; column "y" must hold'):
+        table.columns(table.collect())
 
 
 def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, tables: Tables) -> None:
@@ -285,9 +241,8 @@ def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, table
 
 def test_a_null_indicator(spark: SparkSession, tables: Tables) -> None:
     table = tables(frame(spark, [*GOOD, ([1.0, 2.0], 1.0, 1.0, None)]), validation=True)
-    spooled = table.collect()
     with pytest.raises(DataError, match=f'column "v" has 1 null row {WHERE}'):
-        table.check_indicator("v", spooled)
+        table.columns(table.collect())
 
 
 def unsteady(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -325,8 +280,8 @@ def test_closing_leaves_no_file_and_no_persisted_table(
 
 def test_closing_after_nothing_was_spooled(spark: SparkSession, good: DataFrame) -> None:
     before = persisted(spark)
-    prepared = [prepare(good.schema, "x", "feature", float_dtype="float32")]
-    ShardTable(good, prepared, None, num_shards=2, run_id="never").close()
+    columns = (prepare(good.schema, "x", "feature", float_dtype="float32"),)
+    ShardTable(good, TableSpec(columns=columns, num_shards=2), run_id="never").close()
     assert persisted(spark) == before
 
 
@@ -337,13 +292,8 @@ def test_closing_never_raises_and_forgets_the_table_even_if_it_cannot_clean(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = persisted(spark)
-    table = ShardTable(
-        good,
-        [prepare(good.schema, "x", "feature", float_dtype="float32")],
-        None,
-        num_shards=1,
-        run_id="gone",
-    )
+    columns = (prepare(good.schema, "x", "feature", float_dtype="float32"),)
+    table = ShardTable(good, TableSpec(columns=columns, num_shards=1), run_id="gone")
     (spooled,) = table.collect()
 
     def broken(*_: Any) -> None:

@@ -21,6 +21,7 @@ from sparkdl.data.shuffle import WindowedOrder, cut_rows, epoch_order, windowed_
 from sparkdl.data.shuffle_windows import make_windows
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.spark.frames.columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 
 if TYPE_CHECKING:
@@ -46,12 +47,12 @@ def shards(spark: SparkSession) -> list[Spooled]:
     small = spark.range(ROWS * 9 // 10, ROWS, 1, 7)
     label = (F.col("id") * CLASSES / ROWS).cast("int")
     df = large.union(small).withColumn("label", label.cast("double"))
-    prepared = [
+    prepared = (
         prepare(df.schema, "id", "feature", float_dtype="float32"),
         prepare(df.schema, "label", "label", float_dtype="float32", as_classes=True),
-    ]
-    run_id = uuid.uuid4().hex[:12]
-    table = ShardTable(df, prepared, None, num_shards=SHARDS, run_id=run_id)
+    )
+    spec = TableSpec(columns=prepared, num_shards=SHARDS)
+    table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
     try:
         spooled = table.collect()
         columns = table.columns(spooled)

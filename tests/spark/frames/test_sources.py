@@ -30,10 +30,13 @@ from sparkdl.data.plan import Split, make_plan
 from sparkdl.data.source import Contents, Wanted
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
-from sparkdl.spark.fit.checks import prepare_columns, shaped
+from sparkdl.spark.fit.check_request import prepare_columns
+from sparkdl.spark.fit.check_rows import shaped
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.frames.shard_table import ShardTable, content_of
-from sparkdl.spark.frames.source_table import SourceTable, empty_frame
+from sparkdl.spark.frames.row_table import TableSpec, content_of
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.frames.user_data import empty_frame
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.spark.fit.test_fit import digest, make_net, request
@@ -127,7 +130,7 @@ def test_rounds(folder: Path) -> None:
 
 def collected(spark: SparkSession, source: Any, wanted: FitRequest) -> SourceTable:
     prepared, _ = prepare_columns(empty_frame(spark, source), wanted, "float32")
-    return SourceTable(spark, source, prepared, None, num_shards=2, shares=None)
+    return SourceTable(spark, source, TableSpec(columns=tuple(prepared), num_shards=2))
 
 
 def test_a_source_that_changes_before_a_restart(spark: SparkSession, tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ def rows_of(table: Any, wanted: FitRequest, split: Split) -> Iterator[dict[Any, 
     try:
         shards = table.collect()
         plan = make_plan(
-            columns=shaped(table, shards, wanted),
+            columns=shaped(table.columns(shards), wanted.input_shapes),
             shards=[part.shard for part in shards],
             world_size=1,
             batch_size=1,
@@ -281,14 +284,17 @@ def test_rows_are_those_that_a_dataframe_gives(
         input_shapes=(),
     )  # fmt: skip
     prepared, validation = prepare_columns(kinds, wanted, "float32")
-    spooled = ShardTable(kinds, prepared, validation, num_shards=2, run_id="kinds")
+    spec = TableSpec(
+        columns=tuple(prepared), num_shards=2, validation=validation, validation_col="held"
+    )
+    spooled = ShardTable(kinds, spec, run_id="kinds")
     source = ParquetSource(kinds.inputFiles()[0].removeprefix("file://").rpartition("/")[0])
     empty = empty_frame(spark, source)
     assert [(f.name, f.dataType) for f in empty.schema] == [
         (f.name, f.dataType) for f in kinds.schema
     ]
     prepared, _ = prepare_columns(empty, wanted, "float32")
-    read = SourceTable(spark, source, prepared, "held", num_shards=2, shares=None)
+    read = SourceTable(spark, source, replace(spec, columns=tuple(prepared)))
     expected = sorted(rows_of(spooled, wanted, split), key=lambda row: row["label"])
     found = sorted(rows_of(read, wanted, split), key=lambda row: row["label"])
     assert len(found) == (30 if split == "train" else 10)

@@ -14,8 +14,8 @@ from torch import nn
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged, WorkerError
 from sparkdl.inputs import Tensor, named
+from sparkdl.spark.fit.check_request import choose_mode
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.fit.intake import choose_mode
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce

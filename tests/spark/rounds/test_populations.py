@@ -14,8 +14,8 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping
 from sparkdl.errors import CheckpointError, ConfigError, DataError, TrainingDiverged
+from sparkdl.spark.fit.check_request import choose_mode
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.fit.intake import choose_mode
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.population.population import PopulationStrategy

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.spark.run.resume import find_checkpoint
+from sparkdl.data.shuffle_windows import WINDOWS, Windows
+from sparkdl.spark.run.resume import find_checkpoint, windows_to_go_on
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
@@ -78,3 +79,33 @@ def test_what_lies_beside_is_told(caplog: pytest.LogCaptureFixture) -> None:
         write(storage, TrainState(epoch=1, step=10), run_key="other")
         assert found(storage, epochs=1) is None
     assert "memory holds checkpoints of other runs, but none of these rows, module" in caplog.text
+
+
+SMALL = Windows(group_rows=3, groups_together=4)
+
+
+def resumed(storage: MemoryStorage | None) -> Windows | None:
+    return windows_to_go_on(storage, "0123456789abcdef", lambda: SMALL)
+
+
+def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
+    path = f"0123456789abcdef/{folder_name(step)}"
+    write_manifest(
+        CheckpointInfo(
+            storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",
+            complete=False, environment=environment, files={},
+        )
+    )  # fmt: skip
+
+
+def test_the_newest_checkpoint_that_says_so_decides() -> None:
+    storage = MemoryStorage()
+    assert resumed(None) == resumed(storage) == SMALL
+    note(storage, 5, {WINDOWS: "7x8"})
+    assert resumed(storage) == Windows(group_rows=7, groups_together=8)
+    note(storage, 10, {WINDOWS: "whole"})
+    assert resumed(storage) is None
+    note(storage, 15, {WINDOWS: "damaged"})
+    assert resumed(storage) is None
+    note(storage, 20, {})  # of an older version
+    assert resumed(storage) == SMALL

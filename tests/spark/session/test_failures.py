@@ -21,7 +21,7 @@ from pyspark.errors import (
 )
 
 from sparkdl.errors import DataError, StorageError, TrainingFailed
-from sparkdl.spark.session.failures import is_loss, raise_unless_loss, told_by
+from sparkdl.spark.session.failures import is_loss, raise_unless_loss, spark_message
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -122,9 +122,9 @@ def test_the_telling_lines() -> None:
     error = PySparkException(
         "Job aborted:\n\n  Lost task 0.0\n\tat org.apache.Spark\n... 3 more\ncause\nfourth\nfifth"
     )
-    assert told_by(error) == "Job aborted: | Lost task 0.0 | cause | fourth"
-    assert told_by(PySparkException("")) == "PySparkException"
-    assert told_by(PySparkException("x" * 1000)) == "x" * 597 + "..."
+    assert spark_message(error) == "Job aborted: | Lost task 0.0 | cause | fourth"
+    assert spark_message(PySparkException("")) == "PySparkException"
+    assert spark_message(PySparkException("x" * 1000)) == "x" * 597 + "..."
 
 
 class JavaError:
@@ -143,8 +143,8 @@ class JavaError:
 def test_what_was_waited_for_is_told_and_not_the_waiting() -> None:
     error = PySparkException("py4j's text")
     error.java_exception = JavaError("Exception thrown in awaitResult: ", JavaError("task lost"))  # type: ignore[attr-defined]
-    assert told_by(error) == "task lost"
+    assert spark_message(error) == "task lost"
     error.java_exception = JavaError("Exception thrown in awaitResult: ")  # type: ignore[attr-defined]
-    assert told_by(error) == "Exception thrown in awaitResult:"
+    assert spark_message(error) == "Exception thrown in awaitResult:"
     error.java_exception = JavaError("job aborted", JavaError("deeper"))  # type: ignore[attr-defined]
-    assert told_by(error) == "job aborted"
+    assert spark_message(error) == "job aborted"

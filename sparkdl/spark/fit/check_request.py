@@ -1,47 +1,202 @@
-"""Do module, DataFrame and configuration fit together? Asked on the driver, before the gang.
-
-What needs no data is asked before any job; what only the rows can tell, after the spool.
-"""
+"""The checks of a fit before its first job, and what they decide. ``explain`` makes the same."""
 
 from __future__ import annotations
 
 import copy
 import io
-import math
+import logging
 import pickle
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 
 from sparkdl import sync
 from sparkdl.config import TrainConfig
-from sparkdl.data.column_stats import merge_stats
-from sparkdl.data.plan import Column
-from sparkdl.data.source import Source
-from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Named, Sequence, Tensor
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.errors import ConfigError
+from sparkdl.inputs import Sequence
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.spark.frames.columns import Prepared, prepare, quoted, validation_indicator
-from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
-from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.cluster.slots import Slots, plan_gang, plan_rounds
+from sparkdl.spark.frames.columns import Prepared, prepare, validation_indicator
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.specified_columns import prepare_named
+from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import described, is_case_sensitive
-from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.spark.session.compat import conf, is_case_sensitive
+from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.train.objective.loss import LossFunction
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "gang", "rounds")
 _CONNECT_SESSION = "pyspark.sql.connect.session"
 """Where Spark Connect's session is; importing it needs packages that need not be there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """What a fit has decided before its first job."""
+
+    request: FitRequest
+    """As it was asked for; ``config.sync_strategy`` is an object."""
+    data: UserData
+    settings: Settings
+    module: nn.Module
+    """Of our own, on the CPU; what does not train is frozen."""
+    frozen: Items[str]
+    """What `freeze` has frozen, for `thaw`."""
+    objective: LossFunction
+    """What the run minimizes; built once on the driver."""
+    columns: tuple[Prepared, ...]
+    """Features, labels and weight, in this order."""
+    validation: SparkColumn | None
+    """Says which rows are for validation; None: none."""
+    slots: Slots
+
+    @property
+    def spark(self) -> SparkSession:
+        """The session of the data."""
+        return self.data.spark
+
+    @property
+    def config(self) -> TrainConfig:
+        """How every worker trains."""
+        return self.request.config
+
+    @property
+    def strategy(self) -> SyncStrategy:
+        """How replicas are brought to agree."""
+        strategy: SyncStrategy = self.config.sync_strategy
+        return strategy
+
+    @property
+    def in_rounds(self) -> bool:
+        """True if tasks of rounds train, False if a gang does."""
+        return not self.slots.is_gang
+
+    @property
+    def table_spec(self) -> TableSpec:
+        """What the shards of the run shall hold."""
+        return TableSpec(
+            columns=self.columns,
+            num_shards=self.slots.num_workers,
+            validation=self.validation,
+            validation_col=self.request.validation_col,
+            shares=self.shares,
+            is_gang=self.slots.is_gang,
+            profile=self.slots.profile,
+        )
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Each shard's part of the rows, adding up to 1; None: equal parts."""
+        shares = self.strategy.row_shares(self.slots.num_workers)
+        return None if shares is None else tuple(shares)
+
+    def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
+        """The plan of a run over these shards, without windows."""
+        return self.strategy.hold_out(
+            make_plan(
+                columns=columns,
+                shards=shards,
+                world_size=len(shards),
+                batch_size=self.config.batch_size,
+                epochs=self.config.epochs,
+                max_steps=self.config.max_steps,
+            )
+        )
+
+
+def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
+    """Check all that needs no job, and wait for the cluster's slots.
+
+    Args:
+        data: what is trained on.
+        request: what the estimator asks for.
+
+    Raises:
+        ConfigError: a parameter is wrong.
+        DataError: a column is missing, or of a type of which no tensor can be made.
+        ClusterError: the cluster cannot run as many workers.
+        StorageError: the initial weights or the source cannot be read.
+    """
+    settings = read_settings(partial(conf, data.spark))
+    data.check_files(settings)
+    check_travels(
+        request.config, inputs=request.specified, labels=request.labels, source=data.source
+    )
+    strategy = sync.resolve(request.config.sync_strategy)
+    config = replace(request.config, sync_strategy=strategy)
+    request = replace(request, config=config)
+    is_gang = choose_mode(request.execution_mode, strategy) == "gang"
+    module, float_dtype = make_module(request)
+    frozen = freeze(module, config.frozen_layers)
+    objective = check_training(module, request)
+    data.check_inputs((*request.specified, *request.labels))
+    data.check_training(config, strategy, request.validation_col)
+    columns, validation = prepare_columns(data.frame, request, float_dtype)
+    slots = (plan_gang if is_gang else plan_rounds)(
+        data.spark,
+        settings,
+        num_workers=request.num_workers,
+        cpus_per_worker=request.cpus_per_worker,
+        gpus_per_worker=request.gpus_per_worker,
+    )
+    if request.num_workers is None:
+        logger.info(
+            "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
+            slots.num_workers,
+        )
+    strategy.check(config, slots.num_workers)
+    check_sync_batch_norm(module, config, slots.num_workers)
+    return CheckedRequest(
+        request=request,
+        data=data,
+        settings=settings,
+        module=module,
+        frozen=frozen,
+        objective=objective,
+        columns=tuple(columns),
+        validation=validation,
+        slots=slots,
+    )
+
+
+def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "rounds"]:
+    """The mode that the user asked for; ``auto`` leaves it to the strategy.
+
+    Raises:
+        ConfigError: there is no such mode, or the strategy cannot run in it.
+    """
+    if requested not in MODES:
+        raise ConfigError(f"executionMode must be one of {MODES}; received {requested!r}")
+    if requested == "gang":
+        if (obstacle := strategy.why_not_gang()) is not None:
+            raise ConfigError(
+                f"{type(strategy).__name__} cannot run with executionMode='gang': {obstacle}; use "
+                "executionMode='rounds'"
+            )
+        return "gang"
+    obstacle = strategy.why_not_rounds()
+    if requested == "auto":
+        return "rounds" if strategy.prefers_rounds and obstacle is None else "gang"
+    if obstacle is not None:
+        raise ConfigError(
+            f"{type(strategy).__name__} cannot run with executionMode='rounds': {obstacle}; use "
+            "executionMode='gang'"
+        )
+    return "rounds"
 
 
 def check_travels(config: TrainConfig, **columns: Any) -> None:
@@ -83,41 +238,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return super().reducer_override(value)
 
 
-def check_source(source: Source, request: FitRequest, strategy: SyncStrategy) -> None:
-    """Refuse what only spools can do.
-
-    Raises:
-        ConfigError: names it.
-    """
-    name = type(source).__name__
-    if isinstance(strategy, PopulationStrategy):
-        raise ConfigError(
-            f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a DataFrame"
-        )
-    if request.config.group_by_length:
-        raise ConfigError(
-            f"groupByLength needs the lengths of all rows, which {name} does not know; fit on a "
-            "DataFrame"
-        )
-    if request.config.shuffle_window_bytes is not None:
-        raise ConfigError(f"shuffleWindowBytes is for DataFrames; {name} has options of its own")
-    check_skipping(source, (*request.specified, *request.labels))
-    check_travels(request.config, source=source)
-
-
-def check_skipping(source: Source, entries: Iterable[Named]) -> None:
-    """Refuse to leave rows out of a source.
-
-    Raises:
-        ConfigError: an input asks for it.
-    """
-    if any(entry.specification.skips for entry in entries):
-        raise ConfigError(
-            f"on_error='skip' changes the number of rows, which {type(source).__name__} must know "
-            "before training; mend the images, or use a DataFrame"
-        )
-
-
 def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     """A module of our own, on the CPU, to start from, and the dtype of its floating features.
 
@@ -147,11 +267,14 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     return module, "float64" if is_double else "float32"
 
 
-def check_training(module: nn.Module, request: FitRequest) -> None:
+def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
 
     Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
     nor while the module is lazy.
+
+    Returns:
+        What the run minimizes, for all that the driver asks of it.
 
     Raises:
         ConfigError: loss, metrics, optimizer or schedule cannot be used, or the strategy refuses
@@ -161,15 +284,15 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     import torch
     from torch import nn
 
-    from sparkdl.train.objective.label_losses import loss_of
     from sparkdl.train.objective.metrics import Metrics
+    from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
     config = request.config
-    strategy = sync.resolve(config.sync_strategy)
+    strategy: SyncStrategy = config.sync_strategy
     with borrowed_generator(config.seed):
-        loss = loss_of(config)
-        Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
+        objective = objective_of(config, module)
+        Metrics(config.metrics, config.task, objective.predictions, torch.device("cpu"))
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)
@@ -182,6 +305,7 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
             make_scheduler(config, optimizer, make, steps_per_epoch=1)
+    return objective
 
 
 def prepare_columns(
@@ -238,36 +362,6 @@ def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:
         raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
 
 
-def shaped(
-    table: ShardTable | SourceTable, spooled: Items[SpooledShard], request: FitRequest
-) -> tuple[Column, ...]:
-    """The spool's columns, features reshaped as asked for."""
-    if request.validation_col is not None:
-        table.check_indicator(request.validation_col, spooled)
-    columns = list(table.columns(spooled))
-    for index, shape in enumerate(request.input_shapes):
-        if shape is not None:
-            columns[index] = _reshaped(columns[index], shape)
-    return tuple(_as_specified(column) for column in columns)
-
-
-def _as_specified(column: Column) -> Column:
-    """A tensor in the shape that its specification asks for; a sequence that can be padded."""
-    if isinstance(column.kind, Sequence):
-        column.kind.check_padding(column.dtype)
-    shape = column.kind.shape if isinstance(column.kind, Tensor) else None
-    return column if shape is None else _reshaped(column, shape)
-
-
-def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
-    if math.prod(column.shape) != math.prod(shape):
-        raise DataError(
-            f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
-            f"{column.shape}), which shape {shape} cannot hold"
-        )
-    return replace(column, shape=shape)
-
-
 def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:
     """Refuse ``syncBatchNorm`` with a module or a strategy that it does not fit.
 
@@ -277,38 +371,4 @@ def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: i
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:
-        sync_batch_norm.check(module, sync.resolve(config.sync_strategy), num_workers)
-
-
-def check_labels(
-    df: DataFrame, label_col: str, num_classes: int, index: int, spooled: Items[SpooledShard]
-) -> None:
-    """Refuse labels outside the classes; asks Spark for count and example only if there are any.
-
-    Args:
-        df: the DataFrame.
-        label_col: its label column.
-        num_classes: classes of the module's output.
-        index: number of the label among the spool's columns.
-        spooled: the shards.
-
-    Raises:
-        DataError: with count and an example.
-    """
-    stats = merge_stats([shard.summary.columns[index] for shard in spooled])
-    if stats.maximum is None or stats.maximum < num_classes:
-        return
-    column = F.col(quoted(label_col))
-    outside = df.where(column >= num_classes)
-    with described(df.sparkSession, "sparkdl: look for labels outside the classes"):
-        row, number = outside.first(), outside.count()
-    raise DataError(
-        f'column "{label_col}" has {number} label(s) outside the {num_classes} classes '
-        f"of the module's output, 0 to {num_classes - 1} (example row: {_shown(row)}); "
-        "mend the labels or widen the module's output"
-    )
-
-
-def _shown(row: Any) -> str:
-    text = str(row)
-    return text if len(text) <= 200 else text[:197] + "..."
+        sync_batch_norm.check(module, config.sync_strategy, num_workers)

@@ -1,9 +1,8 @@
-"""Under which name does a run keep its checkpoints, so that the same fit and no other finds them?
+"""What makes a value behave as it does, as JSON that is equal in every process.
 
-Equal data, equal module, equal configuration give an equal key, in another process too. A pickle
-would not do: cloudpickle numbers classes of notebooks at random. So values are told apart by what
-they hold: tensors by their bytes, objects by their state, functions and classes by their names,
-and, where they do not come with an installed package, by their compiled code as well.
+A pickle would not do: cloudpickle numbers classes of notebooks at random. So values are told apart
+by what they hold: tensors by their bytes, objects by their state, functions and classes by their
+names, and, where they do not come with an installed package, by their compiled code as well.
 """
 
 from __future__ import annotations
@@ -19,38 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.config import TrainConfig
-from sparkdl.data.plan import TrainPlan
 from sparkdl.runtime.public_names import public_module
 
-_LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")
-"""What only says how long to train, or how to watch it: a finished run can be continued."""
 _BY_NAME = ("sparkdl", "torch", "pyspark")
 """Packages whose code counts as installed wherever it lies."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-
-
-def run_key(module: nn.Module, plan: TrainPlan, config: TrainConfig, content: str) -> str:
-    """Name of a run's checkpoints, 16 hexadecimal digits.
-
-    Args:
-        module: with its initial weights, which count: a factory, being seeded, gives the same ones
-            each time, and a module that was made elsewhere must be made from the same seed.
-        plan: its columns count, the number of workers does not.
-        config: all but the number of epochs and steps, checkpoints, callbacks and device.
-        content: fingerprint of the rows.
-    """
-    columns = [
-        [c.name, c.role, c.dtype, list(c.shape), c.argument, identity(c.specification)]
-        for c in plan.columns
-    ]
-    options = {
-        name: identity(getattr(config, name))
-        for name in config.__dataclass_fields__
-        if name not in _LEFT_OUT
-    }
-    text = json.dumps([identity(module), columns, options, content], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def identity(value: Any) -> Any:
@@ -62,7 +34,7 @@ def identity(value: Any) -> Any:
 
 
 class _Describer:
-    """One walk through a value; what is met again is told by its number."""
+    """One walk through a value; what comes up again is named by its number."""
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[int, Any]] = {}  # the values too, so that no id is used twice
@@ -172,7 +144,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python or with a package, whose version tells its code."""
+    """True if a module comes with Python or with a package, whose version tells its code."""
     package = (module or "builtins").partition(".")[0]
     if package in _BY_NAME or package in sys.stdlib_module_names:
         return True

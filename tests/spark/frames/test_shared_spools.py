@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sparkdl.errors import TrainingFailed
-from sparkdl.spark.cluster.slot_queue import Turns
+from sparkdl.spark.frames.shared_spools import SlotQueue
 
 
 def most_at_a_time(num_slots: int, total: int | None) -> int:
     """How many of four fits were in their block together."""
-    turns, counted = Turns(), threading.Lock()
+    queue, counted = SlotQueue(), threading.Lock()
     inside, most = 0, 0
 
     def fit(_: int) -> None:
         nonlocal inside, most
-        with turns.slots(num_slots, total):
+        with queue.slots(num_slots, total):
             with counted:
                 inside += 1
                 most = max(most, inside)
@@ -42,24 +42,24 @@ def test_as_many_fits_at_a_time_as_there_is_room_for(
 
 
 def test_those_that_wait_can_be_told_that_it_is_over() -> None:
-    turns, begun = Turns(), threading.Event()
+    queue, begun = SlotQueue(), threading.Event()
 
     def wait() -> None:
         begun.set()
-        with turns.slots(2, 2):
+        with queue.slots(2, 2):
             pass
 
-    with ThreadPoolExecutor(1) as pool, turns.slots(1, 2):
+    with ThreadPoolExecutor(1) as pool, queue.slots(1, 2):
         waiting = pool.submit(wait)
         assert begun.wait(10)
-        turns.end()
+        queue.end()
         with pytest.raises(TrainingFailed, match="was ended"):
             waiting.result(10)
 
 
 def test_a_fit_that_fails_gives_its_slots_back() -> None:
-    turns = Turns()
-    with pytest.raises(ArithmeticError), turns.slots(2, 2):
+    queue = SlotQueue()
+    with pytest.raises(ArithmeticError), queue.slots(2, 2):
         raise ArithmeticError
-    with turns.slots(2, 2):
+    with queue.slots(2, 2):
         pass

@@ -1,19 +1,29 @@
-"""What does the driver see of a module before it trains? It runs it on rows of zeros."""
+"""The checks of a fit after the spool, when its rows are known. ``explain`` makes the same.
+
+The driver runs the module on rows of zeros: that shows whether it takes the features.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
-from sparkdl.errors import ConfigError
-from sparkdl.inputs import Sequence
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence, Tensor
 from sparkdl.report.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.spark.cluster.cluster_info import check_memory
+from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.frames.row_table import RowTable, SpooledShard
 from sparkdl.spark.run.run import FitRequest
+from sparkdl.spark.session.compat import conf
+from sparkdl.train.callbacks import make_stopper
 
 if TYPE_CHECKING:
     import torch
@@ -21,35 +31,139 @@ if TYPE_CHECKING:
 
     from sparkdl.train.objective.loss import LossFunction, ModuleLoss
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Shown:
-    """What a run on zeros shows of a module."""
 
+@dataclass(frozen=True, kw_only=True)
+class CheckedRows:
+    """What the rows, and a run of the module on zeros, have shown."""
+
+    columns: tuple[Column, ...]
+    """The columns in the shapes in which workers use them."""
     num_classes: int | None
     """Of a classifier."""
     prediction_key: str | None
     """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
 
 
-def watched_run(
-    module: nn.Module,
-    columns: Items[Column],
-    request: FitRequest,
-    sink: Callable[[Mapping[str, Any]], None],
-) -> Shown:
-    """`dry_run`; ``sink`` gets the graph of what the module did, see `report.graph`."""
+def check_rows(
+    checked: CheckedRequest,
+    table: RowTable,
+    shards: Items[SpooledShard],
+    sink: Callable[[Mapping[str, Any]], None] | None = None,
+) -> CheckedRows:
+    """See that the rows can be used, that the module takes them, and the loss its output.
+
+    Args:
+        checked: the request.
+        table: the run's shards.
+        shards: what it lists.
+        sink: gets the graph of what the module did, see `report.module_graph`; None: nobody.
+
+    Raises:
+        ConfigError: see `dry_run`.
+        DataError: rows cannot be used, with column, count and an example.
+    """
+    request = checked.request
+    columns = shaped(table.columns(shards), request.input_shapes)
+    run = partial(dry_run, checked.module, columns, request, checked.objective)
+    if sink is None:
+        num_classes, key = run()
+    else:
+        num_classes, key = traced_run(run, checked.module, sink)
+    if num_classes is not None and request.label_col is not None:
+        table.check_labels(request.label_col, num_classes, request.num_inputs, shards)
+    return CheckedRows(columns=columns, num_classes=num_classes, prediction_key=key)
+
+
+def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool) -> None:
+    """See that the plan can be carried out.
+
+    Args:
+        checked: the request, with the cluster as it is now.
+        plan: the run's plan.
+        has_validation: True if there are rows for validation.
+
+    Raises:
+        ConfigError: what shall be measured needs validation rows, or the module does not take
+            batches that the plan has.
+        ClusterError: the replicas do not fit into the executors' containers.
+    """
+    make_stopper(checked.config, has_validation=has_validation)
+    check_empty_batches(checked.module, plan, checked.config)
+    module, slots = checked.module, checked.slots
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    check_memory(
+        slots.cluster,
+        partial(conf, checked.spark),
+        replica_bytes=replica_bytes(module),
+        # gradients, two moments as Adam keeps them, and a checkpoint's copy of it all
+        state_bytes=trained + 2 * trained + replica_bytes(module) + 2 * trained,
+        spool_bytes=max(shard.num_bytes for shard in plan.shards),
+        num_workers=slots.num_workers,
+    )
+
+
+def replica_bytes(module: nn.Module) -> int:
+    """Parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def shaped(
+    columns: Items[Column], input_shapes: Items[tuple[int, ...] | None]
+) -> tuple[Column, ...]:
+    """The spool's columns, features reshaped as asked for.
+
+    Raises:
+        DataError: a column has another number of values than its shape.
+    """
+    shapes = [*input_shapes, *(None for _ in columns[len(input_shapes) :])]
+    pairs = zip(columns, shapes, strict=True)
+    return tuple(
+        _as_specified(column if shape is None else _reshaped(column, shape))
+        for column, shape in pairs
+    )
+
+
+def _as_specified(column: Column) -> Column:
+    """A tensor in the shape that its specification asks for; a sequence that can be padded."""
+    if isinstance(column.kind, Sequence):
+        column.kind.check_padding(column.dtype)
+    shape = column.kind.shape if isinstance(column.kind, Tensor) else None
+    return column if shape is None else _reshaped(column, shape)
+
+
+def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
+    if math.prod(column.shape) != math.prod(shape):
+        raise DataError(
+            f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
+            f"{column.shape}), which shape {shape} cannot hold"
+        )
+    return replace(column, shape=shape)
+
+
+def traced_run(
+    run: Callable[[], T], module: nn.Module, sink: Callable[[Mapping[str, Any]], None]
+) -> T:
+    """What ``run`` gives; ``sink`` gets the graph of what the module did meanwhile."""
     try:
         with traced(module, sink):
-            return dry_run(module, columns, request)
+            return run()
     except ConfigError:  # a compiled module, for one, may fail only because it is looked at
-        return dry_run(module, columns, request)
+        return run()
 
 
-def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> Shown:
+def dry_run(
+    module: nn.Module, columns: Items[Column], request: FitRequest, objective: LossFunction
+) -> tuple[int | None, str | None]:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules.
+
+    Returns:
+        The number of classes, if it is a classifier, and where its output has the tensor that loss
+        and prediction mean (None: the output is one).
 
     Raises:
         ConfigError: the module does not take the features, its output is not a classifier's, or
@@ -58,8 +172,7 @@ def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> S
     import torch
 
     from sparkdl.data.collate import example_arguments
-    from sparkdl.train.objective.label_losses import loss_of
-    from sparkdl.train.objective.training_step import StepLoss, objective_of, taken
+    from sparkdl.train.objective.training_step import StepLoss, taken
 
     features = [column for column in columns if column.role == "feature"]
     was_training = module.training
@@ -77,12 +190,11 @@ def dry_run(module: nn.Module, columns: Items[Column], request: FitRequest) -> S
     finally:
         module.train(was_training)
     config = request.config
-    meant = taken(loss_of(config), output)
+    meant = taken(objective.shown if isinstance(objective, StepLoss) else objective, output)
     num_classes = _num_classes(meant) if config.task == "classification" else None
-    loss = objective_of(config, module)
-    if not isinstance(loss, StepLoss) and (config.task != "custom" or request.labels):
-        _try_loss(loss, meant, columns)
-    return Shown(num_classes, None if meant is output else "logits")
+    if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
+        _try_loss(objective, meant, columns)
+    return num_classes, None if meant is output else "logits"
 
 
 def _shown_input(column: Column) -> str:

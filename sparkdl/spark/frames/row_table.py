@@ -1,0 +1,163 @@
+"""The table of a run's shards: one row per shard, whatever the rows of the run come from.
+
+`RowTable` is the seam. `shard_table.ShardTable` spools a DataFrame; `source_table.SourceTable`
+describes what workers read by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pyspark.sql import DataFrame
+
+from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan
+from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.source import ShardSource
+from sparkdl.errors import DataError
+from sparkdl.spark.cluster.cluster_info import ClusterInfo
+from sparkdl.spark.frames.columns import Prepared
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import Column as SparkColumn
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """What the shards of a run shall hold, and how many there are."""
+
+    columns: tuple[Prepared, ...]
+    num_shards: int
+    validation: SparkColumn | None = None
+    """True for rows for validation; None: there are none."""
+    validation_col: str | None = None
+    """The name of that column in the user's data."""
+    shares: tuple[float, ...] | None = None
+    """Each shard's part of the rows, adding up to 1; None: equal parts."""
+    is_gang: bool = True
+    """True if all shards are spooled at once, as a gang will hold them; otherwise one after the
+    other where slots are few."""
+    profile: ResourceProfile | None = None
+    """Resources of a task."""
+
+    @property
+    def spool_columns(self) -> tuple[SpoolColumn, ...]:
+        """What a task that spools needs to know of the columns."""
+        return spool_columns(self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpooledShard:
+    """A row of the table."""
+
+    shard: Shard
+    summary: SpoolSummary
+    memory_bytes: int
+    """Memory of the host or container that holds the shard, as its task has found it."""
+
+
+class RowTable(Protocol):
+    """The shards of one run."""
+
+    @property
+    def df(self) -> DataFrame:
+        """One row per shard, each in a partition of its own; where a worker is to read it."""
+
+    @property
+    def reader(self) -> ShardSource:
+        """Opens the shards on workers."""
+
+    def collect(self) -> tuple[SpooledShard, ...]:
+        """Make what is not there (everything at first, then what was lost), and list it.
+
+        Raises:
+            SparkDLError: a task could not spool.
+            DataError: rows cannot be used, or have changed since the first call.
+            StorageError: a source cannot be read.
+        """
+
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+        """The columns as workers will find them.
+
+        Raises:
+            DataError: with column, count, and an example row, for all columns with bad rows.
+        """
+
+    def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
+        """How many rows are left out because an input asks for it, and why, in words."""
+
+    def check_labels(
+        self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
+    ) -> None:
+        """Refuse labels outside the classes, as far as they are known before training.
+
+        Args:
+            label_col: the label column.
+            num_classes: classes of the module's output.
+            index: number of the label among the columns.
+            shards: what `collect` gave.
+
+        Raises:
+            DataError: with count and an example.
+        """
+
+    def windows(
+        self,
+        plan: TrainPlan,
+        shards: Sequence[SpooledShard],
+        cluster: ClusterInfo,
+        window_bytes: int | None,
+    ) -> Windows | None:
+        """In which windows a run that begins mixes its rows; None: as a whole."""
+
+    def rebuild(self) -> None:
+        """Forget all shards, so that they are made anew."""
+
+    def note(self, paths: set[str]) -> None:
+        """Remember where tasks have found shards that Spark has made anew."""
+
+    def close(self) -> None:
+        """Remove what the table has left on executors. Raises nothing."""
+
+
+def spool_columns(prepared: Sequence[Prepared]) -> tuple[SpoolColumn, ...]:
+    """What a task that spools needs to know of the columns."""
+    return tuple(
+        SpoolColumn(
+            name=p.name,
+            role=p.role,
+            dtype=p.dtype,
+            as_classes=p.as_classes,
+            specification=p.specification,
+        )
+        for p in prepared
+    )
+
+
+def content_of(shards: Sequence[SpooledShard]) -> str:
+    """Fingerprint of the rows of all shards, whatever their order and number."""
+    total = sum(spooled.summary.content for spooled in shards) % 2**64
+    rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
+    return f"{total:016x}-{rows}"
+
+
+def require_same(before: Sequence[SpooledShard], now: Sequence[SpooledShard]) -> None:
+    """Refuse shards that hold other rows than before.
+
+    Raises:
+        DataError: names them.
+    """
+    changed = [
+        new.shard.shard_id
+        for old, new in zip(before, now, strict=True)
+        if old.shard.fingerprint != new.shard.fingerprint
+    ]
+    if changed:
+        raise DataError(
+            f"the data has changed during training: shard(s) {changed} hold other rows than when "
+            "it began; train from data that stays as it is, such as written Parquet, and avoid "
+            "rand() and current_timestamp() in a DataFrame without a cache"
+        )

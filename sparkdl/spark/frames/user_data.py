@@ -1,0 +1,173 @@
+"""The data that a user gives: a DataFrame, or a source that workers read by themselves.
+
+`UserData` is the one place that asks which of the two they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from pyspark.errors import PySparkRuntimeError
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
+from pyspark.sql.pandas.types import from_arrow_type
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.source import Source
+from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.inputs import Named
+from sparkdl.spark.cluster.cluster_info import require_plain_files
+from sparkdl.spark.frames.row_table import RowTable, TableSpec
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import Settings
+from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.callbacks import make_stopper
+
+_ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
+"""Where Spark notes the types of the columns that it writes."""
+_VECTOR = "pyspark.ml.linalg.VectorUDT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """Data to train on. Nothing is read before a table of it is collected."""
+
+    spark: SparkSession
+    frame: DataFrame
+    """The rows; of a source an empty DataFrame with its columns, by which Params are checked."""
+    source: Source | None = None
+    """None: the rows are those of ``frame``, which executors spool to their disks."""
+
+    def check_files(self, settings: Settings) -> None:
+        """Refuse to spool where Spark is told to encrypt what it writes to local disks.
+
+        Raises:
+            ClusterError: with the remedy.
+        """
+        if self.source is None:
+            require_plain_files(partial(conf, self.spark), settings)
+
+    def check_inputs(self, entries: Iterable[Named]) -> None:
+        """Refuse to leave out rows of a source, which must know their number.
+
+        Raises:
+            ConfigError: with the remedy.
+        """
+        if self.source is not None and any(entry.specification.skips for entry in entries):
+            raise ConfigError(
+                f"on_error='skip' changes the number of rows, which {type(self.source).__name__} "
+                "must know before training; mend the images, or use a DataFrame"
+            )
+
+    def check_training(
+        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
+    ) -> None:
+        """Refuse what needs rows for validation that are not there, or what only spools can do.
+
+        Raises:
+            ConfigError: names it.
+        """
+        if self.source is None:
+            make_stopper(config, has_validation=validation_col is not None)
+            return
+        name = type(self.source).__name__  # only its rows show whether some are for validation
+        if isinstance(strategy, PopulationStrategy):
+            raise ConfigError(
+                f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "
+                "DataFrame"
+            )
+        if config.group_by_length:
+            raise ConfigError(
+                f"groupByLength needs the lengths of all rows, which {name} does not know; fit on "
+                "a DataFrame"
+            )
+        if config.shuffle_window_bytes is not None:
+            raise ConfigError(
+                f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
+            )
+
+    def table(self, spec: TableSpec, run_id: str) -> RowTable:
+        """The table of a run's shards, named by its id; whoever makes it closes it."""
+        if self.source is None:
+            return ShardTable(self.frame, spec, run_id=run_id)
+        return SourceTable(self.spark, self.source, spec)
+
+
+def user_data(data: Any) -> UserData:
+    """A DataFrame, or a source, as the data of a run.
+
+    Raises:
+        ConfigError: it is neither.
+        ClusterError: a source needs an active session, and there is none.
+    """
+    # DataFrames first: they have an attribute for each column, whatever its name.
+    if isinstance(data, DataFrame):
+        return UserData(spark=data.sparkSession, frame=data)
+    source, spark = require_source(data), active_session()
+    return UserData(spark=spark, frame=empty_frame(spark, source), source=source)
+
+
+def require_source(data: Any) -> Source:
+    """What is no DataFrame must be a source.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(data, Source):
+        raise ConfigError(
+            "fit takes a DataFrame or a source, such as sparkdl.ParquetSource; received "
+            f"{type(data).__name__}"
+        )
+    return data
+
+
+def active_session() -> SparkSession:
+    """The session for a fit that gets no DataFrame.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    try:
+        return SparkSession.active()  # or the default one: each thread has its own active session
+    except PySparkRuntimeError as error:
+        raise ClusterError(
+            "there is no active Spark session to train with; make one by "
+            "SparkSession.builder.getOrCreate() before fit"
+        ) from error
+
+
+def empty_frame(spark: SparkSession, source: Source) -> DataFrame:
+    """A DataFrame without rows that has the source's columns."""
+    schema = source.schema()
+    metadata = json.loads((schema.metadata or {}).get(_ROW_METADATA, b"{}"))
+    noted = {field["name"]: field["type"] for field in metadata.get("fields", [])}
+    fields = [T.StructField(f.name, _spark_type(f.type, noted.get(f.name))) for f in schema]
+    return spark.createDataFrame([], T.StructType(fields))
+
+
+def _spark_type(kind: pa.DataType, noted: Any) -> T.DataType:
+    """The Spark type of a column, of which Spark has ``noted`` what Parquet cannot tell."""
+    if isinstance(noted, dict) and noted.get("pyClass") == _VECTOR:
+        return VectorUDT()
+    if pa.types.is_struct(kind):
+        inner = noted.get("fields", []) if isinstance(noted, dict) else []
+        types = {field["name"]: field["type"] for field in inner}
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return T.StructType(
+            [T.StructField(f.name, _spark_type(f.type, types.get(f.name))) for f in fields]
+        )
+    if pa.types.is_list(kind):
+        return T.ArrayType(_spark_type(kind.value_type, None))
+    try:
+        return from_arrow_type(kind)
+    except Exception:  # pyspark's own, for types that Spark has not; only a wanted column matters
+        return T.NullType()

@@ -1,0 +1,158 @@
+"""What is wrong with module, configuration or columns is refused before any job."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.errors import ConfigError
+from sparkdl.spark.fit.check_request import (
+    check_sync_batch_norm,
+    check_training,
+    make_module,
+    prepare_columns,
+)
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.sync.gradients.allreduce import AllReduce
+from tests.spark.fit.requests import request
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_the_users_module_is_copied() -> None:
+    module = nn.Linear(4, 3)
+    made, float_dtype = make_module(request(module))
+    assert made is not module
+    assert torch.equal(made.weight, module.weight)  # type: ignore[arg-type]
+    assert float_dtype == "float32"
+
+
+class Elsewhere(nn.Linear):
+    """As if on a GPU: remembers where it is."""
+
+    place = "cuda"
+
+    def cpu(self) -> Elsewhere:
+        self.place = "cpu"
+        return self
+
+
+@pytest.mark.parametrize("given", [Elsewhere(4, 3), lambda: Elsewhere(4, 3)])
+def test_the_drivers_module_is_on_the_cpu(given: Any) -> None:
+    made, _ = make_module(request(given))
+    assert made.place == "cpu"
+    if isinstance(given, Elsewhere):
+        assert given.place == "cuda"
+
+
+def test_a_callable_makes_the_same_module_each_time_and_leaves_torchs_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    one, two = (make_module(request(lambda: nn.Linear(4, 3)))[0] for _ in range(2))
+    assert torch.equal(one.weight, two.weight)  # type: ignore[arg-type]
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_callables_on_several_threads_make_the_same_module() -> None:
+    asked = request(lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(50))))
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(make_module, [asked, asked])
+    assert all(map(torch.equal, one[0].parameters(), two[0].parameters()))
+
+
+def test_a_callable_must_make_a_module() -> None:
+    with pytest.raises(ConfigError, match="callable that returns one; it returned dict"):
+        make_module(request(dict))
+
+
+def test_a_double_module_takes_double_features() -> None:
+    assert make_module(request(nn.Linear(1, 1).double()))[1] == "float64"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "bce"}, "BCELoss compares numbers, but a classifier's outputs"),
+        ({"loss": "cros_entropy"}, "unknown loss"),
+        ({"optimizer": "adamm"}, "unknown optimizer"),
+        ({"optimizer": "sgd", "optimizer_params": {"momentumm": 1}}, "refused .*momentumm"),
+        ({"optimizer": lambda parameters: parameters}, "must make a torch.optim.Optimizer"),
+        ({"scheduler": lambda optimizer: optimizer}, "must return an LRScheduler"),
+        ({"metrics": {"x": dict}}, "'x' must be a torchmetrics.Metric"),
+    ],
+)
+def test_what_workers_could_not_build_is_refused_on_the_driver(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_training(nn.Linear(4, 3), request(**options))
+
+
+def test_building_for_the_check_changes_nothing() -> None:
+    def greedy(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        first.data.fill_(torch.rand(()))
+        return torch.optim.SGD([first, *others], lr=0.1)
+
+    module = nn.Linear(4, 3)
+    asked = request(module, optimizer=greedy)
+    weights, before = module.weight.clone(), torch.random.get_rng_state()
+    check_training(module, asked)
+    assert torch.equal(module.weight, weights)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def for_cuda(parameters: Any) -> torch.optim.Optimizer:
+    raise RuntimeError("no CUDA here")
+
+
+def test_what_the_driver_cannot_build_is_left_to_the_workers() -> None:
+    check_training(nn.Linear(4, 3), request(optimizer=for_cuda, device="cuda"))
+    check_training(nn.LazyLinear(3), request(optimizer=for_cuda))
+    with pytest.raises(RuntimeError, match="no CUDA here"):
+        check_training(nn.Linear(4, 3), request(optimizer=for_cuda))
+
+
+def test_sync_batch_norm_needs_layers_and_workers_in_step() -> None:
+    config = TrainConfig(sync_batch_norm=True, sync_strategy=AllReduce())
+    norm = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    check_sync_batch_norm(norm, config, 2)
+    check_sync_batch_norm(nn.Linear(4, 3), TrainConfig(), 2)
+    with pytest.raises(ConfigError, match="the module has no BatchNorm layer; unset it"):
+        check_sync_batch_norm(nn.Linear(4, 3), config, 2)
+    apart = TrainConfig(sync_batch_norm=True, sync_strategy=ParameterAveraging())
+    check_sync_batch_norm(norm, apart, 1)
+    with pytest.raises(ConfigError, match="with ParameterAveraging they train apart"):
+        check_sync_batch_norm(norm, apart, 2)
+
+
+@pytest.mark.spark
+def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
+    df = spark.createDataFrame(
+        [([0.5, 1.0], 1, 2, True)], "x array<double>, y int, w int, v boolean"
+    )
+
+    def kinds(**changes: Any) -> list[tuple[str, str, str, bool]]:
+        asked = request(**{"weight_col": "w", "validation_col": "v", **changes})
+        prepared, validation = prepare_columns(df, asked, "float32")
+        assert (validation is None) == (asked.validation_col is None)
+        return [(p.name, p.role, p.dtype, p.as_classes) for p in prepared]
+
+    assert kinds() == [
+        ("x", "feature", "float32", False),
+        ("y", "label", "int64", True),
+        ("w", "weight", "float32", False),
+    ]
+    assert kinds(task="regression")[1] == ("y", "label", "float32", False)
+    assert kinds(task="custom")[1] == ("y", "label", "int64", False)
+    assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    with pytest.raises(ConfigError, match='column "x" is an input twice'):
+        kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))
+    assert kinds(label_col=None, weight_col=None, validation_col=None) == [
+        ("x", "feature", "float32", False)
+    ]

@@ -1,0 +1,266 @@
+"""Module and rows must fit together before anything is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.spool.writer import ColumnStats, SpoolSummary
+from sparkdl.errors import ConfigError, DataError
+from sparkdl.inputs import Sequence
+from sparkdl.spark.fit.check_rows import check_empty_batches, dry_run, shaped, traced_run
+from sparkdl.spark.frames.columns import prepare
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec
+from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.run.run import FitRequest
+from sparkdl.train.objective.training_step import objective_of
+from tests.spark.fit.requests import request
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+X = Column(name="x", role="feature", dtype="float32", shape=(4,))
+Y = Column(name="y", role="label", dtype="int64", shape=())
+
+
+def num_classes(module: nn.Module, columns: list[Column], asked: FitRequest) -> int | None:
+    """What a run on zeros shows."""
+    return dry_run(module, columns, asked, objective_of(asked.config, module))[0]
+
+
+class Shy(nn.Linear):
+    """Cannot be looked at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._forward_hooks:
+            raise RuntimeError("somebody looks")
+        return super().forward(x)
+
+
+def test_a_module_that_cannot_be_looked_at_trains_without_a_graph() -> None:
+    graphs: list[Any] = []
+
+    def traced(module: nn.Module) -> int | None:
+        return traced_run(lambda: num_classes(module, [X, Y], request()), module, graphs.append)
+
+    assert traced(Shy(4, 3)) == 3
+    assert graphs == []
+    traced(nn.Linear(4, 3))
+    assert [node["op"] for node in graphs[0]["nodes"]] == ["input", "Linear", "output"]
+    with pytest.raises(ConfigError, match="cannot take the features"):
+        traced(nn.Linear(5, 3))
+
+
+def test_dry_run_counts_the_classes() -> None:
+    assert num_classes(nn.Linear(4, 3), [X, Y], request()) == 3
+    one = request(loss="bce_with_logits")
+    assert num_classes(nn.Linear(4, 1), [X, Y], one) == 2
+    assert num_classes(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), [X, Y], one) == 2
+    assert num_classes(nn.Linear(4, 1), [X, Y], request(task="regression")) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))])
+def test_one_output_is_no_output_for_each_class(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"one output, .* give the module two, or use loss='bce_"):
+        num_classes(module, [X, Y], request())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "bce_with_logits"}, r"output has shape \(2, 3\) but the target has shape \(2,\)"),
+        ({"task": "regression", "loss": "mse"}, "so that they are equal"),
+        (
+            {"task": "regression", "loss": nn.GaussianNLLLoss()},
+            r"cannot compare the module's output with \"y\" int64 \('batch',\): TypeError: ",
+        ),
+    ],
+)
+def test_the_loss_must_take_output_and_label(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        num_classes(nn.Linear(4, 3), [X, Y], request(**options))
+
+
+def refuses(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("zeros")
+
+
+def test_a_loss_of_the_users_is_not_tried() -> None:
+    assert num_classes(nn.Linear(4, 3), [X, Y], request(loss=refuses)) == 3
+
+
+class Recorder(nn.Module):
+    """Remembers its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(2)
+        self.norm = nn.BatchNorm1d(2)
+        self.inputs: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.inputs = inputs
+        out: torch.Tensor = self.norm(self.lazy(inputs[0]))
+        return out + torch.rand(1)
+
+
+def test_dry_run_gives_what_training_will_give() -> None:
+    columns = [
+        X,
+        Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8)),
+        Column(name="flag", role="feature", dtype="bool", shape=()),
+    ]
+    module = Recorder().train()
+    asked = request(module)
+    torch.manual_seed(1)
+    assert num_classes(module, columns, asked) == 2
+    assert [(i.dtype, tuple(i.shape)) for i in module.inputs] == [
+        (torch.float32, (2, 4)),
+        (torch.uint8, (2, 1, 8, 8)),
+        (torch.bool, (2,)),
+    ]
+    assert module.training
+    assert not nn.parameter.is_lazy(module.lazy.weight)
+    assert module.norm.num_batches_tracked == 0
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_lazy_weights_follow_from_the_seed() -> None:
+    modules = [nn.LazyLinear(3) for _ in range(3)]
+    for number, module in enumerate(modules):
+        torch.manual_seed(number)
+        num_classes(module, [X], request(seed=min(number, 1)))
+    assert not torch.equal(modules[0].weight, modules[1].weight)
+    assert torch.equal(modules[1].weight, modules[2].weight)
+
+
+def test_a_module_that_does_not_take_the_features() -> None:
+    module = nn.Linear(5, 3).train()
+    with pytest.raises(ConfigError) as caught:
+        num_classes(module, [X, Y], request())
+    message = str(caught.value)
+    assert message.startswith("the module cannot take the features (\"x\" float32 ('batch', 4)): ")
+    assert message.endswith("adapt the module, or set inputShape")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert module.training
+
+
+def test_whole_numbers_where_the_module_takes_floating_ones() -> None:
+    counts = Column(name="n", role="feature", dtype="int32", shape=(4,))
+    with pytest.raises(
+        ConfigError, match=r'adapt the module, cast "n" to float, or set inputShape'
+    ):
+        num_classes(nn.Linear(4, 3), [counts, Y], request())
+
+
+def test_a_classifier_returns_a_tensor() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    with pytest.raises(ConfigError, match="it returned tuple; use TorchEstimator"):
+        num_classes(Two(), [X], request())
+    assert num_classes(Two(), [X], request(task="custom")) is None
+
+
+class Viewing(nn.Module):
+    """Cannot tell the second dimension of a batch without rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(len(x), -1) + torch.rand(1)
+
+
+def plan_of(rows: list[int]) -> TrainPlan:
+    shards = [
+        Shard(
+            shard_id=i, host="", path="", num_rows=n, num_validation_rows=0, fingerprint="",
+            num_bytes=0,
+        )
+        for i, n in enumerate(rows)
+    ]  # fmt: skip
+    return make_plan(columns=[X, Y], shards=shards, world_size=len(rows), batch_size=4, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "is_set", "is_refused"),
+    [
+        ([8, 1], 1, True, True),  # two steps, one row
+        ([8, 2], 1, True, False),
+        ([8, 2], 2, True, True),  # one row a step, in two parts
+        ([8, 1], 1, False, False),
+        ([1], 4, True, False),
+    ],
+)
+def test_sync_batch_norm_may_need_modules_that_take_no_rows(
+    rows: list[int], parts: int, is_set: bool, is_refused: bool
+) -> None:
+    config = TrainConfig(sync_batch_norm=is_set, gradient_accumulation_steps=parts, batch_size=4)
+    before = torch.random.get_rng_state()
+    check_empty_batches(nn.Flatten(), plan_of(rows), config)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"without rows, .* torch\.flatten\(x, 1\)"):
+            check_empty_batches(Viewing(), plan_of(rows), config)
+    else:
+        check_empty_batches(Viewing(), plan_of(rows), config)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_input_shape_reshapes_the_features() -> None:
+    assert [column.shape for column in shaped([X, Y], [(1, 2, 2)])] == [(1, 2, 2), ()]
+    assert shaped([X, Y], [None]) == (X, Y)
+    with pytest.raises(DataError, match=r'"x" has 4 values per row \(shape \(4,\)\), which'):
+        shaped([X, Y], [(3, 3)])
+
+
+def test_sequences_are_padded_with_values_of_their_own() -> None:
+    kind = Sequence("x", padding_value=0.5)
+    column = replace(X, dtype="int64", shape=(), specification=kind)
+    with pytest.raises(ConfigError, match=r'padding_value 0.5 of "x" is no int64'):
+        shaped([column, Y], [])
+
+
+def with_maximum(*maxima: float | None) -> list[SpooledShard]:
+    parts = []
+    for shard_id, maximum in enumerate(maxima):
+        shard = Shard(
+            shard_id=shard_id, host="", path="", num_rows=1, num_validation_rows=0,
+            fingerprint="", num_bytes=0,
+        )  # fmt: skip
+        summary = SpoolSummary(
+            num_rows=1, num_validation_rows=0, fingerprint="", content=0, num_bytes=0,
+            columns=(ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum)),
+        )  # fmt: skip
+        parts.append(SpooledShard(shard=shard, summary=summary, memory_bytes=1 << 30))
+    return parts
+
+
+def test_labels_inside_the_classes_cost_no_job() -> None:
+    table: Any = None  # not even looked at
+    ShardTable.check_labels(table, "y", 3, 1, with_maximum(2.0, None, 0.0))
+    ShardTable.check_labels(table, "y", 3, 1, with_maximum(None, None))
+
+
+@pytest.mark.spark
+def test_labels_outside_the_classes(spark: SparkSession) -> None:
+    rows = [(i, float(i % 5)) for i in range(20)]
+    df = spark.createDataFrame(rows, "id int, `the label` double")
+    spec = TableSpec(
+        columns=(prepare(df.schema, "id", "feature", float_dtype="float32"),), num_shards=1
+    )
+    table = ShardTable(df.limit(1), spec, run_id="labels", shown=df)
+    with pytest.raises(DataError) as caught:
+        table.check_labels("the label", 3, 1, with_maximum(2.0, 4.0))
+    table.close()
+    message = str(caught.value)
+    assert message.startswith(
+        'column "the label" has 8 label(s) outside the 3 classes of the module\'s output, 0 to 2 '
+        "(example row: Row(id=3, the label=3.0))"
+    )
