@@ -1,6 +1,6 @@
-"""What does a training function that `TorchRunner` runs know of its place, and how does it report?
+"""What a training function that `TorchRunner` runs knows of its place, and how it reports.
 
-`context()` gives it to the function, on a worker and, for debugging, on the driver.
+`context()` gives the place to the function, on a worker and, for debugging, on the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def entered(place: Context) -> Iterator[None]:
 
 
 class Context:
-    """A rank's place, its data, and its voice.
+    """A rank's place and data, and its way to report.
 
     Attributes:
         rank: this rank, from 0.

@@ -51,7 +51,7 @@ class Totals:
     epoch_sums: list[float]
     """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
     tell: Callable[[int, Mapping[str, float]], None]
-    """Is told what each shard's time was spent on, whenever that has grown."""
+    """Gets what each shard's time was spent on, whenever that has grown."""
     steps: float = 0.0
     """Seconds of the slowest task of each round, summed."""
     overhead: float = 0.0

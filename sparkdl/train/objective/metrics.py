@@ -1,4 +1,4 @@
-"""How are torchmetrics computed over all ranks, exactly, also where a rank has no rows?
+"""Computes torchmetrics over all ranks, exactly, also where a rank has no rows.
 
 torchmetrics' own synchronization mixes in the empty states of ranks without rows, and needs the
 same number of states on every rank. Here each rank's states are gathered once, ranks that saw no
@@ -132,7 +132,7 @@ class Metrics:
         """Label by prediction, in what was computed last; None: nothing was counted."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return bool(self._metrics) or self._confusion is not None
 
     def reset(self) -> None:
