@@ -94,18 +94,31 @@ def live(
     scope = f"{order.run_id}/{order.attempt}/"
     client = ChannelClient(environment.channel, scope=scope)
     reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
-    results: Results = []
-    with contextlib.closing(client), reporter, captured_output(reporter) as last_lines:
-        try:
-            results = _work(environment, order, work, client, reporter)
-            reporter.send({"kind": "done"})
-        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
-            failure = describe_failure(error, environment.rank, last_lines())
-            reporter.send({"kind": "error", "failure": failure})
+    with contextlib.closing(client):
+        results = reported(
+            reporter, environment.rank, lambda: _work(environment, order, work, client, reporter)
+        )
+        if results and results[0][0] == "error":
             with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
                 _sign_off(environment, order, client)
-            results = [("error", json.dumps(failure).encode())]
     yield from results
+
+
+def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
+    """Do a rank's work; what it prints, and its end or failure, are reported to the driver.
+
+    Returns:
+        What the work gave, or ``("error", JSON)`` alone.
+    """
+    with reporter, captured_output(reporter) as last_lines:
+        try:
+            results = work()
+            reporter.send({"kind": "done"})
+            return results
+        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
+            failure = describe_failure(error, rank, last_lines())
+            reporter.send({"kind": "error", "failure": failure})
+            return [("error", json.dumps(failure).encode())]
 
 
 def _work(
