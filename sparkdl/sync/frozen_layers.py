@@ -1,4 +1,4 @@
-"""Which parts of a module stay as they are while the rest trains?
+"""Freezes the parts of a module that stay as they are while the rest trains.
 
 A frozen parameter has no gradient, so it costs neither a message nor optimizer state. A layer all
 of whose parameters are frozen, or which has none and whose buffers are meant, keeps its buffers

@@ -1,4 +1,4 @@
-"""Do frozen layers stay as they are, cost nothing, and leave every strategy exact?"""
+"""Frozen layers stay as they are, cost nothing, and leave every strategy exact."""
 
 from __future__ import annotations
 
