@@ -168,7 +168,7 @@ def _context(
         },
         resumed=_resumed(order, storage, member),
         save=save,
-        tell=member.reporter.epoch,
+        show=member.reporter.epoch,
     )
 
 

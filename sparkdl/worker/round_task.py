@@ -56,7 +56,7 @@ class RoundWork(Protocol):
             shard: the shard.
             part: the steps to train; None: measure on the validation rows.
             state: the bytes that the driver sends.
-            reporter: is told of each step.
+            reporter: gets each step.
         """
 
 
@@ -157,7 +157,7 @@ def train_or_evaluate(
         shard: the shard.
         part: the steps to train; None: measure.
         state: the round's state, as `checkpoint_format.encode` wrote it.
-        reporter: is told of each step.
+        reporter: gets each step.
 
     Returns:
         ``("result", JSON)`` and, after training on samples, ``("state", encoded {"weight",

@@ -87,7 +87,7 @@ def run_rounds(
         seconds=[0.0] * num_shards,
         bytes_sent=[0] * num_shards,
         epoch_sums=[0.0] * (2 + len(jobs.labels)),
-        tell=run.recorder.spent,
+        report=run.recorder.spent,
     )
     with contextlib.ExitStack() as stack:
         checkpoints = None
