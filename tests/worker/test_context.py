@@ -15,7 +15,7 @@ from sparkdl.worker.context import Context, context, entered
 def place(rank: int = 0, **changes: Any) -> Context:
     values: dict[str, Any] = {
         "rank": rank, "nodes": (0, 0, 1, 1), "device": torch.device("cpu"), "num_restarts": 0,
-        "sets": {}, "resumed": None, "save": None, "tell": lambda record: None,
+        "sets": {}, "resumed": None, "save": None, "show": lambda record: None,
     }  # fmt: skip
     return Context(**{**values, **changes})
 
