@@ -27,7 +27,7 @@ from tests.spark.rounds.test_averaging_rounds import Note, assert_about_equal, e
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(400)]
 
 df = test_averaging_rounds.df
 
