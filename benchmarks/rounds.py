@@ -16,7 +16,7 @@ from common import Measurements, seconds, spark_session
 from torch import nn
 
 import sparkdl
-from sparkdl.spark.rounds.round_driver import RoundsDriver
+from sparkdl.spark.rounds.round_driver import Rounds
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 
@@ -36,21 +36,21 @@ def measure(spark, megabytes: int, options: argparse.Namespace, found: Measureme
     """Rounds of a fit, each followed by an empty job over the same table."""
     name = f"{megabytes} MB"
     ran = []
-    original = RoundsDriver._train_round
+    original = Rounds._train_round
 
-    def timed(driver) -> None:
-        took = seconds(lambda: original(driver))
-        table = driver._run.table.df
+    def timed(rounds) -> None:
+        took = seconds(lambda: original(rounds))
+        table = rounds.run.table.df
         empty = seconds(lambda: table.mapInArrow(count, "rows long").collect())
         data = os.urandom(megabytes << 20)
         carrying = seconds(lambda: carry(spark, table, data))
         ran.append((took, empty, carrying))
 
-    RoundsDriver._train_round = timed
+    Rounds._train_round = timed
     try:
         fit(spark, megabytes, options)
     finally:
-        RoundsDriver._train_round = original
+        Rounds._train_round = original
     for took, empty, carrying in ran[3:]:  # the first ones start processes and import torch
         found.add(f"{name}, round s", took)
         found.add(f"{name}, empty job s", empty)

@@ -1,4 +1,4 @@
-"""Who watches training, and when does it stop early?
+"""Those who watch training, and early stopping.
 
 Callbacks are the user's observers, on every rank; the `Observer` is the worker's way to the
 driver. Neither changes training. Early stopping does, and decides from values that are equal on
@@ -21,7 +21,7 @@ Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
 
 
 class Observer(Protocol):
-    """Where a rank tells what it does. Must be quick: `step` is called at every step."""
+    """Where a rank reports what it does. Must be quick: `step` is called at every step."""
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
         """A step was completed.
@@ -47,7 +47,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """An observer that tells nobody."""
+    """An observer that does nothing."""
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
         """See `Observer.step`."""
@@ -134,7 +134,7 @@ class EarlyStopper:
 
     @property
     def should_stop(self) -> bool:
-        """Whether patience is at its end."""
+        """True if patience is at its end."""
         return self._num_epochs_without >= self._options.patience
 
     def state_dict(self) -> dict[str, Any]:

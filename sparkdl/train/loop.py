@@ -85,7 +85,7 @@ def train(
         device: where this rank computes.
         checkpoints: where checkpoints go, except that of the end; None for nowhere.
         resume: where to go on; a run that was complete returns at once.
-        observer: is told of phases, steps and epochs.
+        observer: gets phases, steps and epochs.
 
     Raises:
         ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.

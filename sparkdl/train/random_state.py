@@ -1,4 +1,4 @@
-"""Where do random numbers come from, and how do they repeat?
+"""The sources of random numbers, and how they repeat.
 
 Every rank draws dropout masks and the like from its own streams, which follow from the seed, and
 whose states travel in its checkpoints. The order of samples is not drawn from them.

@@ -17,7 +17,7 @@ class CheckpointSink(Protocol):
     """Where checkpoints go. Every rank calls `save` at the same steps."""
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
+        """True if a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
 
     def save(self, step: int, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
         """Copy all tensors before returning; write them afterwards."""

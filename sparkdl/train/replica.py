@@ -43,7 +43,7 @@ class Replica:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels whose losses are told apart."""
+        """The labels whose losses are kept apart."""
         return part_names(self.loss)
 
     def batches(

@@ -89,7 +89,7 @@ class RoundReplica:
             shard_id: the plan's rank whose shards these are.
             shards: its data.
             part: the steps.
-            observer: is told of each step.
+            observer: gets each step.
             hyperparameters: numbers to give to the optimizer first; see `hyperparameters`.
 
         Raises:

@@ -39,11 +39,11 @@ class TrainState:
     """What `callbacks.EarlyStopper` must remember."""
 
     def is_complete(self, epochs: int, max_steps: int) -> bool:
-        """Whether nothing is left to train; ``max_steps`` of -1 is no limit."""
+        """True if nothing is left to train; ``max_steps`` of -1 is no limit."""
         return self.stopped_early or self.epoch >= epochs or 0 <= max_steps <= self.step
 
     def exceeds(self, epochs: int, max_steps: int) -> bool:
-        """Whether training has come further than it shall; ``max_steps`` of -1 is no limit."""
+        """True if training has come further than it shall; ``max_steps`` of -1 is no limit."""
         begun = self.epoch + (self.step_in_epoch > 0)
         return begun > epochs or 0 <= max_steps < self.step
 
@@ -124,8 +124,8 @@ class EpochBook:
         Args:
             steps: how many.
             rows: samples of all ranks in them.
-            is_due: tells of a number of completed steps whether a checkpoint is due then; None:
-                no checkpoints are written.
+            is_due: takes a number of completed steps; True if a checkpoint is due then. None: no
+                checkpoints are written.
         """
         state = self.state
         done = range(state.step + 1, state.step + steps + 1)
@@ -172,7 +172,7 @@ class EpochBook:
             weights: gives a copy of the present weights, for the best epoch.
 
         Returns:
-            Whether these weights are the result if no better ones come.
+            True if these weights are the result unless better ones come.
         """
         state, is_kept = self.state, True
         state.add_record(record)

@@ -1,4 +1,4 @@
-"""Where does a rank's time go while it trains? Every moment is counted under one of a few words.
+"""Counts what a rank's time is spent on while it trains, under one of a few words.
 
 A lap says what the time since the lap before was spent on, so that nothing is left out and nothing
 is counted twice.

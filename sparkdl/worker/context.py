@@ -1,6 +1,6 @@
-"""What does a training function that `TorchRunner` runs know of its place, and how does it report?
+"""What a training function that `TorchRunner` runs knows of its place, and how it reports.
 
-`context()` gives it to the function, on a worker and, for debugging, on the driver.
+`context()` gives the place to the function, on a worker and, for debugging, on the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def entered(place: Context) -> Iterator[None]:
 
 
 class Context:
-    """A rank's place, its data, and its voice.
+    """A rank's place and data, and its way to report.
 
     Attributes:
         rank: this rank, from 0.
@@ -75,7 +75,7 @@ class Context:
         sets: Mapping[str, LocalSet],
         resumed: Mapping[str, Any] | None,
         save: Save | None,
-        tell: Callable[[dict[str, float]], None],
+        show: Callable[[dict[str, float]], None],
     ) -> None:
         """Made by the runner.
 
@@ -87,7 +87,7 @@ class Context:
             sets: the data sets, as this rank has them.
             resumed: what ``save`` got last, or None.
             save: writes checkpoints; None: they have no place, or this is not rank 0.
-            tell: shows a record of metrics.
+            show: shows a record of metrics.
         """
         self.rank = rank
         self.world_size = len(nodes)
@@ -101,7 +101,7 @@ class Context:
         self._num_checkpoints = 0 if resumed is None else int(resumed["number"])
         self._sets = sets
         self._save = save
-        self._tell = tell
+        self._show = show
 
     def loader(
         self,
@@ -163,7 +163,7 @@ class Context:
             record = {"report": float(len(self.history) + 1), **_numbers(metrics)}
             self.history.append(record)
             if self.rank == 0:
-                self._tell(record)
+                self._show(record)
         if checkpoint is not None and self.rank == 0 and self._save is not None:
             self._num_checkpoints += 1
             number = self._num_checkpoints

@@ -1,7 +1,7 @@
-"""How does a rank run a user's training function or script?
+"""A rank of a gang that runs a user's training function or script.
 
-In the gang's process, between the meeting of the ranks and their results; `context.Context` is what
-the function sees of it.
+The function runs in the gang's process, between the meeting of the ranks and their results;
+`context.Context` is what it sees of them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _context(
         },
         resumed=_resumed(order, storage, member),
         save=save,
-        tell=member.reporter.epoch,
+        show=member.reporter.epoch,
     )
 
 

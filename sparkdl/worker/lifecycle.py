@@ -1,7 +1,7 @@
-"""What does every rank of a gang do, whatever its work is?
+"""What every rank of a gang does, whatever its work is.
 
-It says hello, waits for the others, joins torch's process group, works, and tells the driver what
-came of it. It knows nothing of Spark: the launcher gives it an environment and an order.
+It sets its key, waits for those of the others, joins torch's process group, works, and reports the
+result to the driver. It knows nothing of Spark: the launcher gives it an environment and an order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RELAYED = "relayed"
 """Folder of the driver's channel behind which ``storage_url`` lies if workers cannot open it."""
 
 _LISTEN_SECONDS = 5.0
-"""How often a rank that waits for another's end makes sure that it is still heard."""
+"""How often a rank that waits for another's end makes sure that it still reports."""
 
 Results = list[tuple[str, bytes]]
 """(kind, payload) of what a rank gives back."""
@@ -58,7 +58,7 @@ class GangOrder:
     storage_url: str | None
     """Where checkpoints lie; None: the driver keeps them, if it hosts the channel."""
     relays: bool
-    """Whether only the driver can open ``storage_url``, and passes files on through its channel."""
+    """True if only the driver can open ``storage_url``; it passes files on through its channel."""
     driver_hosts_channel: bool
     resume_path: str | None
     """Checkpoint to go on from, or None."""
@@ -95,18 +95,31 @@ def live(
     scope = f"{order.run_id}/{order.attempt}/"
     client = ChannelClient(environment.channel, scope=scope)
     reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
-    results: Results = []
-    with contextlib.closing(client), reporter, captured_output(reporter) as last_lines:
-        try:
-            results = _work(environment, order, work, client, reporter)
-            reporter.send({"kind": "done"})
-        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
-            failure = describe_failure(error, environment.rank, last_lines())
-            reporter.send({"kind": "error", "failure": failure})
+    with contextlib.closing(client):
+        results = reported(
+            reporter, environment.rank, lambda: _work(environment, order, work, client, reporter)
+        )
+        if results and results[0][0] == "error":
             with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
-                _say_farewell(environment, order, client)
-            results = [("error", json.dumps(failure).encode())]
+                _sign_off(environment, order, client)
     yield from results
+
+
+def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Results:
+    """Do a rank's work; what it prints, and its end or failure, are reported to the driver.
+
+    Returns:
+        What the work gave, or ``("error", JSON)`` alone.
+    """
+    with reporter, captured_output(reporter) as last_lines:
+        try:
+            results = work()
+            reporter.send({"kind": "done"})
+            return results
+        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
+            failure = describe_failure(error, rank, last_lines())
+            reporter.send({"kind": "error", "failure": failure})
+            return [("error", json.dumps(failure).encode())]
 
 
 def _work(
@@ -155,37 +168,37 @@ def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClie
     """A rank 0 that hosts the channel leaves last: the others need it to the end.
 
     Not by a collective: the user's function may have ended torch's process group. It waits as long
-    as the others are heard, for their work may well take longer than its own.
+    as the others report, for their work may well take longer than its own.
 
     Raises:
         CommunicationError: a rank is silent.
     """
     if order.driver_hosts_channel or environment.rank != 0:
-        _say_farewell(environment, order, client)
+        _sign_off(environment, order, client)
         return
     for rank in range(1, environment.world_size):
         while True:
             try:
-                client.wait([_farewell(rank)], _LISTEN_SECONDS)
+                client.wait([_signed_off(rank)], _LISTEN_SECONDS)
                 break
             except TimeoutError as error:
                 silence = client.silence(attempt=order.attempt, rank=rank)
                 if silence is None or silence > order.collective_timeout_seconds:
                     raise CommunicationError(
-                        f"rank {rank} has not been heard for {order.collective_timeout_seconds:g} s"
+                        f"rank {rank} has not reported for {order.collective_timeout_seconds:g} s"
                     ) from error
 
 
-def _say_farewell(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
+def _sign_off(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
     """Tell the rank that hosts the channel that this one needs it no more, whatever became of it.
 
     A failed rank too, or its error would reach the driver only when rank 0 had given it up.
     """
     if environment.rank != 0 and not order.driver_hosts_channel:
-        client.set(_farewell(environment.rank), b"")
+        client.set(_signed_off(environment.rank), b"")
 
 
-def _farewell(rank: int) -> str:
+def _signed_off(rank: int) -> str:
     return f"bye/{rank}"
 
 

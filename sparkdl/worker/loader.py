@@ -1,4 +1,4 @@
-"""How does a training function get the batches of its rank's rows?"""
+"""The batches of its rank's rows that a training function iterates over."""
 
 from __future__ import annotations
 

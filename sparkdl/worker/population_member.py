@@ -68,7 +68,7 @@ def work(
         part: the steps to train the member whose parts ``state`` holds; None: measure the models
             in ``state``, each of which is a part under its member's number.
         state: what `pack_parts` gave.
-        reporter: is told of each step.
+        reporter: gets each step.
 
     Returns:
         ``("result", JSON)`` with, after training, ``model`` and ``rest``, unless the member has

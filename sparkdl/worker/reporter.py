@@ -1,7 +1,7 @@
-"""How does the driver learn what a worker does, without ever disturbing it?
+"""Reports to the driver what a worker does, without disturbing it.
 
 A background thread sends heartbeats, progress, log lines and errors. While the driver cannot be
-reached they wait, which it says once, in the worker's own log, and training goes on.
+reached they wait, and training goes on; the worker's own log says so once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MAX_PARTIAL = 10_000
 """Characters kept of a line that has not ended yet."""
 _MAX_PAUSE_SECONDS = 2.0
 """Longest time between two attempts to reach a driver that does not answer."""
-_FAILURES_UNSAID = 5
-"""Failures in a row, of a few seconds in all, that are not worth a word."""
+_SILENT_FAILURES = 5
+"""Failures in a row, of a few seconds in all, that are not mentioned."""
 
 
 class Reporter:
-    """One worker's voice. Use as a context manager around the worker's life.
+    """Sends one worker's reports. Use it as a context manager around the worker's life.
 
     It is the training loop's observer: ``step``, ``phase`` and ``epoch`` only set values that the
     thread sends, so they cost the loop next to nothing.
@@ -47,7 +47,7 @@ class Reporter:
     def __init__(self, client: ChannelClient | None, *, attempt: int, rank: int) -> None:
         self._client = client
         self.is_shown = False
-        """Whether the driver shows what is printed here, on the very console that we write to."""
+        """True if the driver shows what is printed here on the very console that we write to."""
         self.rows = 0
         """Rows this rank has trained on in this attempt."""
         self._attempt = attempt
@@ -133,7 +133,7 @@ class Reporter:
         except CommunicationError as error:
             self._put_back(events, lines, num_lines)
             self._failures += 1
-            if self._failures == _FAILURES_UNSAID + 1:
+            if self._failures == _SILENT_FAILURES + 1:
                 sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
                     f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
                     f"progress and logs wait for it ({error})\n"
@@ -257,7 +257,7 @@ def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
         root.addHandler(handler)
         own.setLevel(logging.INFO if reporter._rank == 0 else logging.WARNING)
         try:
-            with _basic_config_beside(handler):
+            with _working_basic_config(handler):
                 yield err.last_lines
         finally:
             root.removeHandler(handler)
@@ -268,7 +268,7 @@ def captured_output(reporter: Reporter) -> Iterator[Callable[[], list[str]]]:
 
 
 @contextlib.contextmanager
-def _basic_config_beside(handler: logging.Handler) -> Iterator[None]:
+def _working_basic_config(handler: logging.Handler) -> Iterator[None]:
     """Let `logging.basicConfig` take effect, which does nothing where there is a handler.
 
     What it logs to a stream that we pass on goes to the original of that stream: the driver has it

@@ -27,8 +27,8 @@ from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.worker.kept import KEPT
-from sparkdl.worker.lifecycle import describe_failure
-from sparkdl.worker.reporter import Reporter, captured_output
+from sparkdl.worker.lifecycle import reported
+from sparkdl.worker.reporter import Reporter
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -56,7 +56,7 @@ class RoundWork(Protocol):
             shard: the shard.
             part: the steps to train; None: measure on the validation rows.
             state: the bytes that the driver sends.
-            reporter: is told of each step.
+            reporter: gets each step.
         """
 
 
@@ -121,15 +121,7 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
             _wait_for_the_other(client, order.attempt, shard.shard_id)
             raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
         reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id)
-        stack.enter_context(reporter)
-        stack.enter_context(captured_output(reporter))
-        try:
-            results = _work(place, order, state, reporter)
-            reporter.send({"kind": "done"})
-        except BaseException as error:  # also SystemExit of the user's code; all of it is reported
-            failure = describe_failure(error, shard.shard_id)
-            reporter.send({"kind": "error", "failure": failure})
-            results = [("error", json.dumps(failure).encode())]
+        results = reported(reporter, shard.shard_id, lambda: _work(place, order, state, reporter))
     yield from results
 
 
@@ -165,7 +157,7 @@ def train_or_evaluate(
         shard: the shard.
         part: the steps to train; None: measure.
         state: the round's state, as `checkpoint_format.encode` wrote it.
-        reporter: is told of each step.
+        reporter: gets each step.
 
     Returns:
         ``("result", JSON)`` and, after training on samples, ``("state", encoded {"weight",

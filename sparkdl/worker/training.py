@@ -1,7 +1,7 @@
-"""What does one worker of a fit do, from its start to its end?
+"""One worker of a fit, from its start to its end.
 
 Read `_train` top to bottom. Every rank of the gang calls it, and all of them reach the end or none
-does. What is not training is in `gangworker`.
+does. What is not training is in `lifecycle`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FINAL = "final.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOrder(GangOrder):
-    """What the driver asks of every rank: training. The run key tells data, model and options."""
+    """What the driver asks of every rank of a fit; the run key stands for data, model, options."""
 
     plan: TrainPlan
     payload: bytes

@@ -1,4 +1,4 @@
-"""What a training function is told of its place, without a gang."""
+"""What a training function knows of its place, without a gang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkdl.worker.context import Context, context, entered
 def place(rank: int = 0, **changes: Any) -> Context:
     values: dict[str, Any] = {
         "rank": rank, "nodes": (0, 0, 1, 1), "device": torch.device("cpu"), "num_restarts": 0,
-        "sets": {}, "resumed": None, "save": None, "tell": lambda record: None,
+        "sets": {}, "resumed": None, "save": None, "show": lambda record: None,
     }  # fmt: skip
     return Context(**{**values, **changes})
 
@@ -40,19 +40,19 @@ def test_the_context_is_there_inside_only() -> None:
 
 
 def test_what_rank_0_reports_is_shown_kept_and_saved() -> None:
-    told: list[dict[str, float]] = []
+    shown: list[dict[str, float]] = []
     saved: list[tuple[int, dict[str, Any]]] = []
-    first = place(tell=told.append, save=lambda number, state: saved.append((number, state)))
+    first = place(show=shown.append, save=lambda number, state: saved.append((number, state)))
     first.report({"loss": torch.tensor(0.5), "rows": 3})
     first.report({"loss": 0.25}, checkpoint={"epoch": 2})
     first.report(checkpoint={"epoch": 3})
     records = [{"report": 1, "loss": 0.5, "rows": 3}, {"report": 2, "loss": 0.25}]
-    assert told == first.history == records
+    assert shown == first.history == records
     assert [(number, state["checkpoint"]) for number, state in saved] == [
         (1, {"epoch": 2}),
         (2, {"epoch": 3}),
     ]
-    again = place(resumed=saved[-1][1], tell=told.append, save=lambda n, s: saved.append((n, s)))
+    again = place(resumed=saved[-1][1], show=shown.append, save=lambda n, s: saved.append((n, s)))
     assert again.checkpoint == {"epoch": 3}
     again.report({"loss": 0.125}, checkpoint={"epoch": 4})
     assert again.history == [*records, {"report": 3, "loss": 0.125}]
@@ -63,7 +63,7 @@ def test_every_rank_keeps_its_history_but_rank_0_speaks() -> None:
     def never(*_: Any) -> None:
         raise AssertionError("rank 1 must not speak")
 
-    other = place(1, tell=never, save=never)
+    other = place(1, show=never, save=never)
     other.report({"loss": 1.0}, checkpoint={"epoch": 1})
     assert other.history == [{"report": 1, "loss": 1.0}]
 

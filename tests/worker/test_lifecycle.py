@@ -68,7 +68,7 @@ def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> Non
 @pytest.mark.usefixtures("listening")
 def test_rank_0_gives_up_a_peer_that_is_silent(server: ChannelServer) -> None:
     server._hub.hear(0, 1)
-    with pytest.raises(CommunicationError, match="rank 1 has not been heard"):
+    with pytest.raises(CommunicationError, match="rank 1 has not reported"):
         lifecycle._leave(rank_of(server, 0), order(), ChannelClient(server.address))
 
 

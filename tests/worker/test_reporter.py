@@ -122,7 +122,7 @@ def test_a_dead_driver_is_no_error(capfd: pytest.CaptureFixture[str], quick: Non
     with Reporter(absent, attempt=0, rank=3) as reporter:
         reporter.step(epoch=1, step=1, loss=0.5, rows=10)
         reporter.send({"kind": "done"})
-        soon(lambda: reporter._failures > module._FAILURES_UNSAID + 2)
+        soon(lambda: reporter._failures > module._SILENT_FAILURES + 2)
     absent.close()
     err = capfd.readouterr().err
     assert err.count("the driver does not answer; training goes on") == 1

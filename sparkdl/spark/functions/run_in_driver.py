@@ -103,7 +103,7 @@ def _run(
             sets=sets,
             resumed=None if found is None else load_shared(found),
             save=lambda number, state: manager.save(number, state, {}),
-            tell=view.epoch,
+            show=view.epoch,
         )
         recorder.facts(world_size=1, mode="the driver's own process")
         recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})

@@ -44,13 +44,11 @@ class _Averaged:
 
     @property
     def learning_rate(self) -> float:
-        """See `Replicas.learning_rate`."""
         if "optimizer" not in self._state:
             return math.nan
         return float(self._state["optimizer"]["param_groups"][0].get("lr", math.nan))
 
     def train(self, part: RoundPart) -> RoundDone:
-        """See `Replicas.train`."""
         state = self._jobs.encoded(self._state)
         rows = self._jobs.run_on_all(part, state, depth=self._strategy.merge_depth)
         reports = {rank: json.loads(data) for rank, kind, data in rows if kind == "result"}
@@ -76,12 +74,10 @@ class _Averaged:
         self._state = mean
 
     def model(self) -> dict[str, Any]:
-        """See `Replicas.model`."""
         model: dict[str, Any] = self._state["model"]
         return model
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """See `Replicas.evaluate`."""
         return self._jobs.measure(self.model())
 
     def notes(self) -> list[Record]:
@@ -89,12 +85,10 @@ class _Averaged:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Replicas.state_dict`."""
         outer = None if self._outer is None else self._outer.state_dict()
         return {"round": self._state, "outer": outer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replicas.load_state_dict`."""
         self._state = state["round"]
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])

@@ -223,18 +223,15 @@ class _OneShot:
 
     @property
     def learning_rate(self) -> float:
-        """See `Replicas.learning_rate`."""
         members = self._population.members
         rates = [member.learning_rate for member in members if member.weight > 0]
         return rates[0] if rates else math.nan
 
     def train(self, part: RoundPart) -> RoundDone:
-        """See `Replicas.train`."""
         tasks = [MemberTask(shard=shard) for shard in self._population.shards]
         return self._population.train(part, tasks)
 
     def model(self) -> dict[str, Any]:
-        """See `Replicas.model`."""
         members = self._population.members
         weights = [member.weight for member in members]
         if self._strategy.weighting == "equal":
@@ -244,7 +241,6 @@ class _OneShot:
         return merged
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """See `Replicas.evaluate`."""
         return self._jobs.measure(self.model())
 
 
@@ -282,13 +278,11 @@ class _Competition(ABC):
         return self._measured[1]
 
     def model(self) -> dict[str, Any]:
-        """See `Replicas.model`."""
         best = self._population.members[self._best_member]
         model: dict[str, Any] = decoded(best.model)["model"]
         return model
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """See `Replicas.evaluate`."""
         records = self.scores(state.step)
         losses = [record["val_loss"] for record in records]
         order = best_first(losses)
@@ -302,11 +296,9 @@ class _Competition(ABC):
         return Evaluation(record=record, confusion=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Replicas.state_dict`."""
         return {**self._population.state_dict(), "best_member": self._best_member}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replicas.load_state_dict`."""
         self._population.load_state_dict(state)
         self._best_member = state["best_member"]
 
@@ -319,7 +311,6 @@ class _Tournament(_Competition):
         self._strategy = strategy
 
     def train(self, part: RoundPart) -> RoundDone:
-        """See `Replicas.train`."""
         run, population = self._run, self._population
         rivals = self._strategy.rivals(run.plan, run.config.seed, part.step)
         tasks = [MemberTask(shard=shard) for shard in population.shards]
@@ -342,7 +333,6 @@ class _Tournament(_Competition):
         return done
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """See `Replicas.evaluate`."""
         found = super().evaluate(state)
         notes = [n for n in self.notes() if n["step"] >= state.step - state.step_in_epoch]
         takeovers = sum(note.get("is_lost", 0.0) for note in notes)
@@ -399,7 +389,6 @@ class _PopulationBased(_Competition):
             self._has_diverged[member] = False
 
     def describe(self, member: int, step: int) -> Record:
-        """See `_Competition.describe`."""
         return {
             "shard": self._strategy.shard_of(self._run.plan, member, max(0, step - 1)),
             "has_diverged": float(self._has_diverged[member]),
@@ -407,7 +396,6 @@ class _PopulationBased(_Competition):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Replicas.state_dict`."""
         return {
             **super().state_dict(),
             "values": self._values,
@@ -415,7 +403,6 @@ class _PopulationBased(_Competition):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Replicas.load_state_dict`."""
         super().load_state_dict(state)
         self._values = state["values"]
         self._has_diverged = state["has_diverged"]

@@ -87,14 +87,14 @@ def run_rounds(
         seconds=[0.0] * num_shards,
         bytes_sent=[0] * num_shards,
         epoch_sums=[0.0] * (2 + len(jobs.labels)),
-        tell=run.recorder.spent,
+        report=run.recorder.spent,
     )
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if run.link.url is not None:
             checkpoints = stack.enter_context(_checkpoints(run))
         stack.enter_context(tuned_allocator())  # states of the same size come and go
-        return _Rounds(
+        return Rounds(
             run=run,
             period=period,
             book=book,
@@ -128,8 +128,8 @@ def _checkpoints(run: Run) -> CheckpointManager:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rounds:
-    """A run; what changes is in its parts."""
+class Rounds:
+    """A run in rounds; what changes is in its parts."""
 
     run: Run
     period: Period

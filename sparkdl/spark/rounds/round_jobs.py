@@ -50,11 +50,11 @@ class RoundJobs:
 
     Attributes:
         restarts: how often a job was run again.
-        labels: the labels whose losses are told apart.
+        labels: the labels whose losses are kept apart.
     """
 
     def __init__(self, run: Run, book: EpochBook) -> None:
-        """Prepare what all jobs need; ``book`` tells how far the run has come."""
+        """Prepare what all jobs need; ``book`` says how far the run has come."""
         self.restarts = 0
         self._run = run
         self._book = book

@@ -50,8 +50,8 @@ class Totals:
     bytes_sent: list[int]
     epoch_sums: list[float]
     """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
-    tell: Callable[[int, Mapping[str, float]], None]
-    """Is told what each shard's time was spent on, whenever that has grown."""
+    report: Callable[[int, Mapping[str, float]], None]
+    """Gets what each shard's time was spent on, whenever that has grown."""
     steps: float = 0.0
     """Seconds of the slowest task of each round, summed."""
     overhead: float = 0.0
@@ -90,26 +90,26 @@ class Totals:
             own["waiting"] = max(0.0, done.seconds - sum(own.values()))
             own["communication"] = max(0.0, overhead)
             self._add(shard_id, own)
-        self._tell_all()
+        self._report_all()
 
     def spend(self, what: Literal["evaluate", "checkpoint"], seconds: float) -> None:
         """Take note of what the driver did while all shards waited for it."""
         setattr(self, what, getattr(self, what) + seconds)
         for shard_id in range(len(self.rows)):
             self._add(shard_id, {what: seconds})
-        self._tell_all()
+        self._report_all()
 
     def _add(self, shard_id: int, seconds: dict[str, float]) -> None:
         total = self._spent.setdefault(shard_id, {})
         for what, value in seconds.items():
             total[what] = total.get(what, 0.0) + value
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         """What is not accounted for, such as callbacks on the driver, is spent on other things."""
         elapsed = time.perf_counter() - self.began
         for shard_id, own in self._spent.items():
             rest = max(0.0, elapsed - sum(own.values()))
-            self.tell(shard_id, {**own, "other": own.get("other", 0.0) + rest})
+            self.report(shard_id, {**own, "other": own.get("other", 0.0) + rest})
 
     def phases(self) -> dict[str, float]:
         """Phase -> seconds."""

@@ -1,4 +1,4 @@
-"""How does the driver end a Spark job, also one that Spark does not know yet?
+"""Ends a Spark job from the driver, also one that Spark does not know yet.
 
 Spark cancels active jobs only. The call that submits one may still be on its way, and a barrier
 stage that found too few slots is not active until Spark tries it again.

@@ -1,10 +1,14 @@
-"""How does Ctrl-C, or a notebook's stop button, end a fit so that nothing is left behind?
+"""Ctrl-C, or a notebook's stop button, ends a fit so that nothing is left behind.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. In the middle of a call to
 the JVM that is harmful: the job goes on, and py4j would take the late answer for that of the next
-call. So while a fit runs, the signal cancels the fit's jobs at once, KeyboardInterrupt waits until
-no such call is under way, and what is pressed during the cleaning up is heard after it. Who presses
-three times meanwhile does not want to wait for it: then its jobs are cancelled, too.
+call. So while a fit runs, four rules hold:
+
+1. The signal cancels the fit's Spark jobs at once, from a thread of its own.
+2. KeyboardInterrupt is raised only while no call to Spark is under way in the main thread. Until
+   then the cancelling thread sends the signal again.
+3. A press of Ctrl-C during the cleaning up takes effect when the cleaning up is over.
+4. Three presses during the cleaning up cancel the jobs that clean up.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from sparkdl.spark.session.compat import cancel_jobs, tag_jobs, untag_jobs
 logger = logging.getLogger(__name__)
 
 _CALLS = ("py4j", "grpc", "pyspark.sql.connect")
-"""Modules that talk to Spark, and must not be torn out of it."""
+"""Modules that call Spark; such a call must not be interrupted."""
 _AGAIN_SECONDS = 0.1
 _HURRY_PRESSES = 3
 """How often one must press during the cleaning up to have it cut short."""
@@ -35,7 +39,7 @@ _WAIT_SECONDS = 60.0
 """How long a new fit waits for those that are being interrupted."""
 
 _running: list[Interruptible] = []
-"""What can be interrupted now, in all threads; the innermost of a thread last."""
+"""What can be interrupted now, in all threads; the innermost of a thread comes last."""
 _changed = threading.Condition()
 _presses = 0
 _before: Any = signal.default_int_handler
@@ -50,18 +54,18 @@ class Interruptible:
         self._tag = f"sparkdl-{uuid.uuid4().hex[:12]}"
         self.thread = threading.current_thread()
         self.is_asked = False
-        """Whether it shall end."""
+        """True once it shall end."""
         self.is_late = False
-        """Whether that was asked for while it was cleaning up anyway."""
+        """True if the user pressed Ctrl-C only while it was cleaning up anyway."""
         self.is_ending = False
-        """Whether it cleans up, so that nothing may be cancelled or raised any more."""
+        """True while it cleans up: then nothing is cancelled or raised any more."""
         self._cancelling = threading.Lock()
         self._late_presses = 0
         self._is_reminded = False
 
     def __enter__(self) -> Interruptible:
         with _changed:
-            _running.append(self)  # first, so that this call to Spark is not torn either
+            _running.append(self)  # first, so that this call to Spark is not interrupted either
         try:
             tag_jobs(self._spark, self._tag)
         except BaseException:
@@ -91,13 +95,13 @@ class Interruptible:
             threading.Thread(target=self._cancel, name="sparkdl-cancel", daemon=True).start()
 
     def took_reminder(self) -> bool:
-        """Whether the signal was our own; told once of each."""
+        """True if the signal came from `_cancel`; the mark is removed."""
         was_reminded, self._is_reminded = self._is_reminded, False
         return was_reminded
 
     @property
     def is_hurried(self) -> bool:
-        """Whether the user does not want to wait for the cleaning up."""
+        """True if the user pressed so often that the cleaning up is cut short."""
         return self._late_presses >= _HURRY_PRESSES
 
     def end(self) -> None:
@@ -167,20 +171,20 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
         KeyboardInterrupt: the user wants it.
     """
     _await_interrupted()
-    with _listening(), Interruptible(spark) as work:
+    with _handling(), Interruptible(spark) as work:
         try:
             yield
         except BaseException as error:
             work.end()
-            if not _must_tell(work):
+            if not _must_raise(work):
                 raise
             if work.is_late:
-                raise KeyboardInterrupt(_told(checkpoint_dir)) from error
+                raise KeyboardInterrupt(_message(checkpoint_dir)) from error
         else:
             work.end()
-        if _must_tell(work):
-            # Without the traceback of whatever call was torn off.
-            raise KeyboardInterrupt(_told(checkpoint_dir)) from None
+        if _must_raise(work):
+            # Without the traceback of whatever call was cut off.
+            raise KeyboardInterrupt(_message(checkpoint_dir)) from None
 
 
 def listen() -> None:
@@ -195,7 +199,7 @@ def listen() -> None:
 
 
 def presses() -> int:
-    """How often the user has interrupted something so far, as far as `listen` was told."""
+    """How often the user has interrupted something so far, since `listen` was called."""
     return _presses
 
 
@@ -212,25 +216,25 @@ def raise_if_asked() -> None:
 
 
 def is_interrupted() -> bool:
-    """Whether the user has ended what this thread does, before it came to its end by itself."""
+    """True if the user pressed Ctrl-C before the work of this thread came to its end."""
     mine = _mine()
     return mine is not None and mine.is_asked and not mine.is_late
 
 
 def is_hurried() -> bool:
-    """Whether the user does not want to wait until this thread has cleaned up."""
+    """True if this thread's cleaning up is to be cut short."""
     mine = _mine()
     return mine is not None and mine.is_hurried
 
 
-def _told(checkpoint_dir: str | None) -> str:
-    told = "interrupted; its Spark jobs are cancelled, and the files that it needed are removed"
+def _message(checkpoint_dir: str | None) -> str:
+    text = "interrupted; its Spark jobs are cancelled, and the files that it needed are removed"
     if checkpoint_dir is None:
-        return told
-    return f"{told}; asked for the same again, it goes on from its checkpoints in {checkpoint_dir}"
+        return text
+    return f"{text}; asked for the same again, it goes on from its checkpoints in {checkpoint_dir}"
 
 
-def _must_tell(work: Interruptible) -> bool:
+def _must_raise(work: Interruptible) -> bool:
     return work.is_asked and work.thread is threading.main_thread()
 
 
@@ -251,8 +255,8 @@ def _await_interrupted() -> None:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[None]:
-    """Hear the signal in the block, if this is the main thread, and nowhere else."""
+def _handling() -> Iterator[None]:
+    """Handle the signal in the block if this is the main thread; restore the handler after it."""
     before: Callable[..., Any] | Any = None
     if threading.current_thread() is threading.main_thread():
         before = signal.getsignal(signal.SIGINT)
@@ -281,7 +285,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Whether a block is being entered or left, which must be done as a whole.
+    """True if a block is being entered or left, which must be done as a whole.
 
     What contextlib does in between is part of it: the block's own ``with`` has not begun by then,
     or is over.
@@ -296,7 +300,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 def is_in_call(frame: FrameType | None) -> bool:
-    """Whether a call to Spark is under way."""
+    """True if a call to Spark is under way."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if any(name == module or name.startswith(f"{module}.") for module in _CALLS):

@@ -1,4 +1,4 @@
-"""In which order do the values of images lie in memory? Convolutions on CPUs like channels last.
+"""Lays the values of images out in memory as convolutions on CPUs like them: channels last.
 
 The formats are torch's. Parameters keep their own; what is turned is the input of convolutions, and
 the layers behind a convolution keep the order in which it gives its output. Results differ from

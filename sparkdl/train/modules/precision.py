@@ -1,4 +1,4 @@
-"""In which number format are the forward and backward passes computed?
+"""The number format in which the forward and backward passes are computed.
 
 Weights, gradients, their sums over ranks and the loss stay in the module's own format.
 """
@@ -39,7 +39,7 @@ class NumberFormat:
 
     @property
     def may_skip_steps(self) -> bool:
-        """Whether an overflow is healed by skipping the step rather than an error."""
+        """True if an overflow skips the step instead of ending training."""
         return self._scaler is not None
 
     def autocast(self) -> AbstractContextManager[object]:

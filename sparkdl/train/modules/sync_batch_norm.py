@@ -1,4 +1,4 @@
-"""How does BatchNorm see the batches of all ranks? Its layers exchange their statistics.
+"""Lets BatchNorm layers see the batches of all ranks: they exchange their statistics.
 
 While training lasts, the ``forward`` of each BatchNorm layer is replaced, on the object. Layers,
 parameters, buffers and names stay as they are, so that weights, checkpoints and the fitted module

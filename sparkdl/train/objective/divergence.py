@@ -1,4 +1,4 @@
-"""When does a fit make no progress any more, because its loss has run away?"""
+"""Ends a fit whose loss has run away."""
 
 from __future__ import annotations
 

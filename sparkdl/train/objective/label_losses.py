@@ -1,4 +1,4 @@
-"""How do the losses of several labels become one, and stay apart in the history?
+"""The losses of several labels: one sum to minimize, and a history of each.
 
 The loss of a sample is the weighted sum of its losses on the labels, so that the mean over samples
 adds up over micro-batches and ranks as that of a single loss does.

@@ -1,7 +1,7 @@
-"""How does a LightningModule train in our loop, without its Trainer?
+"""Lets a LightningModule train in our loop, without its Trainer.
 
-Known by its methods, ``training_step`` and ``configure_optimizers``: the package `lightning` need
-not be there. Its other hooks are not called, and what it logs goes nowhere.
+It is known by its methods, ``training_step`` and ``configure_optimizers``: the package `lightning`
+need not be there. Its other hooks are not called, and what it logs goes nowhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparkdl.errors import ConfigError
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Whether a module brings its own training step and optimizer."""
+    """True if a module brings its own training step and optimizer."""
     return all(
         callable(getattr(module, name, None)) for name in ("training_step", "configure_optimizers")
     )
@@ -55,7 +55,7 @@ class Configured:
 
 
 class OwnOptimizer:
-    """Makes a module's own optimizer; fits `sync.base.MakeOptimizer`."""
+    """Makes a module's own optimizer; fits `strategy.MakeOptimizer`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

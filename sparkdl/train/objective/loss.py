@@ -1,4 +1,4 @@
-"""How is a loss turned into two sums, so that it means the same on any number of ranks?
+"""Turns a loss into two sums, so that it means the same on any number of ranks.
 
 A mean over the global batch is (sum of losses) / (sum of weights), and both sums add up over
 micro-batches and ranks. So every loss is asked for the losses of the single samples.

@@ -1,4 +1,4 @@
-"""How are torchmetrics computed over all ranks, exactly, also where a rank has no rows?
+"""Computes torchmetrics over all ranks, exactly, also where a rank has no rows.
 
 torchmetrics' own synchronization mixes in the empty states of ranks without rows, and needs the
 same number of states on every rank. Here each rank's states are gathered once, ranks that saw no
@@ -132,7 +132,7 @@ class Metrics:
         """Label by prediction, in what was computed last; None: nothing was counted."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if there are any."""
         return bool(self._metrics) or self._confusion is not None
 
     def reset(self) -> None:
@@ -277,14 +277,20 @@ def _matched(output: Any, target: Any) -> tuple[Any, Any]:
     return output, target
 
 
-def _full_precision(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if isinstance(output, Mapping):
-        return {name: _full_precision(value) for name, value in output.items()}
-    if type(output) in (tuple, list):
-        return type(output)(_full_precision(value) for value in output)
-    return output
+def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value, or several in tuples, lists or mappings, with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _each_tensor(part, change) for name, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_each_tensor(part, change) for part in value)
+    return value
+
+
+def _full_precision(value: Any) -> Any:
+    narrow = (torch.bfloat16, torch.float16)
+    return _each_tensor(value, lambda t: t.float() if t.dtype in narrow else t)
 
 
 def _keys(metric: Metric) -> list[str]:
@@ -333,13 +339,7 @@ def _without_last(value: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_widened(part) for part in value)
-    if isinstance(value, Mapping):
-        return {name: _widened(part) for name, part in value.items()}
-    return value
+    return _each_tensor(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
 def _listed_bytes(states: Mapping[str, Any]) -> int:

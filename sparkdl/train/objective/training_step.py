@@ -1,4 +1,4 @@
-"""What is minimized: a loss of what ``forward`` returns, or what a training step gives?
+"""What is minimized: a loss of what ``forward`` returns, or what a training step gives.
 
 A training step is a function ``(module, inputs, target)``. It may run the module, or parts of it,
 as often as it likes, as a GAN does; what it gives is treated as the value of a loss function.

@@ -1,4 +1,4 @@
-"""Which optimizers keep large batches trainable? LARS and LAMB, which torch lacks.
+"""Optimizers that keep large batches trainable: LARS and LAMB, which torch lacks.
 
 Both scale the step of each layer by the norm of its weights over the norm of its step, so that no
 layer is thrown far from where it is by a learning rate that suits another. Vectors (biases, the

@@ -31,7 +31,7 @@ class ParameterGroups:
 
     Args:
         module: its parameters that train are divided.
-        options: pattern (see `patterns`) -> options, in torch's words, such as ``lr``.
+        options: pattern (see `name_patterns`) -> options, in torch's words, such as ``lr``.
 
     Raises:
         ConfigError: a pattern means no parameter that trains, or two mean the same one.

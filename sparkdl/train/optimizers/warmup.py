@@ -1,8 +1,8 @@
-"""How does the learning rate rise gently at the start of training, whatever schedule follows?
+"""A learning rate that rises gently at the start of training, whatever schedule follows.
 
-Not made of torch's ``SequentialLR``: in torch 2.13 it starts a schedule without a closed form, such
-as ``MultiplicativeLR``, from the last rate of the ramp instead of from the full one, and older
-versions warn whenever it hands over.
+It is not made of torch's ``SequentialLR``: in torch 2.13 that starts a schedule without a closed
+form, such as ``MultiplicativeLR``, from the last rate of the ramp instead of from the full one, and
+older versions warn whenever it hands over.
 """
 
 from __future__ import annotations

@@ -89,19 +89,49 @@ def assert_about_equal(first: FitResult, second: FitResult) -> None:
             assert record[key] == pytest.approx(other[key], abs=1e-12), key
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_rounds_are_what_a_gang_does(df: DataFrame, average: bool) -> None:
-    strategy = ParameterAveraging(averaging_period=3, average_optimizer_state=average)
-    wanted = request(sync_strategy=strategy, validation_col="held_out")
+class Note(Callback):
+    """Counts what it sees on the driver."""
+
+    seen: list[tuple[str, int]]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def on_train_begin(self, state: CallbackState) -> None:
+        self.seen.append(("begin", state.step))
+
+    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
+        self.seen.append(("epoch", state.step))
+
+    def on_train_end(self, state: CallbackState) -> None:
+        self.seen.append(("end", state.step))
+
+
+NOTE = Note()
+
+
+@pytest.fixture(scope="module")
+def whole(df: DataFrame) -> FitResult:
+    """A run that nothing disturbs."""
+    return fit(df, request(validation_col="held_out", callbacks=(NOTE,)))
+
+
+def test_rounds_are_what_a_gang_does(df: DataFrame, whole: FitResult) -> None:
+    gang = fit(df, request(validation_col="held_out", execution_mode="gang"))
+    assert_about_equal(whole, gang)
+
+
+def test_rounds_reset_the_optimizer_as_a_gang_does(df: DataFrame) -> None:
+    strategy = ParameterAveraging(averaging_period=3, average_optimizer_state=False)
+    wanted = request(sync_strategy=strategy, epochs=1)
     rounds, gang = fit(df, wanted), fit(df, dataclasses.replace(wanted, execution_mode="gang"))
     assert_about_equal(rounds, gang)
 
 
-def test_rounds_read_windows_as_a_gang_does(df: DataFrame) -> None:
+def test_rounds_read_windows_as_a_gang_does(df: DataFrame, whole: FitResult) -> None:
     wanted = request(validation_col="held_out", shuffle_window_bytes=200)
     rounds, gang = fit(df, wanted), fit(df, dataclasses.replace(wanted, execution_mode="gang"))
     assert_about_equal(rounds, gang)
-    whole = fit(df, request(validation_col="held_out"))
     assert not equal(rounds, whole)
 
 
@@ -111,26 +141,19 @@ def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> N
     assert equal(first, second)
     assert first.summary.world_size == 7
     assert all(rate > 0 for rate in first.summary.throughput_by_rank)
-    flat = ParameterAveraging(averaging_period=3, aggregation_depth=1)
-    once = fit(df, request(num_workers=7, epochs=1, sync_strategy=flat))
-    for mine, theirs in zip(states(first), states(once), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_a_run_goes_on_where_the_last_one_stopped(df: DataFrame, tmp_path: Path) -> None:
-    def stopped_at(steps: int, folder: str) -> FitResult:
-        checkpoint = CheckpointConfig(directory=str(tmp_path / folder), interval=4)
-        return fit(df, request(checkpoint=checkpoint, max_steps=steps, epochs=3))
-
-    undisturbed = stopped_at(-1, "whole")
-    stopped_at(11, "parts")  # the end of a round
-    resumed = stopped_at(-1, "parts")
-    assert equal(undisturbed, resumed)
-    drop = {"seconds"}
-    for mine, theirs in zip(undisturbed.summary.history, resumed.summary.history, strict=True):
-        assert {k: v for k, v in mine.items() if k not in drop} == {
-            k: v for k, v in theirs.items() if k not in drop
-        }
+def test_a_run_goes_on_where_the_last_one_stopped(
+    df: DataFrame, tmp_path: Path, whole: FitResult
+) -> None:
+    checkpoint = CheckpointConfig(directory=str(tmp_path), interval=4)
+    kept = {"validation_col": "held_out", "checkpoint": checkpoint}
+    stop = whole.summary.steps // 2 + 3  # the end of a round in the second epoch
+    assert fit(df, request(**kept, max_steps=stop)).summary.steps == stop
+    resumed = fit(df, request(**kept))
+    assert equal(whole, resumed)
+    for mine, theirs in zip(whole.summary.history, resumed.summary.history, strict=True):
+        assert {**mine, "seconds": 0.0} == {**theirs, "seconds": 0.0}
 
 
 SEVERAL_LABELS: dict[str, Any] = {
@@ -139,11 +162,11 @@ SEVERAL_LABELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("labels", [{}, SEVERAL_LABELS])
 def test_with_other_shards_the_epoch_begins_anew(
-    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: dict[str, Any]
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"checkpoint": CheckpointConfig(directory=str(tmp_path), interval=4), **labels}
+    checkpoint = CheckpointConfig(directory=str(tmp_path), interval=4)
+    options = {"checkpoint": checkpoint, **SEVERAL_LABELS}
     stopped = fit(df, request(**options, max_steps=11, epochs=2, num_workers=1))
     assert stopped.summary.history[-1]["epoch"] == 1
     resumed = fit(df, request(**options, epochs=2, num_workers=5))
@@ -176,29 +199,9 @@ def test_metrics_and_early_stopping_see_the_merged_model(df: DataFrame) -> None:
     assert history[-1]["val_accuracy"] <= best
 
 
-class Note(Callback):
-    """Counts what it sees on the driver."""
-
-    seen: list[tuple[str, int]]
-
-    def __init__(self) -> None:
-        self.seen = []
-
-    def on_train_begin(self, state: CallbackState) -> None:
-        self.seen.append(("begin", state.step))
-
-    def on_epoch_end(self, state: CallbackState, record: Any) -> None:
-        self.seen.append(("epoch", state.step))
-
-    def on_train_end(self, state: CallbackState) -> None:
-        self.seen.append(("end", state.step))
-
-
-def test_callbacks_of_epochs_run_on_the_driver(df: DataFrame) -> None:
-    note = Note()
-    fit(df, request(callbacks=(note,)))
-    steps = [step for _, step in note.seen]
-    assert [name for name, _ in note.seen] == ["begin", "epoch", "epoch", "end"]
+def test_callbacks_of_epochs_run_on_the_driver(whole: FitResult) -> None:
+    steps = [step for _, step in NOTE.seen]
+    assert [name for name, _ in NOTE.seen] == ["begin", "epoch", "epoch", "end"]
     assert steps == [0, steps[1], 2 * steps[1], 2 * steps[1]]
 
 

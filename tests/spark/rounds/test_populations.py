@@ -27,7 +27,7 @@ from tests.spark.rounds.test_averaging_rounds import Note, assert_about_equal, e
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(400)]
 
 df = test_averaging_rounds.df
 
@@ -44,10 +44,10 @@ def wanted(strategy: PopulationStrategy, **changes: Any) -> FitRequest:
     return request(**{**values, **changes})
 
 
-def told(result: FitResult) -> list[dict[str, float]]:
+def records(result: FitResult) -> list[dict[str, float]]:
     """History and population, without what the clock says."""
-    records = [*result.summary.history, *result.summary.population]
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
+    both = [*result.summary.history, *result.summary.population]
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in both]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_population_goes_on_where_it_stopped(
     resumed = fit(df, wanted(BASED, checkpoint=checkpoint))
     assert equal(based, resumed)
     # The stopped run was measured at its end.
-    mine, theirs = ([n for n in told(run) if n.get("step") != 4] for run in (resumed, based))
+    mine, theirs = ([n for n in records(run) if n.get("step") != 4] for run in (resumed, based))
     assert mine == theirs
 
 
@@ -107,7 +107,7 @@ def test_one_shot_averaging_is_that_of_a_gang_and_goes_on_where_it_stopped(
     assert fit(df, dataclasses.replace(kept, config=config)).summary.steps == stop
     resumed = fit(df, kept)
     assert equal(rounds, resumed)
-    assert told(rounds) == told(resumed)
+    assert records(rounds) == records(resumed)
 
 
 def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
@@ -252,7 +252,7 @@ def test_bits_repeat_also_without_the_drivers_channel(
     finally:
         spark.conf.unset("spark.sparkdl.channel")
     assert equal(tournament, found)
-    assert told(tournament) == told(found)
+    assert records(tournament) == records(found)
 
 
 def test_modes() -> None:

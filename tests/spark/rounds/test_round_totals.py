@@ -16,10 +16,10 @@ def report(rows: int, data: float, compute: float) -> dict[str, object]:
 
 
 def test_what_a_shards_time_was_spent_on() -> None:
-    told: dict[int, Mapping[str, float]] = {}
+    reported: dict[int, Mapping[str, float]] = {}
     totals = Totals(
         rows=[0, 0], seconds=[0.0, 0.0], bytes_sent=[0, 0], epoch_sums=[0.0, 0.0],
-        tell=told.__setitem__, began=time.perf_counter() - 10.0,
+        report=reported.__setitem__, began=time.perf_counter() - 10.0,
     )  # fmt: skip
     done = RoundDone(reports={0: report(4, 1.0, 2.0), 1: report(4, 1.0, 4.0)}, bytes_sent={})
     totals.add(done)
@@ -28,7 +28,7 @@ def test_what_a_shards_time_was_spent_on() -> None:
     totals.spend("checkpoint", 0.125)
 
     for shard, (compute, waiting) in enumerate([(2.0, 2.0), (4.0, 0.0)]):
-        spent = told[shard]
+        spent = reported[shard]
         assert (spent["data"], spent["compute"], spent["waiting"]) == (1.0, compute, waiting)
         assert (spent["communication"], spent["evaluate"], spent["checkpoint"]) == (
             0.5,
