@@ -57,7 +57,6 @@ UPWARD: set[tuple[str, str]] = {
     ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
     ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
     ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
-    ("sparkdl.spark.params.save_stage", "sparkdl.model"),
     ("sparkdl.storage.locate", "sparkdl.spark.session.hadoop_storage"),
     (
         "sparkdl.sync.population.population_based_training",

@@ -1,4 +1,4 @@
-"""How does a TOML table become a frozen dataclass, with errors that help?
+"""TOML tables become frozen dataclasses here, with errors that help.
 
 A dataclass is the schema: its field names are the keys, its annotations the types. Nothing else
 is accepted, so that a misspelt key is found before any work is done.
@@ -100,15 +100,23 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     for key in table:
         if key not in known:
             raise ConfigError(_unknown(key, where, list(known)))
-    for name, item in known.items():
-        required = item.default is MISSING and item.default_factory is MISSING
-        if required and name not in table:
+    for name in known:
+        if name in _required(kind) and name not in table:
             raise ConfigError(f"missing {_place(name, where)}")
     values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from error
+
+
+def _required(kind: Any) -> set[str]:
+    """Fields of a dataclass without a default."""
+    return {
+        item.name
+        for item in fields(kind)
+        if item.default is MISSING and item.default_factory is MISSING
+    }
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
@@ -150,10 +158,13 @@ def _convert_scalar(value: Any, hint: Any, name: str) -> Any:
 
 def _convert_union(value: Any, union: Any, name: str) -> Any:
     """The first member whose TOML type fits decides, so that its own errors reach the user."""
-    for hint in get_args(union):
-        if _fits(value, hint):
-            return convert(value, hint, name)
-    raise _wrong(value, union, name)
+    fitting = [hint for hint in get_args(union) if _fits(value, hint)]
+    if not fitting:
+        raise _wrong(value, union, name)
+    # Where any table is taken, one with the required keys of a dataclass is that.
+    named = (hint for hint in fitting if is_dataclass(hint) and _required(hint) <= set(value))
+    others = [hint for hint in fitting if not is_dataclass(hint)] or fitting
+    return convert(value, next(named, others[0]), name)
 
 
 def _fits(value: Any, hint: Any) -> bool:
