@@ -2,7 +2,7 @@
 
 One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `tune.study_file` has
 `TuneJob`. Their fields are the file's sections, the sections' fields its keys; those of
-``[estimator]`` follow from the rows of `sparkdl.spark.params.param_table`. Reading a job file neither
+``[estimator]`` follow from the rows of `spark.params.param_table`. Reading a job file neither
 imports the user's code nor starts Spark; objects are named as ``package.module:name`` and imported
 by `job_objects`.
 """
