@@ -1,14 +1,14 @@
-"""What did the user ask for? Frozen values, checked when they are made.
+"""The values that a user has asked for, frozen and checked when they are made.
 
-`TrainConfig` is the training half of the estimator's Params under Python names; the mapping
-between the two is the table in `params.py`.
+`TrainConfig` is the training half of the estimator's Params under Python names; the rows of
+`sparkdl.spark.params.param_table` fill it and document its fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sparkdl.errors import ConfigError
 
@@ -16,8 +16,8 @@ Task = Literal["classification", "regression", "custom"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-MEMORY_FORMATS = ("contiguous", "channels_last")
+PRECISIONS = get_args(Precision)
+MEMORY_FORMATS = get_args(MemoryFormat)
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -76,28 +76,22 @@ class TrainConfig:
 
     task: Task = "custom"
     loss: Any = "mse"
-    """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see `train.loss`."""
-    """With several labels a mapping by their names, or a callable that gets a dict of all."""
+    """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see
+    `train.objective.loss`. With several labels a mapping by their names, or a callable that gets a
+    dict of all."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
-    """By how much each label's loss counts; 1 where nothing is said."""
     training_step: Any = None
-    """Function ``(module, inputs, target)`` that gives the loss, in place of ``loss`` of what
-    ``forward`` returns; None: that of a LightningModule, else there is none."""
     augmentation: Any = None
-    """Function from a batch's inputs to others, called on the device, in training only."""
     group_by_length: int | None = None
-    """Batches whose rows are sorted by length together, so that less is padded; None: none."""
     shuffle_window_bytes: int | None = None
-    """Rows that a worker mixes at a time; None: all, as long as they fit into memory."""
     optimizer: Any = "sgd"
-    """Name in `train.optim.OPTIMIZERS` (any case), such a class, or ``params -> Optimizer``."""
+    """Name (see `train.optimizers`, any case), such a class, or ``params -> Optimizer``."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
-    """Passed as ``lr``; None leaves the optimizer's own default."""
     parameter_groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Pattern (see `patterns`) -> options of the optimizer for the parameters that it means."""
+    """Pattern (see `runtime.name_patterns`) -> options of the optimizer."""
     frozen_layers: tuple[str, ...] = ()
-    """Patterns of what does not train; see `frozen`."""
+    """Patterns; see `sync.frozen_layers`."""
     scheduler: Any = None
     """Callable ``optimizer -> LRScheduler``; stepped after every training step."""
     epochs: int = 1
@@ -107,16 +101,10 @@ class TrainConfig:
     precision: Precision = "fp32"
     memory_format: MemoryFormat = "contiguous"
     gradient_accumulation_steps: int = 1
-    """Micro-batches into which each batch is cut."""
     gradient_clip_norm: float | None = None
     device: str = "auto"
     divergence_factor: float | None = 1e4
-    """How many times the loss of the first steps means that training has diverged; None: never.
-
-    A loss that is infinite or NaN always does.
-    """
     deterministic: bool = False
-    """Ask torch for deterministic algorithms (needed for repeatable bits on CUDA)."""
     metrics: Mapping[str, Callable[[], Any] | Any] = field(default_factory=dict)
     """Name -> torchmetrics.Metric, or a callable without arguments that makes one."""
     early_stopping: EarlyStopping | None = None
@@ -124,7 +112,6 @@ class TrainConfig:
     sync_strategy: Any = None
     """A `sync.SyncStrategy`; None means ``AllReduce()``."""
     sync_batch_norm: bool = False
-    """Whether BatchNorm layers train with the statistics of all ranks' batches."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:

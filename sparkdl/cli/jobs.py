@@ -1,8 +1,7 @@
-"""What do the job scripts do with a job file?
+"""The work behind the commands that take a job file.
 
 `run_prepare`, `run_train`, `run_explain`, `run_evaluate` and `run_predict` take a job and a
-session, and give back what there is to report; the scripts in ``jobs/`` only read arguments and
-print.
+session, and give back what there is to report; `job_commands` reads arguments and prints.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
 
 
 def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
-    """Make Parquet of a folder of image files; see `spark.preparing`."""
+    """Make Parquet of a folder of image files; see `images.prepare`."""
     from sparkdl.cli.images.prepare import prepare
 
     table = None if job.labels.table is None else read_data(spark, job.labels.table)

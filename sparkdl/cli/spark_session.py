@@ -1,4 +1,4 @@
-"""How does a command get its Spark session, and what can go wrong before there is one?"""
+"""The Spark session of a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a shell offer after ``sparkdl``? Asked of real shells."""
+"""What real shells offer after ``sparkdl``."""
 
 from __future__ import annotations
 

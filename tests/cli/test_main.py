@@ -1,4 +1,4 @@
-"""What does the command ``sparkdl`` take, and how does it end?"""
+"""The command ``sparkdl``: what it takes, and how it ends."""
 
 from __future__ import annotations
 

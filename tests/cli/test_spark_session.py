@@ -1,4 +1,4 @@
-"""Which entries of a session come too late, and what is said of a JVM that does not start?"""
+"""Entries of a session that come too late, and a JVM that does not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can workers be started together, and reach each other? Found out by doing so."""
+"""A trial: workers are started together, sum a few numbers, and say what they see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does Spark list and read a folder of image files, wherever it lies?"""
+"""Spark lists and reads a folder of image files, wherever it lies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What can be said in a job file for ``jobs/prepare.py``?
+"""The sections and keys of a job file for ``jobs/prepare.py``.
 
-Values only; reading them neither starts Spark nor imports Pillow.
+Reading them neither starts Spark nor imports Pillow.
 """
 
 from __future__ import annotations

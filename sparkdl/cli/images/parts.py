@@ -1,6 +1,6 @@
-"""Which file becomes a row of which Parquet file?
+"""The plan of the Parquet files: which image file becomes a row of which.
 
-The answer follows from paths, labels and options alone, so that a run that was killed is planned
+It follows from paths, labels and options alone, so that a run that was killed is planned
 again as it was. Rows are in a random order that the hash of the path gives, so each Parquet file
 is a sample of its split.
 """

@@ -1,4 +1,4 @@
-"""How does a job search for hyperparameters? Optuna chooses, each trial is a fit over one spool."""
+"""A search for hyperparameters: Optuna chooses values, each trial is a fit over one spool."""
 
 from __future__ import annotations
 

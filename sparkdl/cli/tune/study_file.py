@@ -1,4 +1,4 @@
-"""What can be said in a job file about a search for hyperparameters?"""
+"""The section of a job file about a search for hyperparameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a search look like? Its progress, and the value over each key that was varied."""
+"""The picture of a search: its progress, and the value over each key that was varied."""
 
 from __future__ import annotations
 

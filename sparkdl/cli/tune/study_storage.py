@@ -1,4 +1,4 @@
-"""How is a search kept, and how does it go on where it ended? As a study of Optuna's."""
+"""A search is kept as a study of Optuna's, and goes on where it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does ``sparkdl doctor`` read its arguments, and how does it end?"""
+"""The arguments of ``sparkdl doctor``, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can what `prepare` writes be trained on, and are bad images skipped exactly?"""
+"""What `prepare` writes can be trained on, and bad images are skipped exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which image files do tests of `prepare` work on?"""
+"""Image files for the tests of `prepare`."""
 
 from __future__ import annotations
 
