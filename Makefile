@@ -16,8 +16,9 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types docs unit connect cluster notebooks
-.PHONY: test-hdfs standalone petastorm package bench lock clean prerequisites
+.PHONY: help setup train evaluate predict test test-all promises lint format types docs unit plain
+.PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
+.PHONY: package bench lock clean prerequisites
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -54,8 +55,23 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-# unit takes about as long as all that follows it; make -j2 test runs the two side by side.
-test: lint types docs unit connect cluster notebooks test-hdfs standalone petastorm package ## lint, types, documentation and all tests
+# Tests run in parts, JOBS of them at a time and the longest first; tests/suite.py runs them and
+# says in the end how long each took. Leaving out what is slow but proves no promise of the README
+# leaves what a change can break; HDFS=skip leaves out what needs Hadoop's jars.
+JOBS ?= 2
+SELECT ?= not bench and (promise or not slow)
+PYTEST := $(BIN)/python -m pytest
+PARTS := spark plain pages cluster gangs notebooks connect test-hdfs docs types package lint
+MORE := standalone petastorm cluster-gpu
+
+test: setup ## what a change can break, in ten minutes; JOBS=1 one part at a time
+	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
+
+test-all: setup ## every test there is, in forty minutes
+	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(MORE) $(PARTS)
+
+promises: setup ## what the README promises, and the test that proves it
+	@$(BIN)/python -m tests.promises
 
 lint: setup ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -73,23 +89,37 @@ docs: setup ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-unit: setup ## most tests; TESTS=tests/sync chooses some
+unit: setup ## the tests of TESTS, as TESTS=tests/sync, slow ones too
+	@$(PYTEST) -m "not bench" $(TESTS)
+
+plain: setup ## the tests that need neither Spark nor several processes
 	@-.ci/get_chromium.sh >/dev/null
-	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
+	@$(PYTEST) -m "not spark and not gang and ($(SELECT))" $(TESTS)
+
+gangs: setup ## the tests with several processes, without Spark
+	@$(PYTEST) -m "gang and not spark and ($(SELECT))" $(TESTS)
+
+spark: setup ## the tests in a Spark session of two slots
+	@$(PYTEST) -m "spark and ($(SELECT))" $(addprefix --ignore=,$(PAGES)) $(TESTS)
+
+PAGES := tests/docs tests/models
+pages: setup ## the pages' code blocks and commands, and what networks learn, in another session
+	@$(PYTEST) -m "spark and ($(SELECT))" $(PAGES)
 
 connect: setup ## what Spark Connect may do otherwise, on Spark Connect
-	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
-		tests/test_estimator.py tests/test_model.py tests/spark/inference/test_evaluate_model.py tests/spark/inference/test_output_columns.py \
-		tests/spark/rounds/test_averaging_rounds.py tests/test_runner.py tests/test_multiplefits.py
+	@SPARKDL_TEST_SPARK=connect $(PYTEST) -m "$(SELECT)" tests/test_connect.py \
+		$$($(BIN)/python -m tests.on_connect)
 
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
-cluster: setup ## lost executors, and GPUs that do not exist, on local clusters
-	@$(BIN)/python -m pytest tests/cluster
-	@$(BIN)/python -m pytest tests/cluster_gpu
+cluster: setup ## lost workers and executors, on a local cluster of two executors
+	@$(PYTEST) -m "$(SELECT)" tests/cluster
+
+cluster-gpu: setup ## GPUs that do not exist, on a local cluster
+	@$(PYTEST) -m "$(SELECT)" tests/cluster_gpu
 
 # Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
 notebooks: setup ## the notebooks, and the tests that need a kernel of Jupyter
-	@$(BIN)/python -m pytest tests/notebooks
+	@$(PYTEST) -m "$(SELECT)" tests/notebooks
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
 # that the package works with the oldest pyarrow and numpy of setup.py, and with Spark 4.0.
@@ -109,28 +139,21 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
-		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider tests/petastorm tests/data \
-		tests/train/test_loop.py tests/inference/test_predict.py tests/worker/test_round_task.py
+		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider -m "not bench and not slow" \
+		tests/petastorm tests/data/sources/test_parquet.py tests/data/test_arrow_arrays.py \
+		tests/inference/test_predict.py
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
-test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out
-ifeq ($(HDFS),skip)
-	@echo "the tests against HDFS are left out, as HDFS=skip says"
-else
-	@$(BIN)/python -m pytest tests/hdfs
-endif
+test-hdfs: setup ## the tests against a real HDFS
+	@$(PYTEST) -m "$(SELECT)" tests/hdfs
 
 # Its environment, .venv-package, gets the core's dependencies with the first run.
 package: setup ## build wheel and sdist, and try the wheel in an environment of its own
-	@$(BIN)/python -m pytest tests/packaging
+	@$(PYTEST) -m "$(SELECT)" tests/packaging
 
 # The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
-standalone: setup ## a job on a real standalone cluster; HDFS=skip leaves it out too
-ifeq ($(HDFS),skip)
-	@echo "the tests on a standalone cluster need HDFS: they are left out, as HDFS=skip says"
-else
-	@$(BIN)/python -m pytest tests/standalone
-endif
+standalone: setup ## a job on a real standalone cluster
+	@$(PYTEST) -m "$(SELECT)" tests/standalone
 
 bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \

@@ -1,4 +1,4 @@
-"""The names under which saved models, estimators and checkpoints refer to what sparkdl defines.
+"""The public names of sparkdl, under which saved files refer to what it defines.
 
 A saved file says ``sparkdl:AllReduce``, never in which file of the package the class lies, so that
 files may move without breaking what was saved. Versions before that wrote the module's path;
@@ -7,7 +7,9 @@ files may move without breaking what was saved. Versions before that wrote the m
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pkgutil import get_data
 from typing import Any
 
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
@@ -53,6 +55,13 @@ _FORMER_MODULES = {
     "sparkdl.train.warmup": "sparkdl",
 }
 """Modules whose paths older versions wrote, and where their public names are today."""
+
+
+def public_names() -> dict[str, str]:
+    """Return the public names of sparkdl and the module of each, as ``__init__.pyi`` lists them."""
+    stub = ast.parse(get_data("sparkdl", "__init__.pyi") or b"")
+    imports = (node for node in stub.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def public_module(module: str, name: str, value: Any) -> str:

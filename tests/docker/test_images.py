@@ -1,4 +1,4 @@
-"""Would the images build, and with the versions of requirements.lock?
+"""The images would build, and with the versions of requirements.lock.
 
 Nothing is built: that needs Docker's daemon. What can go wrong without it is looked at here.
 """
