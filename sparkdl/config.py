@@ -21,6 +21,16 @@ MEMORY_FORMATS = get_args(MemoryFormat)
 DEVICES = ("auto", "cpu", "cuda")
 
 
+def require(is_right: bool, rule: str, received: object) -> None:
+    """Refuse a value that breaks a rule.
+
+    Raises:
+        ConfigError: with the rule and the value.
+    """
+    if not is_right:
+        raise ConfigError(f"{rule}; received {received!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """Stop when a monitored value has not improved for some epochs.
@@ -41,12 +51,9 @@ class EarlyStopping:
     """Whether the fitted model gets the weights of the best epoch rather than the last."""
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ConfigError(f"patience must be at least 1; received {self.patience}")
-        if not self.min_delta >= 0:
-            raise ConfigError(f"min_delta must not be negative; received {self.min_delta}")
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max'; received {self.mode!r}")
+        require(self.patience >= 1, "patience must be at least 1", self.patience)
+        require(self.min_delta >= 0, "min_delta must not be negative", self.min_delta)
+        require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +68,12 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        if self.interval != -1 and self.interval < 1:
-            raise ConfigError(
-                f"checkpointInterval must be a number of steps of at least 1, or -1 to disable; "
-                f"received {self.interval}"
-            )
-        if self.keep < 1:
-            raise ConfigError(f"keep must be at least 1; received {self.keep}")
+        require(
+            self.interval == -1 or self.interval >= 1,
+            "checkpointInterval must be a number of steps of at least 1, or -1 to disable",
+            self.interval,
+        )
+        require(self.keep >= 1, "keep must be at least 1", self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,46 +121,32 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        _at_least_one(epochs=self.epochs, batchSize=self.batch_size)
-        _at_least_one(gradientAccumulationSteps=self.gradient_accumulation_steps)
-        if self.max_steps != -1 and self.max_steps < 1:
+        steps, batch, parts = self.max_steps, self.batch_size, self.gradient_accumulation_steps
+        require(self.epochs >= 1, "epochs must be at least 1", self.epochs)
+        require(batch >= 1, "batchSize must be at least 1", batch)
+        require(parts >= 1, "gradientAccumulationSteps must be at least 1", parts)
+        require(steps == -1 or steps >= 1, "maxSteps must be at least 1, or -1 for no limit", steps)
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("memoryFormat", self.memory_format, MEMORY_FORMATS),
+            ("device", self.device, DEVICES),
+        ):
+            require(value in known, f"{name} must be one of {known}", value)
+        rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
+        require(rate is None or rate > 0, "learningRate must be positive", rate)
+        require(clip is None or clip > 0, "gradientClipNorm must be positive", clip)
+        require(factor is None or factor > 1, "divergenceFactor must be more than 1", factor)
+        group, window = self.group_by_length, self.shuffle_window_bytes
+        require(group is None or group >= 2, "groupByLength must be at least 2", group)
+        require(window is None or window >= 1, "shuffleWindowBytes must be at least 1", window)
+        weights = self.loss_weights
+        require(
+            all(weight >= 0 for weight in weights.values()),
+            "lossWeights must not be negative",
+            weights,
+        )
+        if parts > batch:
             raise ConfigError(
-                f"maxSteps must be at least 1, or -1 for no limit; received {self.max_steps}"
+                f"gradientAccumulationSteps ({parts}) cannot exceed batchSize ({batch}): a "
+                "micro-batch needs at least one sample"
             )
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {PRECISIONS}; received {self.precision!r}")
-        if self.memory_format not in MEMORY_FORMATS:
-            raise ConfigError(
-                f"memoryFormat must be one of {MEMORY_FORMATS}; received {self.memory_format!r}"
-            )
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {DEVICES}; received {self.device!r}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ConfigError(f"learningRate must be positive; received {self.learning_rate}")
-        if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
-            raise ConfigError(
-                f"gradientClipNorm must be positive; received {self.gradient_clip_norm}"
-            )
-        if self.divergence_factor is not None and not self.divergence_factor > 1:
-            raise ConfigError(
-                f"divergenceFactor must be more than 1; received {self.divergence_factor}"
-            )
-        if self.group_by_length is not None and self.group_by_length < 2:
-            raise ConfigError(f"groupByLength must be at least 2; received {self.group_by_length}")
-        if self.shuffle_window_bytes is not None and self.shuffle_window_bytes < 1:
-            raise ConfigError(
-                f"shuffleWindowBytes must be at least 1; received {self.shuffle_window_bytes}"
-            )
-        if not all(weight >= 0 for weight in self.loss_weights.values()):
-            raise ConfigError(f"lossWeights must not be negative; received {self.loss_weights}")
-        if self.gradient_accumulation_steps > self.batch_size:
-            raise ConfigError(
-                f"gradientAccumulationSteps ({self.gradient_accumulation_steps}) cannot exceed "
-                f"batchSize ({self.batch_size}): a micro-batch needs at least one sample"
-            )
-
-
-def _at_least_one(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1; received {value}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from sparkdl.cli.toml_values import apply_settings, build, read_toml
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.spark.params.param_table import (
     ClassifierArguments,
@@ -66,8 +67,8 @@ class ValidationSection:
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.path is None):
             raise ConfigError("needs either 'fraction' or 'path'")
-        if self.fraction is not None and not 0 < self.fraction < 1:
-            raise ConfigError(f"fraction must be between 0 and 1; received {self.fraction}")
+        is_share = self.fraction is None or 0 < self.fraction < 1
+        require(is_share, "fraction must be between 0 and 1", self.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,17 +65,22 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
         keys = path.strip().split(".", 2)
         if not separator or len(keys) < 2 or not all(keys):
             raise ConfigError(f"--set takes section.key=value; received {setting!r}")
-        _put(merged, keys, parse_value(text.strip()))
+        put(merged, keys, parse_value(text.strip()))
     return merged
 
 
-def _put(tables: Tables, keys: Sequence[str], value: Any) -> None:
+def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
+    """Set one key in tables within tables; those that are changed are copied.
+
+    Raises:
+        ConfigError: a key on the way is no table.
+    """
     table = tables
     for key in keys[:-1]:
         inner = table.get(key, {})
         if not isinstance(inner, Mapping):
             raise ConfigError(
-                f"--set {'.'.join(keys)}: {key} is not a table but {inner!r}; set it as a whole"
+                f"{'.'.join(keys)}: {key} is not a table but {inner!r}; set it as a whole"
             )
         table[key] = dict(inner)
         table = table[key]
@@ -108,6 +113,16 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from error
+
+
+def to_tables(value: Any) -> Any:
+    """What `build` makes the value of; keys without a value are left out."""
+    if is_dataclass(value):
+        found = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {key: to_tables(item) for key, item in found.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {key: to_tables(item) for key, item in value.items()}
+    return [to_tables(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _required(kind: Any) -> set[str]:

@@ -21,7 +21,7 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
-from sparkdl.config import CheckpointConfig, Task, TrainConfig
+from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError
 from sparkdl.spark.params.param_table import NOT_SET, Option, options
 
@@ -147,8 +147,8 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
             raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
-        if option.least is not None and value is not None and value < option.least:
-            raise ConfigError(f"{name} must be at least {option.least}; received {value}")
+        if option.least is not None and value is not None:
+            require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
     checkpoint = CheckpointConfig(**values["checkpoint"])
     return TrainConfig(task=task, checkpoint=checkpoint, **values["config"]), values["request"]
