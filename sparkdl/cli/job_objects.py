@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from sparkdl.cli.job_file import PARAMS, ObjectRef, TrainJob, check_reference
 from sparkdl.cli.toml_values import build
 from sparkdl.errors import ConfigError
-from sparkdl.runtime import json_objects
+from sparkdl.runtime import public_names
 from sparkdl.spark.params.param_table import Option
 
 if TYPE_CHECKING:
@@ -44,13 +44,9 @@ def import_object(reference: str) -> Any:
         ConfigError: the module is not importable or has no such name.
     """
     check_reference(reference, "an object")
-    try:
-        return json_objects.import_object(reference)
-    except ConfigError as error:
-        raise ConfigError(
-            f"cannot import '{reference}': {error}; a module of your own travels to driver and "
-            f"workers with spark-submit --py-files"
-        ) from error
+    return public_names.import_object(
+        reference, "a module of your own travels to driver and workers with spark-submit --py-files"
+    )
 
 
 def _resolve(value: Any, option: Option, where: str) -> Any:

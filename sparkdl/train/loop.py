@@ -17,8 +17,9 @@ from sparkdl import sync
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Shards, sequential_batches
+from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import TrainPlan
+from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.train.callbacks import CallbackState, Observer
@@ -63,8 +64,8 @@ def train(
     module: nn.Module,
     config: TrainConfig,
     plan: TrainPlan,
-    shards: Shards,
-    validation: Shards,
+    shards: ShardRows,
+    validation: ShardRows,
     comm: Communicator,
     device: torch.device,
     checkpoints: CheckpointSink | None,
@@ -131,8 +132,8 @@ def train(
 class _Training:
     """One rank's training; what changes is in ``rank``."""
 
-    shards: Shards
-    validation: Shards
+    shards: ShardRows
+    validation: ShardRows
     comm: Communicator
     checkpoints: CheckpointSink | None
     observer: Observer

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches, Shards
+from sparkdl.data.batches import Batch, Batches
 from sparkdl.data.plan import TrainPlan
+from sparkdl.data.source import ShardRows
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
@@ -46,7 +47,7 @@ class Replica:
         return part_names(self.loss)
 
     def batches(
-        self, shards: Shards, rank: int, *, epoch: int, first_step: int
+        self, shards: ShardRows, rank: int, *, epoch: int, first_step: int
     ) -> Generator[Batch, None, None]:
         """The rank's training batches of an epoch, from a step of it on; in host memory."""
         return iter(

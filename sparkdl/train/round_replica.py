@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Shards, sequential_batches
+from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
+from sparkdl.data.source import ShardRows
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
@@ -74,7 +75,7 @@ class RoundReplica:
         self,
         state: dict[str, Any],
         shard_id: int,
-        shards: Shards,
+        shards: ShardRows,
         part: RoundPart,
         observer: Observer,
         *,
@@ -146,7 +147,7 @@ class RoundReplica:
         return {**state, "model": model}
 
     def evaluate(
-        self, state: dict[str, Any], validation: Shards
+        self, state: dict[str, Any], validation: ShardRows
     ) -> tuple[tuple[float, ...], bytes]:
         """Measure ``state`` on this shard's validation rows.
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,

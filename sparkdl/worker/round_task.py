@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import cloudpickle
 
 from sparkdl.comm.channel import Address, ChannelClient
-from sparkdl.data.plan import RoundPart, Shard, TrainPlan
-from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.data.spool.writer import Split
+from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.comm.channel import ChannelStorage
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
-from sparkdl.data.source import ShardSource, SpoolSource
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.runtime.process import cpu_model
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.storage.storage import Storage
 from sparkdl.worker.lifecycle import (
     GangOrder,

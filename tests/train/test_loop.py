@@ -11,6 +11,7 @@ import torchmetrics
 from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
@@ -65,7 +66,13 @@ def test_equals_a_plain_loop() -> None:
 
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for epoch in range(2):
-        for batch in Batches(data(), plan_for(data(), config), 0, seed=0, epoch=epoch):
+        for batch in Batches(
+            MappedRows(data(), plan_for(data(), config)),
+            plan_for(data(), config),
+            0,
+            seed=0,
+            epoch=epoch,
+        ):
             optimizer.zero_grad()
             nn.functional.mse_loss(plain(*batch.inputs).squeeze(1), batch.target).backward()
             optimizer.step()

@@ -10,7 +10,7 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.replica import make_replica
@@ -25,7 +25,7 @@ def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted
     plan = plan_for(shards, config, weighted=weighted)
     comm = LocalCommunicator()
     replica = make_replica(net, config, plan, CPU, partial(AllReduce().setup, comm=comm))
-    values = evaluate(replica, sequential_batches(shards, plan), comm)
+    values = evaluate(replica, sequential_batches(MappedRows(shards, plan), plan), comm)
     assert set(values) == {"val_loss"}
     return values["val_loss"]
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import sparkdl
 from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.storage.checkpoint_format import latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.worker import function_rank

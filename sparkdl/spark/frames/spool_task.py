@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.spool.local_disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
-from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
 from sparkdl.worker.kept import KEPT

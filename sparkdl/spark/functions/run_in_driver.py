@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from sparkdl.comm.channel import Hub
 from sparkdl.data.column_stats import no_rows
 from sparkdl.data.plan import Shard
-from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.report.live.choose_view import function_view
@@ -36,8 +36,8 @@ from sparkdl.spark.functions.run_function import (
     check_folder,
 )
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.storage.checkpoint_format import latest, load_shared
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
