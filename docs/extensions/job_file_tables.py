@@ -1,6 +1,6 @@
 """The directive ``job-file`` lists what may stand in a job file, from the dataclasses.
 
-```{job-file} sparkdl.cli.job_file:TrainJob
+```{job-file} sparkdl.cli.job_files.job_file:TrainJob
 ```
 """
 
@@ -17,8 +17,8 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 from tables import as_markdown, table
 
-from sparkdl.cli.job_file import DataSection, EstimatorSection
-from sparkdl.cli.toml_values import describe
+from sparkdl.cli.job_files.job_file import DataSection, EstimatorSection
+from sparkdl.cli.job_files.toml_values import describe
 
 if TYPE_CHECKING:
     from docutils import nodes

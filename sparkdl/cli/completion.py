@@ -85,7 +85,7 @@ def settings(job: type, prefix: str) -> Iterator[str]:
     """What may follow ``--set`` and begins with ``prefix``.
 
     Args:
-        job: the class of a job file, such as `sparkdl.cli.job_file.TrainJob`.
+        job: the class of a job file, such as `sparkdl.cli.job_files.job_file.TrainJob`.
         prefix: what is there already; up to ``=`` it is a key, from there on a value.
     """
     key, separator, _ = prefix.partition("=")

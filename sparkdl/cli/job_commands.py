@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from sparkdl.cli import completion
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EvaluateJob, PredictJob, SparkSection, TrainJob, load_job
-from sparkdl.cli.tune.study_file import TuneJob
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, SparkSection, TrainJob, load_job
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import TrainingFailed
 from sparkdl.runtime.console_log import log_to_console
 
@@ -141,7 +141,7 @@ class JobCommand(Generic[T]):
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
-        from sparkdl.cli.spark_session import make_session
+        from sparkdl.cli.job_files.spark_session import make_session
 
         module, _, function = self.work.partition(":")
         spark = make_session(job.spark, f"sparkdl {self.name}")

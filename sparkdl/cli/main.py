@@ -15,7 +15,7 @@ from pathlib import Path
 from sparkdl import __version__
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.completion import COMPLETION, complete
-from sparkdl.cli.doctor.doctor_command import DOCTOR
+from sparkdl.cli.doctor_command import DOCTOR
 from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
 
 _UI_MODULE = "sparkdl.report.server.ui_command"

@@ -8,7 +8,7 @@ import pytest
 
 from sparkdl.cli.command_line import ended
 from sparkdl.cli.job_commands import Form, JobCommand, run_job
-from sparkdl.cli.job_file import EvaluateJob
+from sparkdl.cli.job_files.job_file import EvaluateJob
 from sparkdl.errors import DataError
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "evaluate.toml")

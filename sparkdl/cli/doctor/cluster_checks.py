@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
 from sparkdl.cli.doctor.machine_checks import installed
-from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
 
 
 def _start(order: Order) -> SparkSession:
-    from sparkdl.cli.spark_session import make_session
+    from sparkdl.cli.job_files.spark_session import make_session
 
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}

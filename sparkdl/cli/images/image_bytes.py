@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.cli.images.options import QUALITY, ImageSection
+from sparkdl.cli.job_files.prepare_file import QUALITY, ImageSection
 from sparkdl.data.images import BadImage, in_mode, opened, require_pillow
 
 STRUCT = pa.struct(

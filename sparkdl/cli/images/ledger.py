@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.images.options import SPLITS
 from sparkdl.cli.images.parts import Part, difference
+from sparkdl.cli.job_files.prepare_file import SPLITS
 from sparkdl.errors import ConfigError
 from sparkdl.storage.storage import Storage
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.cli.images.options import FolderSection
+from sparkdl.cli.job_files.prepare_file import FolderSection
 from sparkdl.errors import DataError
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.cli.images.options import SPLITS, PrepareJob, Split, SplitSection
+from sparkdl.cli.job_files.prepare_file import SPLITS, PrepareJob, Split, SplitSection
 
 VERSION = 1
 """Of the layout of the output; raised when equal options give other rows than before."""

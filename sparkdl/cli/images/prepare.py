@@ -20,9 +20,9 @@ from pyspark.sql import functions as F
 from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
 from sparkdl.cli.images.ledger import Ledger, Record, Report
 from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
-from sparkdl.cli.images.options import PrepareJob
 from sparkdl.cli.images.parts import Part, digest_of, make_parts
 from sparkdl.cli.images.write_parquet import PartWriter, Source
+from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.frames.columns import quoted

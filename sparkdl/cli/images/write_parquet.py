@@ -20,8 +20,8 @@ from pyspark.sql import functions as F
 from sparkdl.cli.images.image_bytes import ConvertTask, ExplainTask
 from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
-from sparkdl.cli.images.options import ImageSection
 from sparkdl.cli.images.parts import Part
+from sparkdl.cli.job_files.prepare_file import ImageSection
 from sparkdl.storage.storage import Folder
 
 _STRUCT = "struct<origin string, height int, width int, nChannels int, mode int, data binary>"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.cli.job_objects import make_estimator
-from sparkdl.cli.jobs import read_training_data
-from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.job_files.job_objects import make_estimator
+from sparkdl.cli.job_files.read_rows import read_training_data
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.cli.tune.study_storage import finished, first_number, import_optuna, open_study
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.report.summary import finite

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.cli.tune.study_file import Space, StudySection
+from sparkdl.cli.job_files.study_file import Space, StudySection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.cli.tune.study_file import StudySection
+from sparkdl.cli.job_files.study_file import StudySection
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.storage.storage import LocalStorage, Storage
 

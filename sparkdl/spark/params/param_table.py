@@ -3,7 +3,7 @@
 A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest.
 Everything else follows from it: the keyword argument (editors and mypy read the TypedDict), the
 Spark Param with its setter and getter (`params.with_params`), the field that it fills
-(`params.training_values`), the key in job files (`cli.job_file`), its documentation there, in
+(`params.training_values`), the key in job files (`cli.job_files`), its documentation there, in
 ``docs/api/params.md`` and in ``explainParams()``, and how it is saved (`save_stage`).
 docs/extending.md has an example. This file imports neither torch nor pyspark.
 """
@@ -72,7 +72,7 @@ class Option:
     least: float | None = None
     """Smallest value of a Param that fills a FitRequest; TrainConfig checks its own fields."""
     in_job_file: Any = None
-    """Type of its key in job files. None: as `sparkdl.cli.job_file` derives it from the type."""
+    """Type of its key in job files. None: it follows from that of the Param."""
     is_called_later: bool = False
     """True if an object that a job file names is a function, which is not called to make it."""
     job_file_doc: str = ""

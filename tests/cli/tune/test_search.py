@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
-from sparkdl.cli.job_file import (
+from sparkdl.cli.job_files.job_file import (
     DataSection,
     EstimatorSection,
     ObjectRef,
@@ -25,8 +25,8 @@ from sparkdl.cli.job_file import (
     TrainOutput,
     ValidationSection,
 )
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.cli.tune.search import _Watch, _write, run_tune
-from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
 from sparkdl.cli.tune.study_storage import open_study
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.spark.frames.shard_table import ShardTable
@@ -269,8 +269,8 @@ def test_a_place_that_cannot_be_written_is_found_before_any_trial(
 SEARCH = """
 import sys
 from pathlib import Path
-from sparkdl.cli.spark_session import make_session
-from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.job_files.spark_session import make_session
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.cli.tune.search import run_tune
 from tests.cli.tune.test_search import job
 section = SparkSection(master="local[2]", conf={"spark.ui.enabled": False})

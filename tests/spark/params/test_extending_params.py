@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from torch import nn
 
-from sparkdl.cli.job_file import key_type
+from sparkdl.cli.job_files.job_file import key_type
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchRegressor
 from sparkdl.spark.params.param_table import Option, RegressorArguments, options

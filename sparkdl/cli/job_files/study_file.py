@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeGuard
 
-from sparkdl.cli.job_file import TrainJob
-from sparkdl.cli.toml_values import build, put, to_tables
+from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.toml_values import build, put, to_tables
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.job_file import DataSection, SparkSection
+from sparkdl.cli.job_files.job_file import DataSection, SparkSection
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
 

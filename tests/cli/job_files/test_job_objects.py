@@ -13,16 +13,16 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
-from sparkdl.cli.job_file import PARAMS, EstimatorSection, ObjectRef, TrainJob, load_job
-from sparkdl.cli.job_objects import VALIDATION_COLUMN, import_object, make_estimator
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import PARAMS, EstimatorSection, ObjectRef, TrainJob, load_job
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, import_object, make_estimator
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.models.demo import DigitsNet
 from sparkdl.serialization.initial_weights import InitialWeights
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 
 
 def job(**sections: Any) -> TrainJob:
@@ -151,11 +151,11 @@ def test_inputs_labels_and_losses_are_made() -> None:
                         "factory": "sparkdl:Sequence",
                         "args": {
                             "column": "text",
-                            "transform": {"factory": "tests.cli.test_job_objects:upper"},
+                            "transform": {"factory": "tests.cli.job_files.test_job_objects:upper"},
                         },
                     },
                 },
-                "augmentation": "tests.cli.test_job_objects:upper",
+                "augmentation": "tests.cli.job_files.test_job_objects:upper",
                 "group_by_length": 4,
                 "labels": {
                     "kind": "kind",

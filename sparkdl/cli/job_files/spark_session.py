@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, ConfigError
 
 _NEEDED_AT_START = (

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from sparkdl.cli.job_file import PARAMS, ObjectRef, TrainJob, check_reference
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob, check_reference
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.errors import ConfigError
 from sparkdl.runtime import public_names
 from sparkdl.spark.params.param_table import Option

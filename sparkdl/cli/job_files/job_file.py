@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from sparkdl.cli.toml_values import apply_settings, build, read_toml
+from sparkdl.cli.job_files.toml_values import apply_settings, build, read_toml
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
 from sparkdl.spark.params.param_table import (

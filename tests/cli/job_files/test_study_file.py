@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.cli.job_file import ExplainSection, load_job
-from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.job_files.job_file import ExplainSection, load_job
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
