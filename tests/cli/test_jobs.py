@@ -27,9 +27,9 @@ from sparkdl.cli.job_files.job_file import (
     ValidationSection,
     load_job,
 )
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
 from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.cli.jobs import (
-    VALIDATION_COLUMN,
     _choose_columns,
     load_model,
     run_evaluate,
