@@ -13,12 +13,12 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from sparkdl.spark.params.model_params import INFERENCE_BATCH_SIZE
 from torch import nn
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.spark.params.param_table import INFERENCE_BATCH_SIZE
 
 pytestmark = [
     pytest.mark.spark,

@@ -286,7 +286,7 @@ def _in_session(error: Exception) -> str:
     if not is_spark_error(error):
         raise error
     try:
-        told = told_by(error)
+        said = told_by(error)
     except Exception as another:  # the JVM that is asked may be gone
-        told = f"{type(error).__name__}, then {type(another).__name__}"
-    return f"Spark has failed ({told}); {PYTHON_REMEDY}"
+        said = f"{type(error).__name__}, then {type(another).__name__}"
+    return f"Spark has failed ({said}); {PYTHON_REMEDY}"

@@ -45,7 +45,7 @@ def tuned(spark: SparkSession) -> Iterator[None]:
     settings = {
         # Images are large: 10,000 in a record batch, the default, would be gigabytes.
         "spark.sql.execution.arrow.maxRecordsPerBatch": "64",
-        # Spark looks for the files that are named, with a task for each unless it is told.
+        # Spark looks for the files that are named, by default with a task for each.
         "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(tasks),
     }
     before = {key: conf(spark, key) for key in settings}

@@ -179,5 +179,6 @@ class PartWriter:
             return {}
         urls = {f"{self._source.root}/{path}": path for path in paths}
         files = read_files(self._spark, list(urls))
-        told = files.mapInArrow(ExplainTask(self._options), "path string, reason string").collect()
-        return {urls[row["path"]]: row["reason"] for row in told}
+        schema = "path string, reason string"
+        rows = files.mapInArrow(ExplainTask(self._options), schema).collect()
+        return {urls[row["path"]]: row["reason"] for row in rows}

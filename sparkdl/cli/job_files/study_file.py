@@ -81,8 +81,8 @@ class StudySection:
     warmup_epochs: int = 1
     """Epochs of a trial before it is pruned."""
     storage: str | None = None
-    """File or URL in which Optuna keeps the study; None: ``study.log`` beside the trials if these
-    are on a local disk. The same study goes on where an earlier run ended or was killed."""
+    """File or URL in which Optuna keeps the study; None: ``study.log`` in the folder of the trials,
+    if that is on a local disk. The same study goes on where an earlier run ended or was killed."""
     name: str = "sparkdl"
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ _REPLACES = "sparkdl: replaces"
 
 
 def import_optuna() -> Any:
-    """Optuna, which speaks of warnings only.
+    """Optuna, which logs warnings only.
 
     Raises:
         ConfigError: it is not installed, or matplotlib is not.
