@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sparkdl.cli.doctor.doctor_command import main
+from sparkdl.cli.doctor_command import DOCTOR
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(DOCTOR.run_script())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sparkdl.cli.command_line import run_job
-from sparkdl.cli.job_commands import TRAIN
+from sparkdl.cli.job_commands import TRAIN, run_job
 
 if __name__ == "__main__":
     sys.exit(run_job(TRAIN))

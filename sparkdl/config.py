@@ -1,14 +1,14 @@
-"""What did the user ask for? Frozen values, checked when they are made.
+"""The values that a user has asked for, frozen and checked when they are made.
 
-`TrainConfig` is the training half of the estimator's Params under Python names; the mapping
-between the two is the table in `params.py`.
+`TrainConfig` is the training half of the estimator's Params under Python names; the rows of
+`sparkdl.spark.params.param_table` fill it and document its fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sparkdl.errors import ConfigError
 
@@ -16,9 +16,19 @@ Task = Literal["classification", "regression", "custom"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-MEMORY_FORMATS = ("contiguous", "channels_last")
+PRECISIONS = get_args(Precision)
+MEMORY_FORMATS = get_args(MemoryFormat)
 DEVICES = ("auto", "cpu", "cuda")
+
+
+def require(is_right: bool, rule: str, received: object) -> None:
+    """Refuse a value that breaks a rule.
+
+    Raises:
+        ConfigError: with the rule and the value.
+    """
+    if not is_right:
+        raise ConfigError(f"{rule}; received {received!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +51,9 @@ class EarlyStopping:
     """Whether the fitted model gets the weights of the best epoch rather than the last."""
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ConfigError(f"patience must be at least 1; received {self.patience}")
-        if not self.min_delta >= 0:
-            raise ConfigError(f"min_delta must not be negative; received {self.min_delta}")
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"mode must be 'min' or 'max'; received {self.mode!r}")
+        require(self.patience >= 1, "patience must be at least 1", self.patience)
+        require(self.min_delta >= 0, "min_delta must not be negative", self.min_delta)
+        require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +68,12 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        if self.interval != -1 and self.interval < 1:
-            raise ConfigError(
-                f"checkpointInterval must be a number of steps of at least 1, or -1 to disable; "
-                f"received {self.interval}"
-            )
-        if self.keep < 1:
-            raise ConfigError(f"keep must be at least 1; received {self.keep}")
+        require(
+            self.interval == -1 or self.interval >= 1,
+            "checkpointInterval must be a number of steps of at least 1, or -1 to disable",
+            self.interval,
+        )
+        require(self.keep >= 1, "keep must be at least 1", self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,28 +82,22 @@ class TrainConfig:
 
     task: Task = "custom"
     loss: Any = "mse"
-    """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see `train.loss`."""
-    """With several labels a mapping by their names, or a callable that gets a dict of all."""
+    """Name, nn.Module with a ``reduction``, or callable ``(output, target)``; see
+    `train.objective.loss`. With several labels a mapping by their names, or a callable that gets a
+    dict of all."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
-    """By how much each label's loss counts; 1 where nothing is said."""
     training_step: Any = None
-    """Function ``(module, inputs, target)`` that gives the loss, in place of ``loss`` of what
-    ``forward`` returns; None: that of a LightningModule, else there is none."""
     augmentation: Any = None
-    """Function from a batch's inputs to others, called on the device, in training only."""
     group_by_length: int | None = None
-    """Batches whose rows are sorted by length together, so that less is padded; None: none."""
     shuffle_window_bytes: int | None = None
-    """Rows that a worker mixes at a time; None: all, as long as they fit into memory."""
     optimizer: Any = "sgd"
-    """Name in `train.optim.OPTIMIZERS` (any case), such a class, or ``params -> Optimizer``."""
+    """Name (see `train.optimizers`, any case), such a class, or ``params -> Optimizer``."""
     optimizer_params: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float | None = None
-    """Passed as ``lr``; None leaves the optimizer's own default."""
     parameter_groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Pattern (see `patterns`) -> options of the optimizer for the parameters that it means."""
+    """Pattern (see `runtime.name_patterns`) -> options of the optimizer."""
     frozen_layers: tuple[str, ...] = ()
-    """Patterns of what does not train; see `frozen`."""
+    """Patterns; see `sync.frozen_layers`."""
     scheduler: Any = None
     """Callable ``optimizer -> LRScheduler``; stepped after every training step."""
     epochs: int = 1
@@ -107,16 +107,10 @@ class TrainConfig:
     precision: Precision = "fp32"
     memory_format: MemoryFormat = "contiguous"
     gradient_accumulation_steps: int = 1
-    """Micro-batches into which each batch is cut."""
     gradient_clip_norm: float | None = None
     device: str = "auto"
     divergence_factor: float | None = 1e4
-    """How many times the loss of the first steps means that training has diverged; None: never.
-
-    A loss that is infinite or NaN always does.
-    """
     deterministic: bool = False
-    """Ask torch for deterministic algorithms (needed for repeatable bits on CUDA)."""
     metrics: Mapping[str, Callable[[], Any] | Any] = field(default_factory=dict)
     """Name -> torchmetrics.Metric, or a callable without arguments that makes one."""
     early_stopping: EarlyStopping | None = None
@@ -124,50 +118,35 @@ class TrainConfig:
     sync_strategy: Any = None
     """A `sync.SyncStrategy`; None means ``AllReduce()``."""
     sync_batch_norm: bool = False
-    """Whether BatchNorm layers train with the statistics of all ranks' batches."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        _at_least_one(epochs=self.epochs, batchSize=self.batch_size)
-        _at_least_one(gradientAccumulationSteps=self.gradient_accumulation_steps)
-        if self.max_steps != -1 and self.max_steps < 1:
+        steps, batch, parts = self.max_steps, self.batch_size, self.gradient_accumulation_steps
+        require(self.epochs >= 1, "epochs must be at least 1", self.epochs)
+        require(batch >= 1, "batchSize must be at least 1", batch)
+        require(parts >= 1, "gradientAccumulationSteps must be at least 1", parts)
+        require(steps == -1 or steps >= 1, "maxSteps must be at least 1, or -1 for no limit", steps)
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("memoryFormat", self.memory_format, MEMORY_FORMATS),
+            ("device", self.device, DEVICES),
+        ):
+            require(value in known, f"{name} must be one of {known}", value)
+        rate, clip, factor = self.learning_rate, self.gradient_clip_norm, self.divergence_factor
+        require(rate is None or rate > 0, "learningRate must be positive", rate)
+        require(clip is None or clip > 0, "gradientClipNorm must be positive", clip)
+        require(factor is None or factor > 1, "divergenceFactor must be more than 1", factor)
+        group, window = self.group_by_length, self.shuffle_window_bytes
+        require(group is None or group >= 2, "groupByLength must be at least 2", group)
+        require(window is None or window >= 1, "shuffleWindowBytes must be at least 1", window)
+        weights = self.loss_weights
+        require(
+            all(weight >= 0 for weight in weights.values()),
+            "lossWeights must not be negative",
+            weights,
+        )
+        if parts > batch:
             raise ConfigError(
-                f"maxSteps must be at least 1, or -1 for no limit; received {self.max_steps}"
+                f"gradientAccumulationSteps ({parts}) cannot exceed batchSize ({batch}): a "
+                "micro-batch needs at least one sample"
             )
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {PRECISIONS}; received {self.precision!r}")
-        if self.memory_format not in MEMORY_FORMATS:
-            raise ConfigError(
-                f"memoryFormat must be one of {MEMORY_FORMATS}; received {self.memory_format!r}"
-            )
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {DEVICES}; received {self.device!r}")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ConfigError(f"learningRate must be positive; received {self.learning_rate}")
-        if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
-            raise ConfigError(
-                f"gradientClipNorm must be positive; received {self.gradient_clip_norm}"
-            )
-        if self.divergence_factor is not None and not self.divergence_factor > 1:
-            raise ConfigError(
-                f"divergenceFactor must be more than 1; received {self.divergence_factor}"
-            )
-        if self.group_by_length is not None and self.group_by_length < 2:
-            raise ConfigError(f"groupByLength must be at least 2; received {self.group_by_length}")
-        if self.shuffle_window_bytes is not None and self.shuffle_window_bytes < 1:
-            raise ConfigError(
-                f"shuffleWindowBytes must be at least 1; received {self.shuffle_window_bytes}"
-            )
-        if not all(weight >= 0 for weight in self.loss_weights.values()):
-            raise ConfigError(f"lossWeights must not be negative; received {self.loss_weights}")
-        if self.gradient_accumulation_steps > self.batch_size:
-            raise ConfigError(
-                f"gradientAccumulationSteps ({self.gradient_accumulation_steps}) cannot exceed "
-                f"batchSize ({self.batch_size}): a micro-batch needs at least one sample"
-            )
-
-
-def _at_least_one(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1; received {value}")

@@ -1,7 +1,7 @@
 """The Spark ML estimators, which train a module on a DataFrame.
 
 The estimators differ in their default loss, in what they make of the label column and in the
-model they return. Everything else is in their Params (`sparkdl.spark.params.params`) and in
+model they return. Everything else is in their Params (`sparkdl.spark.params.param_table`) and in
 `sparkdl.spark.fit.fit`.
 """
 
@@ -25,11 +25,18 @@ from sparkdl.config import Task
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.spark.frames.shared_spools import Spools
-from sparkdl.spark.params.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
-from sparkdl.spark.params.data_params import OptionalLabelParams
-from sparkdl.spark.params.model_params import INFERENCE_BATCH_SIZE
-from sparkdl.spark.params.param_base import with_accessors
-from sparkdl.spark.params.params import ClassOutputParams, TrainParams, training_values
+from sparkdl.spark.params.param_table import (
+    INFERENCE_BATCH_SIZE,
+    ClassifierArguments,
+    LabelsArguments,
+    RegressorArguments,
+)
+from sparkdl.spark.params.params import (
+    ClassOutputParams,
+    TrainParams,
+    training_values,
+    with_params,
+)
 from sparkdl.spark.session import interrupts
 
 if TYPE_CHECKING:
@@ -183,8 +190,8 @@ class _TorchEstimator(
         return ParamsReader(cls)
 
 
-@with_accessors
-class TorchEstimator(_TorchEstimator, OptionalLabelParams):
+@with_params(LabelsArguments)
+class TorchEstimator(_TorchEstimator):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
     Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
@@ -211,7 +218,7 @@ class TorchEstimator(_TorchEstimator, OptionalLabelParams):
         return self._set(**params)
 
 
-@with_accessors
+@with_params(RegressorArguments)
 class TorchRegressor(_TorchEstimator, HasLabelCol):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
@@ -224,18 +231,18 @@ class TorchRegressor(_TorchEstimator, HasLabelCol):
     _model_class = TorchRegressorModel
 
     @keyword_only
-    def __init__(self, **params: Unpack[EstimatorArguments]) -> None:
+    def __init__(self, **params: Unpack[RegressorArguments]) -> None:
         super().__init__()
         self._setDefault(loss="mse")
         self.setParams(**params)
 
     @keyword_only
-    def setParams(self, **params: Unpack[EstimatorArguments]) -> TorchRegressor:
+    def setParams(self, **params: Unpack[RegressorArguments]) -> TorchRegressor:
         """Set several Params at once."""
         return self._set(**params)
 
 
-@with_accessors
+@with_params(ClassifierArguments)
 class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 

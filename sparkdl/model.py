@@ -38,18 +38,23 @@ from sparkdl.spark.inference.label_columns import read_beside
 from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params.converters import to_metrics
-from sparkdl.spark.params.data_params import labels_of, loss_of_labels, loss_weights
-from sparkdl.spark.params.model_params import UNKNOWN_LOSS, PredictParams
-from sparkdl.spark.params.param_base import with_accessors
-from sparkdl.spark.params.params import ClassOutputParams
+from sparkdl.spark.params.inputs_and_labels import (
+    feature_columns,
+    labels_of,
+    loss_of_labels,
+    loss_weights,
+    specified_inputs,
+)
+from sparkdl.spark.params.param_table import UNKNOWN_LOSS, ClassifierModelArguments, ModelArguments
+from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
 from sparkdl.spark.session.compat import is_case_sensitive
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
 
 
-@with_accessors
-class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
+@with_params(ModelArguments)
+class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
     """A trained module as a Spark ML model.
 
     ``transform`` adds ``predictionCol``: a number for a module that gives ``(rows,)`` or
@@ -182,7 +187,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
                 trained_entry(schema, entry, column, is_case_sensitive=is_case_sensitive)
                 for entry, column in zip(specified, self._inputs_now(), strict=True)
             ]
-        names = self.feature_columns()
+        names = feature_columns(self)
         if len(names) != len(self._columns):
             raise ConfigError(
                 f"the module was trained on {len(self._columns)} column(s); received {list(names)}"
@@ -198,7 +203,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         Raises:
             ConfigError: it names other inputs than those of training.
         """
-        specified = self.specified()
+        specified = specified_inputs(self)
         trained = [column.argument for column in self._columns]
         by_argument = {entry.argument: entry for entry in specified}
         if specified and set(by_argument) == set(trained) and None not in by_argument:
@@ -220,7 +225,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
             )
         return tuple(
             replace(column, name=name)
-            for name, column in zip(self.feature_columns(), self._columns, strict=True)
+            for name, column in zip(feature_columns(self), self._columns, strict=True)
         )
 
     def _module_task(self, spark: SparkSession, forward: Forward) -> dict[str, Any]:
@@ -357,7 +362,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         return ModelReader(cls)
 
 
-@with_accessors
+@with_params(ModelArguments)
 class TorchRegressorModel(TorchModel):
     """A trained module that predicts one number per row; ``predictionCol`` is a double."""
 
@@ -368,7 +373,7 @@ class TorchRegressorModel(TorchModel):
         return [Wanted(column=column, output=self._predicted(), make="number")]
 
 
-@with_accessors
+@with_params(ClassifierModelArguments)
 class TorchClassifierModel(TorchModel, ClassOutputParams):
     """A trained module that tells classes apart.
 

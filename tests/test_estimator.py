@@ -18,7 +18,7 @@ from torch import nn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
-from sparkdl.spark.params.model_params import INFERENCE_BATCH_SIZE
+from sparkdl.spark.params.param_table import INFERENCE_BATCH_SIZE
 
 pytestmark = [
     pytest.mark.spark,

@@ -52,14 +52,9 @@ SPARK_FLOORS = [
     "inference",
     "params",
 ]
-UPWARD: set[tuple[str, str]] = {
-    ("sparkdl.spark.params.save_stage", "sparkdl.model"),
-}
+UPWARD: set[tuple[str, str]] = {}
 # Pairs of folders that still import each other.
 MUTUAL = {
-    ("sparkdl.cli", "sparkdl.cli.doctor"),
-    ("sparkdl.cli", "sparkdl.cli.images"),
-    ("sparkdl.cli", "sparkdl.cli.tune"),
     ("sparkdl.report", "sparkdl.report.listeners"),
     ("sparkdl.report", "sparkdl.report.page"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
@@ -73,7 +68,7 @@ LIGHT = {
     *("plan", "shuffle_windows", "scores"),
 }
 # Files of these rooms that are imported only once a command runs.
-IMPORTED_LATE = {"images", "jobs", "job_objects", "spark_session", "search"}
+IMPORTED_LATE = {"images", "jobs", "spark_session", "read_rows", "search"}
 HEAVY = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
 
 

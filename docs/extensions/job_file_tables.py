@@ -1,6 +1,6 @@
-"""What may stand in a job file? The directive ``job-file`` lists it, from the dataclasses.
+"""The directive ``job-file`` lists what may stand in a job file, from the dataclasses.
 
-```{job-file} sparkdl.cli.job_file:TrainJob
+```{job-file} sparkdl.cli.job_files.job_file:TrainJob
 ```
 """
 
@@ -17,9 +17,8 @@ from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 from tables import as_markdown, table
 
-import sparkdl
-from sparkdl.cli.job_file import DataSection, EstimatorSection
-from sparkdl.cli.toml_values import describe
+from sparkdl.cli.job_files.job_file import DataSection, EstimatorSection
+from sparkdl.cli.job_files.toml_values import describe
 
 if TYPE_CHECKING:
     from docutils import nodes
@@ -99,25 +98,13 @@ def _default(item: Field[Any]) -> str:
 
 def _docs(kind: type) -> dict[str, str]:
     """Key -> meaning; a Param's own where the key is one."""
-    attributes: dict[str, str] = {}
+    docs = {item.name: as_markdown(item.metadata.get("doc", "")) for item in fields(kind)}
     for base in reversed(kind.__mro__[:-1]):
         found = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
         for (owner, name), text in found.items():
             if owner == base.__name__:
-                attributes[name] = as_markdown(" ".join(text))
-    names = [item.name for item in fields(kind)]
-    params = _param_docs() if kind is EstimatorSection else {}
-    return {n: " ".join(filter(None, (params.get(n), attributes.get(n)))) for n in names}
-
-
-def _param_docs() -> dict[str, str]:
-    """Key of ``[estimator]`` -> doc of the Param that it sets."""
-    classes = (sparkdl.TorchClassifier, sparkdl.TorchEstimator)
-    return {
-        re.sub(r"[A-Z]", lambda found: f"_{found[0].lower()}", param.name): as_markdown(param.doc)
-        for cls in classes
-        for param in cls().params
-    }
+                docs[name] = as_markdown(" ".join(text))
+    return docs
 
 
 class JobFileDirective(SphinxDirective):

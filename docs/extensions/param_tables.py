@@ -1,4 +1,4 @@
-"""Which Params are there? The directive ``params`` lists those of some classes, from the classes.
+"""The directive ``params`` lists the Params of some classes, from the classes.
 
 ```{params} TorchClassifier TorchRegressor TorchEstimator
 ```

@@ -1,146 +1,60 @@
-"""How does a job read its command line, and how does it end?
-
-A `JobCommand` is the same job in two forms: ``sparkdl train`` and ``spark-submit jobs/train.py``.
-"""
+"""A subcommand of ``sparkdl``, which may be a script of ``jobs/`` too, and how it ends."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from importlib import resources
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from sparkdl.cli.job_file import load_job
 from sparkdl.errors import SparkDLError
-from sparkdl.runtime.console_log import log_to_console
 
-T = TypeVar("T")
-
-_SETTING_HELP = (
-    "set one key of the job file; VALUE is a TOML value or, failing that, a string; may be given "
-    "several times"
-)
 _EXTRAS = {"pyspark": "spark", "py4j": "spark", "pandas": "spark", "torch": "torch"}
 """Packages without which most commands cannot work, and the extra that installs each."""
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
-
-class Form(Enum):
-    """How the user has started a job, hence how they would start the next one."""
-
-    SCRIPT = "spark-submit jobs/{}.py"
-    COMMAND = "sparkdl {}"
-
-    def start_of(self, name: str) -> str:
-        """The beginning of the command line of the job ``name``."""
-        return self.value.format(name)
+Run = Callable[[argparse.Namespace], int]
+"""Does what the parsed arguments ask for; returns the exit status."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobCommand(Generic[T]):
-    """A job that a TOML file describes."""
+class Command:
+    """A row in the table of subcommands."""
 
     name: str
-    kind: type[T]
-    """The job's class in `jobfile`."""
-    action: Callable[[T, Form], None]
-    """Does the job and prints what came of it."""
     description: str
     """First line of ``--help``."""
-    config: str
-    """A file of ``conf/``, for the examples of the script."""
-    starter: str
-    """The job file to begin with, among those that come with `commands`."""
-    settings: tuple[str, ...] = ("",)
-    """What follows the file in each example, such as ``--set estimator.epochs=5``."""
-    explain: Callable[[T, Form], None] | None = None
-    """With ``--explain`` called in place of ``action``; None: there is no such option."""
+    examples: str
+    """Last lines of ``--help``."""
+    set_up: Callable[[argparse.ArgumentParser], Run]
+    """Adds the arguments; gives what runs with them."""
 
-    def examples(self, form: Form) -> str:
-        """Last lines of ``--help``."""
-        file = self.config if form is Form.SCRIPT else self.starter
-        start = f"{form.start_of(self.name)} --config {file}"
-        lines = [f"{start} {settings}".rstrip() for settings in self.settings]
-        if form is Form.COMMAND:
-            lines.insert(0, f"{form.start_of(self.name)} --starter > {file}")
-        return "example:\n" + "\n".join(f"  {line}" for line in lines)
-
-    def starter_text(self) -> str:
-        """What stands in `starter`."""
-        file = resources.files("sparkdl.cli") / "starters" / self.starter
-        return file.read_text(encoding="utf-8")
-
-
-def run_job(command: JobCommand[T], arguments: Sequence[str] | None = None) -> int:
-    """Do a job as a script of ``jobs/``; its arguments are those of the process if None.
-
-    Returns:
-        The exit status, see `ended`.
-    """
-    parser = argparse.ArgumentParser(
-        description=command.description,
-        epilog=command.examples(Form.SCRIPT),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser, command)
-    return do_job(command, parser, parser.parse_args(arguments), Form.SCRIPT)
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser, command: JobCommand[Any]
-) -> tuple[argparse.Action, argparse.Action]:
-    """Add what the job takes. Returns ``--config`` and ``--set``, for their completion."""
-    config = parser.add_argument("--config", metavar="FILE", help="the job file (TOML)")
-    setting = parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="SECTION.KEY=VALUE",
-        help=_SETTING_HELP,
-    )
-    parser.add_argument(
-        "--starter", action="store_true", help="print a job file to begin with, and end"
-    )
-    if command.explain is not None:
-        parser.add_argument(
-            "--explain",
-            action="store_true",
-            help="only print the plan, the time that it would take, and what would be better",
+    def add_to(self, commands: Any) -> None:
+        """Make this a subcommand; the parsed arguments will have its ``run``."""
+        first = self.description.rstrip(".")
+        parser = commands.add_parser(
+            self.name, help=first[0].lower() + first[1:], **self._parser_arguments()
         )
-    parser.add_argument("--log-level", default="WARNING", help="level of sparkdl's log lines")
-    return config, setting
+        parser.set_defaults(run=self.set_up(parser))
 
+    def run_script(self, arguments: Sequence[str] | None = None) -> int:
+        """Run as a script of ``jobs/``; the arguments are those of the process if None.
 
-def do_job(
-    command: JobCommand[T], parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form
-) -> int:
-    """Do the job that the parsed command line asks for.
+        Returns:
+            The exit status, see `ended`.
+        """
+        parser = argparse.ArgumentParser(**self._parser_arguments())
+        run = self.set_up(parser)
+        return run(parser.parse_args(arguments))
 
-    Returns:
-        The exit status, see `ended`.
-    """
-    if given.starter:
-        print(command.starter_text(), end="")
-        return 0
-    level = given.log_level.upper()
-    if level not in logging.getLevelNamesMapping():
-        parser.error(f"unknown --log-level {given.log_level}; known: DEBUG, INFO, WARNING, ERROR")
-    if given.config is None and not given.settings:
-        start = form.start_of(command.name)
-        parser.error(
-            f"a job file is needed: name it with --config FILE; '{start} --starter > "
-            f"{command.starter}' writes one to begin with"
-        )
-    log_to_console(level)
-    explains = command.explain is not None and given.explain
-    action = command.explain if explains and command.explain is not None else command.action
-    return ended(lambda: action(load_job(command.kind, given.config, given.settings), form))
+    def _parser_arguments(self) -> dict[str, Any]:
+        return {
+            "description": self.description,
+            "epilog": self.examples,
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+        }
 
 
 def ended(action: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""How does a shell come to complete the arguments of ``sparkdl``? By argcomplete.
+"""Completion of the arguments of ``sparkdl`` in a shell, by argcomplete.
 
 The shell calls ``sparkdl`` itself with the line so far in its environment, so what is completed
 is what the parser takes: subcommands, options, job files, and the keys of job files.
@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from sparkdl.cli.command_line import ended
+from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.errors import ConfigError
+from sparkdl.spark.params.param_table import parts_of
 
 SHELLS = ("bash", "zsh", "fish")
-DESCRIPTION = "Print what makes a shell complete the arguments of sparkdl."
-EXAMPLES = """\
+_EXAMPLES = """\
 example:
   source <(sparkdl completion bash)                       in this shell; for all, in ~/.bashrc
   source <(sparkdl completion zsh)                        in ~/.zshrc, after compinit
@@ -28,10 +27,17 @@ example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``sparkdl completion``."""
+def _set_up(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(run=lambda given: ended(lambda: print(script(given.shell), end="")))
+    return lambda given: ended(lambda: print(script(given.shell), end=""))
+
+
+COMPLETION = Command(
+    name="completion",
+    description="Print what makes a shell complete the arguments of sparkdl.",
+    examples=_EXAMPLES,
+    set_up=_set_up,
+)
 
 
 def script(shell: str) -> str:
@@ -79,7 +85,7 @@ def settings(job: type, prefix: str) -> Iterator[str]:
     """What may follow ``--set`` and begins with ``prefix``.
 
     Args:
-        job: the class of a job file, such as `sparkdl.cli.job_file.TrainJob`.
+        job: the class of a job file, such as `sparkdl.cli.job_files.job_file.TrainJob`.
         prefix: what is there already; up to ``=`` it is a key, from there on a value.
     """
     key, separator, _ = prefix.partition("=")
@@ -96,7 +102,7 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(job)
     for item in fields(job):
         hint, name = hints[item.name], f"{above}{item.name}"
-        inner = next((part for part in _parts(hint) if is_dataclass(part)), None)
+        inner = next((part for part in parts_of(hint) if is_dataclass(part)), None)
         if inner is not None and above.count(".") < 2:
             assert isinstance(inner, type)
             yield from keys(inner, f"{name}.")
@@ -106,13 +112,8 @@ def keys(job: type, above: str = "") -> Iterator[tuple[str, Any]]:
 
 def _values(hint: Any) -> Iterator[str]:
     """The values of a key that can be listed."""
-    for part in _parts(hint):
+    for part in parts_of(hint):
         if get_origin(part) is Literal:
             yield from map(str, get_args(part))
         elif part is bool:
             yield from ("true", "false")
-
-
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; a type that is none is its only one."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

@@ -1,34 +1,159 @@
-"""How does training look from a shell?"""
+"""The commands that do what a job file says: ``sparkdl train`` and ``spark-submit jobs/train.py``.
+
+Each is a row: the job's class, the function of `jobs` or `tune.search` that does it, and a function
+that prints what came of it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module, resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from sparkdl.cli.command_line import Form, JobCommand
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob
-from sparkdl.cli.tune.study_file import TuneJob
+from sparkdl.cli import completion
+from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, SparkSection, TrainJob, load_job
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import TrainingFailed
+from sparkdl.runtime.console_log import log_to_console
 
 if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
     from sparkdl.cli.images.ledger import Report
+    from sparkdl.cli.jobs import TrainReport
     from sparkdl.cli.tune.search import TuneReport
+    from sparkdl.explain.explanation import Explanation
+    from sparkdl.inference.scores import Evaluation
 
 
-def evaluate(job: EvaluateJob, form: Form) -> None:
-    """Do the job; print the measures."""
-    from sparkdl.cli.jobs import run_evaluate
-    from sparkdl.cli.spark_session import make_session
+class _Job(Protocol):
+    @property
+    def spark(self) -> SparkSection: ...
+
+
+T = TypeVar("T", bound=_Job)
+
+_SETTING_HELP = (
+    "set one key of the job file; VALUE is a TOML value or, failing that, a string; may be given "
+    "several times"
+)
+_EXPLAIN_HELP = "only print the plan, the time that it would take, and what would be better"
+_ROWS_SHOWN, _CLASSES_SHOWN, _BAD_FILES_SHOWN = 5, 12, 5
+
+
+class Form(Enum):
+    """How the user has started a job, hence how they would start the next one."""
+
+    SCRIPT = "spark-submit jobs/{}.py"
+    COMMAND = "sparkdl {}"
+
+    def start_of(self, name: str) -> str:
+        """The beginning of the command line of the job ``name``."""
+        return self.value.format(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCommand(Generic[T]):
+    """A command that a TOML file describes."""
+
+    name: str
+    kind: type[T]
+    """The job's class; its fields are the sections of the file."""
+    work: str
+    """``module:function`` that gets the job and a Spark session; imported when it is called."""
+    show: Callable[[T, Any, Form], None]
+    """Prints what ``work`` returned, while the session lasts."""
+    description: str
+    config: str
+    """A file of ``conf/``, for the examples of the script."""
+    starter: str
+    """The job file to begin with, among those in ``starters/``."""
+    settings: tuple[str, ...] = ("",)
+    """What follows the file in each example, such as ``--set estimator.epochs=5``."""
+    explain: JobCommand[T] | None = None
+    """What is done in its place with ``--explain``; None: there is no such option."""
+
+    def command(self, form: Form) -> Command:
+        """The command as the user starts it."""
+        return Command(
+            name=self.name,
+            description=self.description,
+            examples=self.examples(form),
+            set_up=lambda parser: self._set_up(parser, form),
+        )
+
+    def examples(self, form: Form) -> str:
+        """Last lines of ``--help``."""
+        file = self.config if form is Form.SCRIPT else self.starter
+        start = f"{form.start_of(self.name)} --config {file}"
+        lines = [f"{start} {settings}".rstrip() for settings in self.settings]
+        if form is Form.COMMAND:
+            lines.insert(0, f"{form.start_of(self.name)} --starter > {file}")
+        return "example:\n" + "\n".join(f"  {line}" for line in lines)
+
+    def _set_up(self, parser: argparse.ArgumentParser, form: Form) -> Run:
+        config = parser.add_argument("--config", metavar="FILE", help="the job file (TOML)")
+        completion.files_for(config, "toml")
+        setting = parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="settings",
+            metavar="SECTION.KEY=VALUE",
+            help=_SETTING_HELP,
+        )
+        completion.settings_for(setting, self.kind)
+        parser.add_argument(
+            "--starter", action="store_true", help="print a job file to begin with, and end"
+        )
+        if self.explain is not None:
+            parser.add_argument("--explain", action="store_true", help=_EXPLAIN_HELP)
+        parser.add_argument("--log-level", default="WARNING", help="level of sparkdl's log lines")
+        return lambda given: self._run(parser, given, form)
+
+    def _run(self, parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form) -> int:
+        if given.starter:
+            file = resources.files("sparkdl.cli") / "starters" / self.starter
+            print(file.read_text(encoding="utf-8"), end="")
+            return 0
+        level = given.log_level.upper()
+        if level not in logging.getLevelNamesMapping():
+            known = "DEBUG, INFO, WARNING, ERROR"
+            parser.error(f"unknown --log-level {given.log_level}; known: {known}")
+        if given.config is None and not given.settings:
+            start = form.start_of(self.name)
+            parser.error(
+                f"a job file is needed: name it with --config FILE; '{start} --starter > "
+                f"{self.starter}' writes one to begin with"
+            )
+        log_to_console(level)
+        chosen = self.explain if self.explain is not None and given.explain else self
+        return ended(lambda: chosen.do(load_job(self.kind, given.config, given.settings), form))
+
+    def do(self, job: T, form: Form) -> None:
+        """Do the job in a session of its own, and print what came of it."""
+        from sparkdl.cli.job_files.spark_session import make_session
+
+        module, _, function = self.work.partition(":")
+        spark = make_session(job.spark, f"sparkdl {self.name}")
+        try:
+            self.show(job, getattr(import_module(module), function)(job, spark), form)
+        finally:
+            spark.stop()
+
+
+def _show_scores(job: EvaluateJob, scores: Evaluation, form: Form) -> None:
     from sparkdl.storage.storage import without_password
 
-    spark = make_session(job.spark, "sparkdl evaluate")
-    try:
-        scores = run_evaluate(job, spark)
-    finally:
-        spark.stop()
     print("\n".join(scores.lines()))
     if job.output is not None:
         print(f"\nwritten to {without_password(job.output.path)}")
@@ -37,7 +162,8 @@ def evaluate(job: EvaluateJob, form: Form) -> None:
 EVALUATE = JobCommand(
     name="evaluate",
     kind=EvaluateJob,
-    action=evaluate,
+    work="sparkdl.cli.jobs:run_evaluate",
+    show=_show_scores,
     description="Measure how good a saved model's predictions are, as a job file says.",
     config="conf/evaluate.toml",
     starter="evaluate.toml",
@@ -45,27 +171,16 @@ EVALUATE = JobCommand(
 )
 
 
-_ROWS_SHOWN = 5
-
-
-def predict(job: PredictJob, form: Form) -> None:
-    """Do the job; show the first rows."""
-    from sparkdl.cli.jobs import run_predict
-    from sparkdl.cli.spark_session import make_session
-
-    spark = make_session(job.spark, "sparkdl predict")
-    try:
-        written = run_predict(job, spark)
-        print(f"{written.count():,} rows in {job.output.path}, among them:")
-        written.show(_ROWS_SHOWN)
-    finally:
-        spark.stop()
+def _show_rows(job: PredictJob, written: DataFrame, form: Form) -> None:
+    print(f"{written.count():,} rows in {job.output.path}, among them:")
+    written.show(_ROWS_SHOWN)
 
 
 PREDICT = JobCommand(
     name="predict",
     kind=PredictJob,
-    action=predict,
+    work="sparkdl.cli.jobs:run_predict",
+    show=_show_rows,
     description="Write a saved model's predictions for the rows that a job file names.",
     config="conf/predict.toml",
     starter="predict.toml",
@@ -73,25 +188,8 @@ PREDICT = JobCommand(
 )
 
 
-_BAD_FILES_SHOWN = 5
-_CLASSES_SHOWN = 12
-
-
-def prepare(job: PrepareJob, form: Form) -> None:
-    """Do the job; print what was made and how to train on it."""
-    from sparkdl.cli.jobs import run_prepare
-    from sparkdl.cli.spark_session import make_session
-
-    spark = make_session(job.spark, "sparkdl prepare")
-    try:
-        report = run_prepare(job, spark)
-    finally:
-        spark.stop()
-    print("\n".join(lines(report, form)))
-
-
-def lines(report: Report, form: Form) -> list[str]:
-    """The report for a terminal."""
+def prepared_lines(report: Report, form: Form) -> list[str]:
+    """What was made of a folder of images, for a terminal, and how to train on it."""
     text = [f"\n{report.path}"]
     for split, rows in report.rows.items():
         files = report.files[split]
@@ -102,34 +200,25 @@ def lines(report: Report, form: Form) -> list[str]:
         shown = list(classes.items())[:_CLASSES_SHOWN]
         text += [f"    {n:>3} {name:<20} {rows:>9,}" for n, (name, rows) in enumerate(shown)]
         text += [f"    ... all in {report.path}/labels.json"] * (len(classes) > _CLASSES_SHOWN)
-    return [*text, *_bad_lines(report), "next:", _next_command(report, form)]
-
-
-def _bad_lines(report: Report) -> list[str]:
-    from sparkdl.cli.images.ledger import BAD_FILES
-
-    if not report.bad:
-        return []
-    text = [f"  {len(report.bad):,} bad files skipped, listed in {BAD_FILES}:"]
-    text += [f"    {path}: {why}" for path, why in report.bad[:_BAD_FILES_SHOWN]]
-    hidden = len(report.bad) - _BAD_FILES_SHOWN
-    return [*text, *[f"    and {hidden:,} more"] * (hidden > 0)]
-
-
-def _next_command(report: Report, form: Form) -> str:
+    if report.bad:
+        text.append(f"  {len(report.bad):,} bad files skipped, listed in bad_files.jsonl:")
+        text += [f"    {path}: {why}" for path, why in report.bad[:_BAD_FILES_SHOWN]]
+        hidden = len(report.bad) - _BAD_FILES_SHOWN
+        text += [f"    and {hidden:,} more"] * (hidden > 0)
     sections = {"train": "data", "validation": "validation", "test": "test"}
     settings = [f"--set {sections[split]}.path={report.path}/{split}" for split in report.rows]
-    classes = report.rows_by_label.get("train", {})
     if classes:
         settings.append(f"--set model.args.num_classes={len(classes)}")
     file = "FILE" if form is Form.COMMAND else "conf/images.toml"
-    return " \\\n      ".join([f"  {form.start_of('train')} --config {file}", *settings])
+    command = " \\\n      ".join([f"  {form.start_of('train')} --config {file}", *settings])
+    return [*text, "next:", command]
 
 
 PREPARE = JobCommand(
     name="prepare",
     kind=PrepareJob,
-    action=prepare,
+    work="sparkdl.cli.jobs:run_prepare",
+    show=lambda job, report, form: print("\n".join(prepared_lines(report, form))),
     description=(
         "Make Parquet of a folder of image files, as a job file says; a killed run goes on."
     ),
@@ -144,48 +233,34 @@ PREPARE = JobCommand(
 )
 
 
-def tune(job: TuneJob, form: Form) -> None:
-    """Do the job; print the best values and what to do with them.
+def _show_search(job: TuneJob, report: TuneReport, form: Form) -> None:
+    """Print the best values and what to do with them.
 
     Raises:
         TrainingFailed: no trial came to its end.
     """
-    from sparkdl.cli.spark_session import make_session
-    from sparkdl.cli.tune.search import run_tune
+    from sparkdl.cli.tune.search import folder_of
 
-    spark = make_session(job.spark, "sparkdl tune")
-    try:
-        report = run_tune(job, spark)
-    finally:
-        spark.stop()
     counts = ", ".join(f"{number} {state}" for state, number in report.states.items() if number)
     print(f"\ntrials: {counts}")
     if report.best is None:
         raise TrainingFailed(f"no trial came to its end; see trial.json of each in {report.path}")
-    print("\n".join(_lines(job, report, form)))
-
-
-def _lines(job: TuneJob, report: TuneReport, form: Form) -> list[str]:
-    from sparkdl.cli.tune.search import folder_of
-
-    assert report.best is not None
     settings = " ".join(f"--set '{key}={value}'" for key, value in report.params.items())
     path = f"{report.path.rstrip('/')}/{folder_of(report.best)}/model"
     rows = "--set data.path=ROWS" if form is Form.COMMAND else "--config conf/evaluate.toml"
-    return [
-        f"best: trial {report.best}, {job.study.metric} {report.value:.6g}",
-        *(f"  {key} = {value}" for key, value in report.params.items()),
-        f"\nmodel: {path}",
-        "next:",
-        f"  {form.start_of('evaluate')} {rows} --set model.path={path}",
-        f"  {form.start_of('train')} --config FILE {settings}",
-    ]
+    print(f"best: trial {report.best}, {job.study.metric} {report.value:.6g}")
+    for key, value in report.params.items():
+        print(f"  {key} = {value}")
+    print(f"\nmodel: {path}\nnext:")
+    print(f"  {form.start_of('evaluate')} {rows} --set model.path={path}")
+    print(f"  {form.start_of('train')} --config FILE {settings}")
 
 
 TUNE = JobCommand(
     name="tune",
     kind=TuneJob,
-    action=tune,
+    work="sparkdl.cli.tune.search:run_tune",
+    show=_show_search,
     description="Search for the values of hyperparameters that train best, as a job file says.",
     config="conf/tune.toml",
     starter="tune.toml",
@@ -193,23 +268,15 @@ TUNE = JobCommand(
 )
 
 
-def explain(job: TrainJob, form: Form) -> None:
-    """Print the plan of the job, and what to expect of it."""
-    from sparkdl.cli.jobs import run_explain
-    from sparkdl.cli.spark_session import make_session
-
-    spark = make_session(job.spark, "sparkdl explain")
-    try:
-        explanation = run_explain(job, spark)
-    finally:
-        spark.stop()
+def _show_explanation(job: TrainJob, explanation: Explanation, form: Form) -> None:
     print("\n".join(explanation.lines()))
 
 
 EXPLAIN = JobCommand(
     name="explain",
     kind=TrainJob,
-    action=explain,
+    work="sparkdl.cli.jobs:run_explain",
+    show=_show_explanation,
     description="Print what a training job will do, and how long it will take, before it runs.",
     config="conf/digits.toml",
     starter="train.toml",
@@ -221,16 +288,7 @@ EXPLAIN = JobCommand(
 )
 
 
-def train(job: TrainJob, form: Form) -> None:
-    """Do the job; print the result and what to do with it."""
-    from sparkdl.cli.jobs import run_train
-    from sparkdl.cli.spark_session import make_session
-
-    spark = make_session(job.spark, "sparkdl train")
-    try:
-        report = run_train(job, spark)
-    finally:
-        spark.stop()
+def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     summary = report.summary
     print(
         f"\ntrained {len(summary.history)} epochs ({summary.steps:,} steps) on "
@@ -268,12 +326,22 @@ def next_commands(path: str, form: Form) -> list[str]:
 TRAIN = JobCommand(
     name="train",
     kind=TrainJob,
-    action=train,
+    work="sparkdl.cli.jobs:run_train",
+    show=_show_training,
     description=(
         "Train a PyTorch model as a job file says, save it, and test it on rows it has never seen."
     ),
     config="conf/digits.toml",
     starter="train.toml",
     settings=("--set estimator.epochs=5", "--set 'spark.master=local[2]'", "--explain"),
-    explain=explain,
+    explain=EXPLAIN,
 )
+
+
+def run_job(job: JobCommand[Any], arguments: Sequence[str] | None = None) -> int:
+    """Do a job as a script of ``jobs/``; the arguments are those of the process if None.
+
+    Returns:
+        The exit status, see `command_line.ended`.
+    """
+    return job.command(Form.SCRIPT).run_script(arguments)

@@ -1,32 +1,29 @@
-"""What do the job scripts do with a job file?
+"""The work behind the commands that take a job file.
 
 `run_prepare`, `run_train`, `run_explain`, `run_evaluate` and `run_predict` take a job and a
-session, and give back what there is to report; the scripts in ``jobs/`` only read arguments and
-print.
+session, and give back what there is to report; `job_commands` reads arguments and prints.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.cli.job_file import (
-    DataSection,
+from sparkdl.cli.job_files.job_file import (
     EvaluateJob,
     PredictJob,
     TrainJob,
 )
-from sparkdl.cli.job_objects import VALIDATION_COLUMN, make_estimator
-from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.cli.job_files.job_objects import make_estimator
+from sparkdl.cli.job_files.read_rows import read_data, read_training_data
+from sparkdl.errors import ConfigError, StorageError
 from sparkdl.inference.scores import Evaluation
-from sparkdl.spark.frames.columns import find, hashable, quoted
+from sparkdl.spark.frames.columns import find, quoted
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
 from sparkdl.spark.session.compat import is_case_sensitive
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from sparkdl.cli.images.ledger import Report
-    from sparkdl.cli.images.options import PrepareJob
+    from sparkdl.cli.job_files.prepare_file import PrepareJob
     from sparkdl.explain.explanation import Explanation
     from sparkdl.report.summary import TrainingSummary
 
@@ -152,65 +149,11 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
 
 
 def run_prepare(job: PrepareJob, spark: SparkSession) -> Report:
-    """Make Parquet of a folder of image files; see `spark.preparing`."""
+    """Make Parquet of a folder of image files; see `images.prepare`."""
     from sparkdl.cli.images.prepare import prepare
 
     table = None if job.labels.table is None else read_data(spark, job.labels.table)
     return prepare(spark, job, table)
-
-
-def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
-    """The rows that a data section describes.
-
-    Raises:
-        DataError: they are not there, or a select expression names no column.
-    """
-    try:
-        if section.format == "table":
-            rows = spark.read.options(**section.options).table(str(section.table))
-        else:
-            reader = spark.read.format(section.format).options(**section.options)
-            if section.schema is not None:
-                reader = reader.schema(section.schema)
-            path = section.path
-            rows = reader.load(list(path) if isinstance(path, tuple) else path)
-        # Spark Connect looks at neither path nor expressions before somebody asks.
-        rows = rows.selectExpr(*section.select) if section.select else rows
-        rows.schema  # noqa: B018
-    except AnalysisException as error:
-        what = section.table or section.path
-        text = f"cannot read {what!r}: {_first_line(error)}"
-        raise DataError(without_password(text)) from error
-    return rows
-
-
-def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation.
-
-    Raises:
-        DataError: there are none, or a fraction of them cannot be chosen.
-    """
-    rows = read_data(spark, job.data)
-    section = job.validation
-    if section is None:
-        return rows
-    if section.path is not None:
-        apart = read_data(spark, replace(job.data, path=section.path))
-        return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
-            apart.withColumn(VALIDATION_COLUMN, F.lit(True))
-        )
-    # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
-    # on its side.
-    hashed = hashable(rows.schema)
-    if not hashed:
-        raise DataError(
-            "validation.fraction chooses rows by their hash, and there is no column that can be "
-            "hashed; set validation.path"
-        )
-    resolution = 1_000_000
-    position = F.pmod(F.xxhash64(F.lit(section.seed), *hashed), F.lit(resolution))
-    limit = round(float(section.fraction or 0.0) * resolution)
-    return rows.withColumn(VALIDATION_COLUMN, position < limit)
 
 
 def load_model(spark: SparkSession, path: str) -> Any:
@@ -256,7 +199,3 @@ def _check_csv(rows: DataFrame) -> None:
             f"CSV cannot hold the columns {wrong}; name the others in output.columns, or choose "
             f"another output.format"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

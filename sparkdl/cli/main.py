@@ -1,29 +1,24 @@
-"""What does the command ``sparkdl`` do with its arguments?
+"""The command ``sparkdl``: the table of its subcommands, and how the arguments choose one.
 
-Each subcommand is a row of a table. Neither torch nor pyspark is imported before one of them runs,
-so that ``--help`` and the completion of a shell are quick, and work where these are missing.
+Neither torch nor pyspark is imported before a subcommand runs, so that ``--help`` and the
+completion of a shell are quick, and work where these are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from sparkdl import __version__
-from sparkdl.cli import completion, export_command
-from sparkdl.cli.command_line import Form, JobCommand, add_arguments, do_job
-from sparkdl.cli.doctor import doctor_command
-from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE
+from sparkdl.cli.command_line import Command, Run, ended
+from sparkdl.cli.completion import COMPLETION, complete
+from sparkdl.cli.doctor_command import DOCTOR
+from sparkdl.cli.job_commands import EVALUATE, EXPLAIN, PREDICT, PREPARE, TRAIN, TUNE, Form
 
-Run = Callable[[argparse.Namespace], int]
-
-_JOBS: tuple[JobCommand[Any], ...] = (TRAIN, EVALUATE, PREDICT, TUNE, PREPARE, EXPLAIN)
-_UI = "sparkdl.report.server.ui_command"
+_UI_MODULE = "sparkdl.report.server.ui_command"
 _DESCRIPTION = "Train PyTorch models on Spark, apply them, and look after both."
 _EPILOG = """\
 begin with:
@@ -31,6 +26,20 @@ begin with:
   sparkdl train --starter > train.toml    a job file to edit
   sparkdl train --config train.toml
   sparkdl COMMAND --help                  what a command takes, with examples
+"""
+_EXPORT_EXAMPLES = """\
+The ending of TARGET chooses the form:
+  .onnx          an ONNX file, compared with the model on batches of several sizes
+  .pt2           an exported program, for torch.export.load
+  .safetensors   the weights alone, by name
+  none of these  a folder for sparkdl.load_module, which needs none of the model's own code
+
+Spark is not needed. MODEL and TARGET are paths, or URLs that Python can open.
+
+example:
+  sparkdl export models/digits digits.onnx
+  sparkdl export s3://models/digits digits.pt2
+  sparkdl export models/digits exported/digits
 """
 
 
@@ -42,11 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2 after wrong arguments.
     """
     parser = make_parser()
-    completion.complete(parser)
+    complete(parser)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _see_own_modules()
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # jobs may name the user's own modules, as with python -m
+        sys.path.append(folder)
     if words[:1] == ["ui"]:  # which has a parser of its own
-        return _ui(words[1:])
+        status: int = import_module(_UI_MODULE).main(words[1:])
+        return status
     given = parser.parse_args(words)
     run: Run = given.run
     return run(given)
@@ -62,76 +74,47 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sparkdl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add(
-        commands,
-        "doctor",
-        doctor_command.DESCRIPTION,
-        doctor_command.EXAMPLES,
-        doctor_command.add_arguments,
-    )
-    for job in _JOBS:
-        setup = partial(_add_job, job)
-        _add(commands, job.name, job.description, job.examples(Form.COMMAND), setup)
-    _add(
-        commands,
-        "export",
-        export_command.DESCRIPTION,
-        export_command.EXAMPLES,
-        export_command.add_arguments,
-    )
-    ui = "Show the reports of runs, also of those under way, in a browser on this machine."
-    _add(commands, "ui", ui, "example:\n  sparkdl ui runs", _add_ui)
-    _add(
-        commands,
-        "completion",
-        completion.DESCRIPTION,
-        completion.EXAMPLES,
-        completion.add_arguments,
-    )
+    jobs = (TRAIN, EVALUATE, PREDICT, TUNE, PREPARE, EXPLAIN)
+    for command in (DOCTOR, *(job.command(Form.COMMAND) for job in jobs), EXPORT, UI, COMPLETION):
+        command.add_to(commands)
     return parser
 
 
-def _add(
-    commands: Any,
-    name: str,
-    description: str,
-    examples: str,
-    setup: Callable[[argparse.ArgumentParser], None],
-) -> None:
-    first = description.rstrip(".")
-    parser = commands.add_parser(
-        name,
-        help=first[0].lower() + first[1:],
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    setup(parser)
+def _set_up_export(parser: argparse.ArgumentParser) -> Run:
+    parser.add_argument("model", metavar="MODEL", help="folder of a saved model")
+    parser.add_argument("target", metavar="TARGET", help="file or folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    return lambda given: ended(lambda: _export(given.model, given.target, given.overwrite))
 
 
-def _add_job(job: JobCommand[Any], parser: argparse.ArgumentParser) -> None:
-    config, setting = add_arguments(parser, job)
-    completion.files_for(config, "toml")
-    completion.settings_for(setting, job.kind)
+def _export(model: str, target: str, overwrite: bool) -> None:
+    from sparkdl.serialization.export import export_saved
 
-    def run(given: argparse.Namespace) -> int:
-        return do_job(job, parser, given, Form.COMMAND)
+    exported = export_saved(model, target, overwrite=overwrite)
+    print(f"wrote {exported.what}: {target}")
+    for line in exported.inputs:
+        print(f"  {line}")
+    if exported.difference is not None:
+        print(f"  largest difference from the model's outputs: {exported.difference:.2g}")
 
-    parser.set_defaults(run=run)
+
+EXPORT = Command(
+    name="export",
+    description="Write a saved model in another form: ONNX, an exported program, or weights alone.",
+    examples=_EXPORT_EXAMPLES,
+    set_up=_set_up_export,
+)
 
 
-def _add_ui(parser: argparse.ArgumentParser) -> None:
-    """For completion and the list of commands only; see `main`."""
+def _set_up_ui(parser: argparse.ArgumentParser) -> Run:
+    """For completion and the list of commands; `main` gives ``ui`` its arguments unparsed."""
     parser.add_argument("directory", metavar="DIR")
+    return lambda given: main(["ui", given.directory])
 
 
-def _ui(arguments: Sequence[str]) -> int:
-    status: int = import_module(_UI).main(arguments)
-    return status
-
-
-def _see_own_modules() -> None:
-    """Let a job name the modules of the working directory, as ``python -m`` would."""
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
+UI = Command(
+    name="ui",
+    description="Show the reports of runs, also of those under way, in a browser on this machine.",
+    examples="example:\n  sparkdl ui runs",
+    set_up=_set_up_ui,
+)

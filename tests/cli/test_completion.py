@@ -1,4 +1,4 @@
-"""What does a shell offer after ``sparkdl``? Asked of real shells."""
+"""What real shells offer after ``sparkdl``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from sparkdl.cli import completion
 from sparkdl.cli.completion import keys, settings
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import TrainJob
+from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.main import main
-from sparkdl.cli.tune.study_file import TuneJob
 from sparkdl.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent

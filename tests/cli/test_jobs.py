@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparkdl.cli import jobs
-from sparkdl.cli.job_file import (
+from sparkdl.cli.job_files.job_file import (
     DataSection,
     EvaluateJob,
     EvaluateOutput,
@@ -27,12 +27,11 @@ from sparkdl.cli.job_file import (
     ValidationSection,
     load_job,
 )
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
+from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.cli.jobs import (
-    VALIDATION_COLUMN,
     _choose_columns,
     load_model,
-    read_data,
-    read_training_data,
     run_evaluate,
     run_explain,
     run_predict,

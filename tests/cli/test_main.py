@@ -1,4 +1,4 @@
-"""What does the command ``sparkdl`` take, and how does it end?"""
+"""The command ``sparkdl``: what it takes, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 import sparkdl
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.cli.main import main, make_parser
-from sparkdl.cli.tune.study_file import TuneJob
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = {

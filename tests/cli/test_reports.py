@@ -1,4 +1,4 @@
-"""What do the jobs print when they are done?"""
+"""What the jobs print when they are done."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.cli.command_line import Form
 from sparkdl.cli.images.ledger import Report
-from sparkdl.cli.job_commands import lines, next_commands
+from sparkdl.cli.job_commands import Form, next_commands, prepared_lines
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -47,7 +46,7 @@ def report(num_bad: int = 7) -> Report:
 
 
 def test_a_report_names_splits_classes_bad_files_and_the_next_command() -> None:
-    text = "\n".join(lines(report(), Form.SCRIPT))
+    text = "\n".join(prepared_lines(report(), Form.SCRIPT))
     assert "train          1,500 images in 2 files" in text
     assert "test               9 images in 1 file\n" in text
     assert "0 cat                      1,000" in text
@@ -62,6 +61,6 @@ def test_a_report_names_splits_classes_bad_files_and_the_next_command() -> None:
 
 
 def test_without_bad_files_the_report_has_none() -> None:
-    text = "\n".join(lines(report(num_bad=0), Form.COMMAND))
+    text = "\n".join(prepared_lines(report(num_bad=0), Form.COMMAND))
     assert "bad" not in text
     assert "sparkdl train --config FILE" in text

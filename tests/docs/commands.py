@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob, load_job
-from sparkdl.cli.tune.study_file import TuneJob
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import ConfigError
 from tests.docs.blocks import ROOT, Block
 

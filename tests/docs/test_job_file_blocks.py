@@ -8,11 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EvaluateJob, PredictJob, TrainJob
-from sparkdl.cli.job_objects import import_object
-from sparkdl.cli.toml_values import convert
-from sparkdl.cli.tune.study_file import TuneJob
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob
+from sparkdl.cli.job_files.job_objects import import_object
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
+from sparkdl.cli.job_files.toml_values import convert
 from sparkdl.errors import ConfigError
 from tests.docs.blocks import Block, blocks
 

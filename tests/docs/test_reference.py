@@ -14,9 +14,9 @@ import pytest
 
 import sparkdl
 import sparkdl.models
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import EstimatorSection, TrainJob
-from sparkdl.cli.tune.study_file import TuneJob
+from sparkdl.cli.job_files.job_file import EstimatorSection, TrainJob
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.study_file import TuneJob
 from tests.docs.blocks import DOCS
 
 EXTENSIONS = str(DOCS / "extensions")

@@ -233,7 +233,7 @@ def test_training_starts_from_weights_on_hdfs(df: DataFrame, undisturbed: Models
 def test_jobs_read_and_write_by_url(
     spark: SparkSession, df: DataFrame, hdfs: Hdfs, undisturbed: Models, url: str
 ) -> None:
-    from sparkdl.cli.job_file import DataSection, PredictJob, PredictOutput, SavedModel
+    from sparkdl.cli.job_files.job_file import DataSection, PredictJob, PredictOutput, SavedModel
     from sparkdl.cli.jobs import run_predict
     from sparkdl.errors import ConfigError
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import sparkdl.models
-from sparkdl.cli.job_file import TrainJob
-from sparkdl.cli.job_objects import import_object, make_estimator
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.job_objects import import_object, make_estimator
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence

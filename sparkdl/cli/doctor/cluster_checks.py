@@ -1,4 +1,4 @@
-"""Has a cluster what training needs? Asked of Spark itself, by what `fit` does before it trains."""
+"""Checks of a cluster: what `fit` asks Spark before it trains, and a gang that is tried."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sparkdl.cli.doctor import trial_gang
 from sparkdl.cli.doctor.finding import Finding, bounded, checked, left_out, note, ok, wrong
 from sparkdl.cli.doctor.machine_checks import installed
-from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, SparkDLError
 
 if TYPE_CHECKING:
@@ -53,15 +53,25 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
     if installed("pyspark") is None:
         yield left_out("session", "Spark cannot be asked without pyspark")
         return
+    from sparkdl.spark.session.compat import conf
+
     yield from _reachable(order.master)
     try:
         began = time.perf_counter()
         spark = _start(order)
     except Exception as error:  # pyspark's, py4j's and gRPC's have no base class in common
-        yield wrong("session", _in_short(error))
+        text = str(error)
+        if not isinstance(error, SparkDLError):
+            first = text.strip().partition("\n")[0]
+            text = f"Spark does not start: {type(error).__name__}: {first}"
+        yield wrong("session", text)
         return
     try:
-        yield ok("session", _session(spark, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        yield ok(
+            "session",
+            f"Spark {spark.version} on {conf(spark, 'spark.master')} after {seconds:.1f} s",
+        )
         yield from _examine(spark, order)
     except Exception as error:  # of Spark's, where nothing below expects one
         yield wrong("session", _in_session(error))
@@ -71,7 +81,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
 
 
 def _start(order: Order) -> SparkSession:
-    from sparkdl.cli.spark_session import make_session
+    from sparkdl.cli.job_files.spark_session import make_session
 
     waits = {f"spark.sparkdl.{name}": f"{order.timeout_seconds:g}" for name in _ENTRIES}
     conf = {"spark.log.level": "ERROR", **waits, **order.conf}
@@ -82,12 +92,6 @@ def _start(order: Order) -> SparkSession:
         f"a Spark session of {order.master or 'the default master'}; see that the cluster runs, "
         "that it has resources left for an application, and that it can connect back to this host",
     )
-
-
-def _session(spark: SparkSession, seconds: float) -> str:
-    from sparkdl.spark.session.compat import conf
-
-    return f"Spark {spark.version} on {conf(spark, 'spark.master')} after {seconds:.1f} s"
 
 
 def _reachable(master: str | None) -> Iterator[Finding]:
@@ -128,7 +132,11 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
     except SparkDLError as error:
         yield wrong("session", str(error))
         return
-    barrier = checked("barrier", lambda: _gang_support(cluster_info.from_conf(get), get, settings))
+    barrier = checked(
+        "barrier",
+        lambda: cluster_info.require_gang_support(cluster_info.from_conf(get), get, settings),
+        "can run: no dynamic allocation, no encryption that a gang would break",
+    )
     yield barrier
     try:
         info = _wait_for_executors(spark, settings)
@@ -137,8 +145,21 @@ def _examine(spark: SparkSession, order: Order) -> Iterator[Finding]:
         return
     workers, finding = _slots(info, order.num_workers)
     yield finding
-    yield checked("files", lambda: _plain_files(get, settings))
-    yield checked("memory", lambda: _memory(info, get, workers))
+    yield checked(
+        "files",
+        lambda: cluster_info.require_plain_files(get, settings),
+        "rows may lie in Spark's local directories while training runs",
+    )
+    nothing = {"replica_bytes": 0, "state_bytes": 0, "spool_bytes": 0}
+    memory = checked(
+        "memory",
+        lambda: cluster_info.check_memory(info, get, **nothing, num_workers=workers),
+        "no container limits what Python workers use",
+    )
+    if memory.state == "ok" and info.master.startswith(("yarn", "k8s")):
+        granted = cluster_info.overhead_bytes(get) >> 20
+        memory = ok("memory", f"executors grant {granted} MiB outside the JVM")
+    yield memory
     if installed("torch") is None:
         yield left_out("workers", "they cannot be tried without torch on the driver")
         return
@@ -189,29 +210,6 @@ def _slots(info: ClusterInfo, wanted: int | None) -> tuple[int, Finding]:
         f"{info.cores_per_executor} cores{gpus}; {info.task_cpus:g} per task; fit would start "
         f"{workers} worker{'s' * (workers != 1)}",
     )
-
-
-def _gang_support(info: ClusterInfo, get: Any, settings: Settings) -> str:
-    from sparkdl.spark.cluster.cluster_info import require_gang_support
-
-    require_gang_support(info, get, settings)
-    return "can run: no dynamic allocation, no encryption that a gang would break"
-
-
-def _plain_files(get: Any, settings: Settings) -> str:
-    from sparkdl.spark.cluster.cluster_info import require_plain_files
-
-    require_plain_files(get, settings)
-    return "rows may lie in Spark's local directories while training runs"
-
-
-def _memory(info: ClusterInfo, get: Any, workers: int) -> str:
-    from sparkdl.spark.cluster.cluster_info import check_memory, overhead_bytes
-
-    check_memory(info, get, replica_bytes=0, state_bytes=0, spool_bytes=0, num_workers=workers)
-    if not info.master.startswith(("yarn", "k8s")):
-        return "no container limits what Python workers use"
-    return f"executors grant {overhead_bytes(get) >> 20} MiB outside the JVM"
 
 
 def _link(
@@ -282,14 +280,6 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
     yield trial_gang.disk_finding(seen)
 
 
-def _in_short(error: Exception) -> str:
-    """An error for one line: ours whole, others' first line with their type."""
-    if isinstance(error, SparkDLError):
-        return str(error)
-    first = str(error).strip().partition("\n")[0]
-    return f"Spark does not start: {type(error).__name__}: {first}"
-
-
 def _in_session(error: Exception) -> str:
     """An error of ours or, with what mostly helps, of Spark's; others are raised again.
 
@@ -304,7 +294,7 @@ def _in_session(error: Exception) -> str:
     if not is_spark_error(error):
         raise error
     try:
-        told = spark_message(error)
+        said = spark_message(error)
     except Exception as another:  # the JVM that is asked may be gone
-        told = f"{type(error).__name__}, then {type(another).__name__}"
-    return f"Spark has failed ({told}); {PYTHON_REMEDY}"
+        said = f"{type(error).__name__}, then {type(another).__name__}"
+    return f"Spark has failed ({said}); {PYTHON_REMEDY}"

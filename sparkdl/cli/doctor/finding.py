@@ -1,4 +1,4 @@
-"""What has the doctor found? One line for each thing that was looked at."""
+"""What the doctor has found: one line for each thing that was looked at."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from sparkdl.errors import ClusterError, SparkDLError
@@ -15,14 +16,14 @@ State = Literal["ok", "wrong", "note", "left out"]
 _WIDTH = 14
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What is known of one thing."""
 
-    subject: str
     state: State
     """``note``: training works, but perhaps not as somebody thinks. ``left out``: it could not be
     looked at, because of something else or because nobody asked for it."""
+    subject: str
     text: str
     """What was found; of what is wrong also the remedy."""
 
@@ -31,32 +32,19 @@ class Finding:
         return f"  {self.state:<8} {self.subject:<{_WIDTH}} {self.text}"
 
 
-def ok(subject: str, text: str) -> Finding:
-    """Something is as it should be."""
-    return Finding(subject=subject, state="ok", text=text)
+ok = partial(Finding, "ok")
+wrong = partial(Finding, "wrong")
+note = partial(Finding, "note")
+left_out = partial(Finding, "left out")
 
 
-def wrong(subject: str, text: str) -> Finding:
-    """Something keeps training from working; the text ends with the remedy."""
-    return Finding(subject=subject, state="wrong", text=text)
-
-
-def note(subject: str, text: str) -> Finding:
-    """Something that a user may want to know."""
-    return Finding(subject=subject, state="note", text=text)
-
-
-def left_out(subject: str, text: str) -> Finding:
-    """Something was not looked at."""
-    return Finding(subject=subject, state="left out", text=text)
-
-
-def checked(subject: str, check: Callable[[], str]) -> Finding:
-    """What a check finds: the text that it returns, or the error of ours that it raises."""
+def checked(subject: str, check: Callable[[], object], text: str) -> Finding:
+    """``text`` as what was found, unless the check raises an error of ours."""
     try:
-        return ok(subject, check())
+        check()
     except SparkDLError as error:
         return wrong(subject, str(error))
+    return ok(subject, text)
 
 
 def bounded(action: Callable[[], T], seconds: float, what: str) -> T:

@@ -1,4 +1,4 @@
-"""Has this machine what a Spark driver needs? Asked without Spark, which may not be there."""
+"""Checks of this machine, as a Spark driver. They work without Spark, which may not be there."""
 
 from __future__ import annotations
 

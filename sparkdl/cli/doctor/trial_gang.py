@@ -1,4 +1,4 @@
-"""Can workers be started together, and reach each other? Found out by doing so."""
+"""A trial: workers are started together, sum a few numbers, and say what they see."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def workers_finding(seen: Sequence[Mapping[str, Any]], seconds: float) -> Findin
 
 
 def gpus_finding(seen: Sequence[Mapping[str, Any]], gpus_per_executor: int) -> Finding:
-    """What the workers compute on, and whether that is what Spark was told."""
+    """What the workers compute on, and whether Spark schedules the same."""
     names = [str(rank["gpu"]) for rank in seen if rank["gpu"] is not None]
     if names and len(names) < len(seen):
         return wrong(

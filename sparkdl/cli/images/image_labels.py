@@ -1,4 +1,4 @@
-"""Which number is the label of a file, given its folder's name or a table?"""
+"""The label of each file as a number, from its folder's name or from a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been prepared already? The records in the output's folder.
+"""The records in the output's folder, which say what has been prepared already.
 
 ``_prepare/plan.json`` says what is being prepared; ``_prepare/done/<part>.json`` that a Parquet
 file is in its place, with its counts and the bad files that it lacks; ``prepare.json``, written
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.images.options import SPLITS
 from sparkdl.cli.images.parts import Part, difference
+from sparkdl.cli.job_files.prepare_file import SPLITS
 from sparkdl.errors import ConfigError
 from sparkdl.storage.storage import Storage
 
@@ -66,7 +66,7 @@ class Ledger:
 
     Args:
         storage: the output's folder.
-        plan: what tells this run from others; see `plan.digest_of`.
+        plan: what tells this run from others; see `parts.digest_of`.
     """
 
     def __init__(self, storage: Storage, plan: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How does Spark list and read a folder of image files, wherever it lies?"""
+"""Spark lists and reads a folder of image files, wherever it lies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.cli.images.options import FolderSection
+from sparkdl.cli.job_files.prepare_file import FolderSection
 from sparkdl.errors import DataError
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
 
@@ -45,7 +45,7 @@ def tuned(spark: SparkSession) -> Iterator[None]:
     settings = {
         # Images are large: 10,000 in a record batch, the default, would be gigabytes.
         "spark.sql.execution.arrow.maxRecordsPerBatch": "64",
-        # Spark looks for the files that are named, with a task for each unless it is told.
+        # Spark looks for the files that are named, by default with a task for each.
         "spark.sql.sources.parallelPartitionDiscovery.parallelism": str(tasks),
     }
     before = {key: conf(spark, key) for key in settings}

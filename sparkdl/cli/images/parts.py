@@ -1,6 +1,6 @@
-"""Which file becomes a row of which Parquet file?
+"""The plan of the Parquet files: which image file becomes a row of which.
 
-The answer follows from paths, labels and options alone, so that a run that was killed is planned
+It follows from paths, labels and options alone, so that a run that was killed is planned
 again as it was. Rows are in a random order that the hash of the path gives, so each Parquet file
 is a sample of its split.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.cli.images.options import SPLITS, PrepareJob, Split, SplitSection
+from sparkdl.cli.job_files.prepare_file import SPLITS, PrepareJob, Split, SplitSection
 
 VERSION = 1
 """Of the layout of the output; raised when equal options give other rows than before."""

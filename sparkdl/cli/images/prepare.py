@@ -1,4 +1,4 @@
-"""How does a folder of image files become Parquet? The whole of ``jobs/prepare.py``, in order.
+"""A folder of image files becomes Parquet: the whole of ``jobs/prepare.py``, in order.
 
 Spark lists, reads and writes, so whatever it can reach will do. Parts are written several at a
 time, moved to their places and recorded; a run that was killed goes on after the last record.
@@ -20,10 +20,9 @@ from pyspark.sql import functions as F
 from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
 from sparkdl.cli.images.ledger import Ledger, Record, Report
 from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
-from sparkdl.cli.images.options import PrepareJob
 from sparkdl.cli.images.parts import Part, digest_of, make_parts
-from sparkdl.cli.images.source_files import Source
-from sparkdl.cli.images.write_parquet import PartWriter
+from sparkdl.cli.images.write_parquet import PartWriter, Source
+from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.frames.columns import quoted

@@ -1,13 +1,14 @@
-"""How do image files become Parquet files of given rows, under given names?
+"""Spark writes image files as Parquet files of given rows, under given names.
 
-Spark writes several at a time aside. What is in them is read back, so that a record tells what
-was written, and only then they are moved to their places.
+It writes several at a time into a folder of their own. What is in them is read back, so that a
+record says what was written, and only then they are moved to their places.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,40 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.cli.images.image_bytes import ConvertTask, ExplainTask
 from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
-from sparkdl.cli.images.options import ImageSection
 from sparkdl.cli.images.parts import Part
-from sparkdl.cli.images.prepare_task import ConvertTask, ExplainTask
-from sparkdl.cli.images.source_files import Source
+from sparkdl.cli.job_files.prepare_file import ImageSection
 from sparkdl.storage.storage import Folder
 
 _STRUCT = "struct<origin string, height int, width int, nChannels int, mode int, data binary>"
 _STAGED = "staged-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files to prepare."""
+
+    table: pa.Table
+    """Columns ``path`` below the root, ``length``, ``modified`` and, with labels, ``label``."""
+    root: str
+    """The folder's URL; ``<root>/<path>`` is a file."""
+    names: tuple[str, ...] = ()
+    """The classes; empty where labels are numbers, or there are none."""
+    unusable: tuple[tuple[str, str], ...] = ()
+    """Path and reason of files that are not in the table, since there is nothing to read."""
+
+    @property
+    def label_type(self) -> pa.DataType | None:
+        """``int64`` or ``double``; None without labels."""
+        has_labels = "label" in self.table.column_names
+        return self.table.schema.field("label").type if has_labels else None
+
+    def paths_of(self, part: Part) -> list[str]:
+        """The files of a part, in its order."""
+        paths: list[str] = self.table["path"].take(pa.array(part.rows)).to_pylist()
+        return paths
 
 
 class PartWriter:
@@ -56,7 +81,7 @@ class PartWriter:
         self._numbers: dict[str, int] = {}
 
     def write(self, parts: Sequence[Part]) -> dict[str, Record]:
-        """Write parts aside; tell what is in them, by the part's name.
+        """Write parts into the folder of staged files; return what is in them, by the part's name.
 
         Raises:
             DataError: a file has vanished.
@@ -88,7 +113,7 @@ class PartWriter:
         self._storage.move(f"{folder}/{files[0]}", part.path)
 
     def clear(self) -> None:
-        """Remove what lies aside, also of runs that were killed."""
+        """Remove staged files, also of runs that were killed."""
         for name in self._storage.list(WORK):
             if name.startswith(_STAGED):
                 self._storage.remove(f"{WORK}/{name}")
@@ -154,5 +179,6 @@ class PartWriter:
             return {}
         urls = {f"{self._source.root}/{path}": path for path in paths}
         files = read_files(self._spark, list(urls))
-        told = files.mapInArrow(ExplainTask(self._options), "path string, reason string").collect()
-        return {urls[row["path"]]: row["reason"] for row in told}
+        schema = "path string, reason string"
+        rows = files.mapInArrow(ExplainTask(self._options), schema).collect()
+        return {urls[row["path"]]: row["reason"] for row in rows}

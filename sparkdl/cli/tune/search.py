@@ -1,4 +1,4 @@
-"""How does a job search for hyperparameters? Optuna chooses, each trial is a fit over one spool."""
+"""A search for hyperparameters: Optuna chooses values, each trial is a fit over one spool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.cli.job_objects import make_estimator
-from sparkdl.cli.jobs import read_training_data
-from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.job_files.job_objects import make_estimator
+from sparkdl.cli.job_files.read_rows import read_training_data
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.cli.tune.study_storage import finished, first_number, import_optuna, open_study
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.report.summary import finite
@@ -139,13 +139,13 @@ class _Search:
         from optuna.trial import TrialState
 
         trial = self.study.ask()
-        told = self._try(trial)
-        # Before Optuna is told, so that each trial that has ended has its record.
-        _write(self.place, f"{folder_of(trial.number)}/trial.json", told)
-        if told["state"] == "complete":
-            self.study.tell(trial, told["value"])
+        record = self._try(trial)
+        # Before Optuna knows, so that each trial that has ended has its record.
+        _write(self.place, f"{folder_of(trial.number)}/trial.json", record)
+        if record["state"] == "complete":
+            self.study.tell(trial, record["value"])
         else:
-            is_pruned = told["state"] == "pruned"
+            is_pruned = record["state"] == "pruned"
             self.study.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
 
     def _try(self, trial: optuna.Trial) -> dict[str, Any]:
@@ -161,25 +161,25 @@ class _Search:
         values = {key: _suggest(trial, key, space) for key, space in section.search.items()}
         watch = _Watch(section, trial, self.is_ending)
         path = f"{self.job.output.path.rstrip('/')}/{folder_of(trial.number)}/model"
-        told: dict[str, Any] = {"params": values}
+        record: dict[str, Any] = {"params": values}
         try:
             one = self.job.trial(values, path, folder_of(first_number(trial)))
             estimator = cast("TorchEstimator", make_estimator(one))
             model = estimator.fit_sharing(self.rows, self.spools, watch)
-            told["history"] = history = model.summary.history
-            told["value"] = _value(section, history)
-            told["last"] = history[-1][section.metric]  # of the weights, where none are restored
+            record["history"] = history = model.summary.history
+            record["value"] = _value(section, history)
+            record["last"] = history[-1][section.metric]  # of the weights, where none are restored
             model.write().overwrite().save(path)
-            return {"state": "complete", **told}
+            return {"state": "complete", **record}
         except import_optuna().TrialPruned:
-            return {"state": "pruned", "value": watch.best, "history": watch.history, **told}
+            return {"state": "pruned", "value": watch.best, "history": watch.history, **record}
         except Exception as error:  # whatever the user's code raises for some values
             if self.is_ending.is_set():
                 raise _CutOff from error
             said = _said(error)
             logger.warning("trial %d failed: %s", trial.number, said.splitlines()[0])
             seen = {"value": watch.best, "history": watch.history}
-            return {"state": "failed", "error": said, **seen, **told}
+            return {"state": "failed", "error": said, **seen, **record}
 
 
 def _said(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What does a search look like? Its progress, and the value over each key that was varied."""
+"""The picture of a search: its progress, and the value over each key that was varied."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.cli.tune.study_file import Space, StudySection
+from sparkdl.cli.job_files.study_file import Space, StudySection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""How is a search kept, and how does it go on where it ended? As a study of Optuna's."""
+"""A search is kept as a study of Optuna's, and goes on where it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.cli.tune.study_file import StudySection
+from sparkdl.cli.job_files.study_file import StudySection
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.storage.storage import LocalStorage, Storage
 
@@ -27,7 +27,7 @@ _REPLACES = "sparkdl: replaces"
 
 
 def import_optuna() -> Any:
-    """Optuna, which speaks of warnings only.
+    """Optuna, which logs warnings only.
 
     Raises:
         ConfigError: it is not installed, or matplotlib is not.

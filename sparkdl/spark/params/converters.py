@@ -1,26 +1,27 @@
-"""Which values does each Param accept, and in which form are they kept?
+"""The values that Params accept, and the form in which they are kept.
 
-Type converters as pyspark knows them: called when a Param is set, they return the value to keep
-or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
-unchanged, because copies of an estimator convert again. Ranges of numbers are not checked here
-but by `TrainConfig`.
+These are type converters as pyspark knows them: called when a Param is set, they return the value
+to keep or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
+unchanged, because copies of an estimator convert again. Ranges of numbers are checked later, by
+`TrainConfig`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 from sparkdl import sync
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
-from sparkdl.inference.outputs import Output
 from sparkdl.inputs import Specification, Tensor
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
+
+if TYPE_CHECKING:
+    from sparkdl.inference.outputs import Output
 
 
 def to_callable(value: Any) -> Any:
@@ -154,6 +155,8 @@ def to_early_stopping(value: Any) -> EarlyStopping:
 
 def to_output(value: Any) -> Output:
     """Accept an `Output`, or what its key may be: a name, an index, or a tuple of these."""
+    from sparkdl.inference.outputs import Output
+
     try:
         return value if isinstance(value, Output) else Output(key=value)
     except ConfigError as error:
@@ -195,19 +198,21 @@ def shapes_by_input(shapes: list[Any] | None, num_inputs: int) -> tuple[Any, ...
     """The shape of each input column, from what `to_shapes` returned.
 
     Raises:
-        TypeError: the number of shapes is not that of the input columns.
+        ConfigError: the number of shapes is not that of the input columns.
     """
     if shapes is None:
         return (None,) * num_inputs
     by_input = [shapes] if _is_shape(shapes) else shapes
     if len(by_input) != num_inputs:
-        raise TypeError(f"inputShape has {len(by_input)} shape(s) for {num_inputs} input column(s)")
+        raise ConfigError(
+            f"inputShape has {len(by_input)} shape(s) for {num_inputs} input column(s)"
+        )
     return tuple(None if shape is None else tuple(shape) for shape in by_input)
 
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(
-        isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size > 0
+        not isinstance(size, bool) and isinstance(size, Integral) and int(size) > 0
         for size in value
     )
 

@@ -1,4 +1,4 @@
-"""How are estimators and models saved and loaded, alone and inside pipelines?
+"""Estimators and models are saved and loaded here, alone and inside pipelines.
 
 ``<path>/metadata`` is written by Spark as for any ML instance, so pipelines can read it; values
 that are objects are described, never pickled. A model's files lie in ``<path>/model``, the module
@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
@@ -20,8 +20,8 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.model import TorchModel
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
@@ -34,8 +34,8 @@ from sparkdl.serialization.saved_module import (
     prepare_module,
     prepare_weights,
 )
-from sparkdl.spark.params.model_params import UNKNOWN_LOSS
-from sparkdl.spark.params.params import OBJECT_PARAMS
+from sparkdl.spark.params.param_table import UNKNOWN_LOSS
+from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.params.stage_metadata import (
     FORMAT,
     beside,
@@ -53,16 +53,43 @@ from sparkdl.storage.storage import Storage, drop_password, without_password
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
-M = TypeVar("M", bound=TorchModel)
+M = TypeVar("M", bound=MLReadable[Any])
 
 _MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
 _WEIGHTS = "initialWeights"
 
 
+class SavedModel(Protocol):
+    """What is saved of a `TorchModel` besides its Params."""
+
+    module_factory: Any
+    _num_classes: int | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The trained module."""
+        ...
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The inputs as the module was trained on them."""
+        ...
+
+    @property
+    def hasSummary(self) -> bool:
+        """True if there is a summary."""
+        ...
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """How the model was trained."""
+        ...
+
+
 class ParamsWriter(MLWriter):
     """Saves Params. What is there already is deleted when the new is written as a whole."""
 
-    def __init__(self, instance: Params) -> None:
+    def __init__(self, instance: CheckedParams) -> None:
         super().__init__()
         self.instance = instance
 
@@ -119,7 +146,7 @@ class ParamsWriter(MLWriter):
 
     def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
         value = self._without_passwords(name, value)
-        if name not in OBJECT_PARAMS:
+        if self.instance._options[name].is_plain:
             return value
         value = self._to_save(name, value)
         try:
@@ -157,8 +184,6 @@ class ParamsWriter(MLWriter):
 class ModelWriter(ParamsWriter):
     """Saves a model: Params, module, summary."""
 
-    instance: TorchModel
-
     def _to_save(self, name: str, value: Any) -> Any:
         """A loss that JSON cannot hold stays behind: the model predicts without."""
         if name != "loss" or _describable(value) is not None:
@@ -171,7 +196,7 @@ class ModelWriter(ParamsWriter):
         return UNKNOWN_LOSS
 
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
-        model = self.instance
+        model: SavedModel = self.instance
         extra = {
             "columns": [column_as_json(column) for column in model.columns],
             "num_classes": model._num_classes,
@@ -226,19 +251,20 @@ class ParamsReader(MLReader[P]):
         if "sparkdl" not in metadata:
             raise damaged(path, "it does not say which sparkdl has written it")
 
-    def _values(self, saved: Mapping[str, Any], instance: Params, path: str) -> dict[str, Any]:
+    def _values(
+        self, saved: Mapping[str, Any], instance: CheckedParams, path: str
+    ) -> dict[str, Any]:
         values = {}
         for name, value in saved.items():
             if not instance.hasParam(name):
                 raise StorageError(
                     f"{without_password(path)} has a Param {name!r} that this version does not know"
                 )
-            values[name] = self._from_json(name, value, path)
+            is_plain = instance._options[name].is_plain
+            values[name] = value if is_plain else self._from_json(name, value, path)
         return values
 
     def _from_json(self, name: str, value: Any, path: str) -> Any:
-        if name not in OBJECT_PARAMS:
-            return value
         if isinstance(value, dict) and "folder" in value:
             storage = place_of(path, self.sparkSession)
             if name == "module":
@@ -261,9 +287,11 @@ class ModelReader(ParamsReader[M]):
         summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
         module, extra = saved.make(), saved.extra()
         columns = [column_from_json(column) for column in extra["columns"]]
-        model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
+        make: Any = self.cls
+        model = make(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
-        return model
+        made: M = model
+        return made
 
 
 def _about(described: Params, spark: SparkSession) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where does a saved instance lie, and who writes its metadata? Spark, where it can.
+"""The place of a saved instance, and its metadata, which Spark writes where it can.
 
 Spark writes and reads ``<path>/metadata`` for every ML instance. A Spark without a file system for
 the path's scheme (plain pyspark knows no S3) leaves that to `Storage`: the same file with the same

@@ -1,4 +1,4 @@
-"""Does the doctor see what a cluster has, and what it lacks?"""
+"""The doctor sees what a cluster has, and what it lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 from sparkdl.cli.doctor import cluster_checks
 from sparkdl.cli.doctor.cluster_checks import Order, addresses, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
-from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster import cluster_info, slots
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.session import compat
@@ -137,21 +136,8 @@ def test_without_torch_the_rest_is_still_asked(
 
 
 @pytest.mark.spark
-def test_where_no_gang_can_run_none_is_tried(
-    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> str:
-        raise ClusterError("dynamic allocation; set a fixed number")
-
-    monkeypatch.setattr(cluster_checks, "_gang_support", refused)
-    found = states(list(cluster_checks._examine(spark, Order())))
-    assert (found["barrier"], found["workers"]) == ("wrong", "left out")
-    assert "GPUs" not in found
-
-
-@pytest.mark.spark
 @pytest.mark.classic
-def test_under_dynamic_allocation_no_executor_is_waited_for(
+def test_under_dynamic_allocation_no_executor_is_waited_for_and_no_gang_tried(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = compat.conf

@@ -17,8 +17,8 @@ def test_a_check_is_ok_or_its_own_error() -> None:
     def fails() -> str:
         raise ClusterError("too small; take more")
 
-    assert checked("slots", lambda: "2") == ok("slots", "2")
-    assert checked("slots", fails) == wrong("slots", "too small; take more")
+    assert checked("slots", lambda: None, "2") == ok("slots", "2")
+    assert checked("slots", fails, "2") == wrong("slots", "too small; take more")
 
 
 def test_an_error_that_is_not_ours_is_not_taken_for_a_finding() -> None:
@@ -26,7 +26,7 @@ def test_an_error_that_is_not_ours_is_not_taken_for_a_finding() -> None:
         raise KeyError("bug")
 
     with pytest.raises(KeyError):
-        checked("slots", fails)
+        checked("slots", fails, "2")
 
 
 def test_an_action_in_time_gives_its_value_or_its_error() -> None:

@@ -1,4 +1,4 @@
-"""Does the doctor see what is wrong with a machine?"""
+"""The doctor sees what is wrong with a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the doctor make of what the workers have seen?"""
+"""What the doctor makes of what the workers have seen."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from sparkdl.cli.images.image_bytes import arrow_type, convert, reason
-from sparkdl.cli.images.options import ImageSection
+from sparkdl.cli.job_files.prepare_file import ImageSection
 from sparkdl.data.images import BadImage, read_images
 from sparkdl.inputs import Image
 

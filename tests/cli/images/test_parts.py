@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparkdl.cli.images.options import (
+from sparkdl.cli.images.parts import Part, difference, digest_of, make_parts
+from sparkdl.cli.job_files.prepare_file import (
     FolderSection,
     ImageSection,
     PrepareJob,
     PrepareOutput,
     SplitSection,
 )
-from sparkdl.cli.images.parts import Part, difference, digest_of, make_parts
 
 PATHS = [f"class{number % 7}/image {number}.png" for number in range(5000)]
 

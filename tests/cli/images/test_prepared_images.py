@@ -1,4 +1,4 @@
-"""Can what `prepare` writes be trained on, and are bad images skipped exactly?"""
+"""What `prepare` writes can be trained on, and bad images are skipped exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparkdl.errors import DataError
 from sparkdl.models.demo import PhotoNet
 from tests.cli.images.trees import digit_files, job
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
 QUIETLY: dict[str, Any] = {"numWorkers": 2, "batchSize": 32, "seed": 1, "verbose": 0}
 

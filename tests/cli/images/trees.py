@@ -1,4 +1,4 @@
-"""Which image files do tests of `prepare` work on?"""
+"""Image files for the tests of `prepare`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def digit_files(root: Path, count: int) -> dict[str, int]:
 
 def job(data: Path, output: Path, **options: Any) -> Any:
     """A `PrepareJob`; ``output_...`` are options of its output."""
-    from sparkdl.cli.images.options import PrepareJob
-    from sparkdl.cli.toml_values import build
+    from sparkdl.cli.job_files.prepare_file import PrepareJob
+    from sparkdl.cli.job_files.toml_values import build
 
     prefix = "output_"
     own = {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}

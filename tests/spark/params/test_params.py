@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import typing
 from typing import Any
 
 import pytest
@@ -17,17 +16,28 @@ from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.listeners.tensorboard import TensorBoard
 from sparkdl.serialization.initial_weights import InitialWeights
-from sparkdl.spark.params.arguments import ClassifierArguments, EstimatorArguments, LabelsArguments
-from sparkdl.spark.params.params import (
-    FACE_ONLY,
-    FIELDS,
-    OBJECT_PARAMS,
-    training_values,
+from sparkdl.spark.params.param_table import (
+    ClassifierArguments,
+    ClassifierModelArguments,
+    LabelsArguments,
+    ModelArguments,
+    Option,
+    RegressorArguments,
+    options,
 )
+from sparkdl.spark.params.params import training_values
+from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.gradients.allreduce import AllReduce
 
-ESTIMATORS = [TorchEstimator, TorchClassifier, TorchRegressor]
-MODELS = [TorchModel, TorchClassifierModel, TorchRegressorModel]
+ARGUMENTS: dict[type, type] = {
+    TorchEstimator: LabelsArguments,
+    TorchRegressor: RegressorArguments,
+    TorchClassifier: ClassifierArguments,
+    TorchModel: ModelArguments,
+    TorchRegressorModel: ModelArguments,
+    TorchClassifierModel: ClassifierModelArguments,
+}
+ROWS: dict[str, Option] = {**options(LabelsArguments), **options(ClassifierArguments)}
 
 SAMPLES: dict[str, tuple[Any, Any]] = {
     "module": (nn.Identity, nn.Identity),
@@ -89,52 +99,48 @@ def param_names(cls: type) -> set[str]:
 def field_value(estimator: Any, name: str) -> Any:
     config, request = training_values(estimator, "custom")
     owners = {"config": config, "checkpoint": config.checkpoint}
-    field = FIELDS[name]
-    if field.owner == "request":
-        return request[field.name]
-    return getattr(owners[field.owner], field.name)
+    row = ROWS[name]
+    if row.fills == "request":
+        return request[row.field]
+    return getattr(owners[row.fills], row.field)
 
 
-@pytest.mark.parametrize("cls", ESTIMATORS)
-def test_every_param_is_in_the_table_or_face_only(cls: type) -> None:
-    names = param_names(cls)
-    assert names <= set(FIELDS) | set(FACE_ONLY)
-    assert not set(FIELDS) & set(FACE_ONLY)
+def test_every_class_has_the_params_of_its_rows_with_doc_setter_and_getter() -> None:
+    for cls, arguments in ARGUMENTS.items():
+        assert param_names(cls) == set(options(arguments)), cls
+        for name in param_names(cls):
+            suffix = name[0].upper() + name[1:]
+            assert getattr(cls, name).doc[-1] in ".)", name
+            for accessor in (f"set{suffix}", f"get{suffix}"):
+                assert inspect.getdoc(getattr(cls, accessor)), accessor
 
 
-def test_the_table_has_nothing_but_params_and_fields() -> None:
-    assert set(FIELDS) | set(FACE_ONLY) == param_names(TorchClassifier) | param_names(
-        TorchEstimator
-    )
-    assert set(FIELDS) == set(SAMPLES)
-    assert param_names(TorchEstimator) | param_names(TorchModel) >= OBJECT_PARAMS
-    known = {
-        "config": {field.name for field in dataclasses.fields(TrainConfig)},
-        "checkpoint": {field.name for field in dataclasses.fields(CheckpointConfig)},
-    }
-    for name, field in FIELDS.items():
-        assert field.owner == "request" or field.name in known[field.owner], name
+def test_every_row_fills_a_field_that_there_is() -> None:
+    kinds = {"config": TrainConfig, "checkpoint": CheckpointConfig, "request": FitRequest}
+    filled = {name: row for name, row in ROWS.items() if row.fills != "nothing"}
+    assert set(filled) == set(SAMPLES)
+    for name, row in filled.items():
+        known = {field.name for field in dataclasses.fields(kinds[row.fills])}
+        assert row.field in known, name
+    assert set(ROWS) - set(filled) == {"predictionCol", "probabilityCol", "rawPredictionCol"}
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_every_param_reaches_its_field(name: str) -> None:
-    value, expected = SAMPLES[name]
-    cls: Any = TorchClassifier if name in param_names(TorchClassifier) else TorchEstimator
-    others = {"labels": {"l": "b"}} if name == "lossWeights" else {}
-    bare = cls(module=nn.Identity)
-    estimator = cls(**{"module": nn.Identity, name: value, **others})
-    assert field_value(estimator, name) == expected
-    if name not in ("module", "syncStrategy"):
-        assert field_value(bare, name) != expected, "the sample must differ from the default"
+def test_every_param_reaches_its_field() -> None:
+    for name, (value, expected) in SAMPLES.items():
+        cls: Any = TorchClassifier if name in param_names(TorchClassifier) else TorchEstimator
+        others = {"labels": {"l": "b"}} if name == "lossWeights" else {}
+        bare = cls(module=nn.Identity)
+        estimator = cls(**{"module": nn.Identity, name: value, **others})
+        assert field_value(estimator, name) == expected, name
+        if name not in ("module", "syncStrategy"):
+            assert field_value(bare, name) != expected, f"{name}: the sample is the default"
 
 
-@pytest.mark.parametrize("cls", [*ESTIMATORS, *MODELS])
-def test_every_param_has_doc_setter_and_getter(cls: type) -> None:
-    for name in param_names(cls):
-        suffix = name[0].upper() + name[1:]
-        assert getattr(cls, name).doc[-1] in ".)", name
-        for accessor in (f"set{suffix}", f"get{suffix}"):
-            assert inspect.getdoc(getattr(cls, accessor)), accessor
+def test_plain_values_are_saved_as_they_are() -> None:
+    plain = ("epochs", "learningRate", "frozenLayers", "inputShape", "lossWeights", "inputCols")
+    described = ("loss", "optimizerParams", "parameterGroups", "inputs", "metrics", "syncStrategy")
+    assert all(ROWS[name].is_plain for name in plain)
+    assert not any(ROWS[name].is_plain for name in described)
 
 
 def test_setters_return_self_and_getters_the_value() -> None:
@@ -142,18 +148,6 @@ def test_setters_return_self_and_getters_the_value() -> None:
     assert estimator.setEpochs(4).setFeaturesCol("x") is estimator
     assert (estimator.getEpochs(), estimator.getFeaturesCol()) == (4, "x")
     assert estimator.getLearningRate() is None
-
-
-@pytest.mark.parametrize(
-    ("cls", "arguments"),
-    [
-        (TorchEstimator, LabelsArguments),
-        (TorchRegressor, EstimatorArguments),
-        (TorchClassifier, ClassifierArguments),
-    ],
-)
-def test_constructor_arguments_are_the_params(cls: type, arguments: type) -> None:
-    assert set(typing.get_type_hints(arguments)) == param_names(cls)
 
 
 def test_defaults() -> None:
@@ -171,9 +165,8 @@ def test_defaults() -> None:
     assert classifier.getBatchSize() == TrainConfig().batch_size
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_wrong_types_are_refused_when_set() -> None:
+    wrong: list[tuple[str, Any]] = [
         ("epochs", "many"),
         ("epochs", None),
         ("learningRate", "fast"),
@@ -195,16 +188,14 @@ def test_defaults() -> None:
         ("metrics", {"accuracy": 3}),
         ("metrics", [torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()]),
         ("deterministic", "yes"),
-    ],
-)
-def test_wrong_types_are_refused_when_set(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=name):
-        TorchClassifier(**{name: value})
+    ]
+    for name, value in wrong:
+        with pytest.raises(TypeError, match=name):
+            TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
+def test_wrong_values_are_refused_at_fit() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"epochs": 0}, "epochs must be at least 1; received 0"),
         ({"maxSteps": 0}, "maxSteps"),
         ({"batchSize": 0}, "batchSize"),
@@ -226,12 +217,11 @@ def test_wrong_types_are_refused_when_set(name: str, value: Any) -> None:
         ({"featuresCol": "a", "inputCols": ["b"]}, "either featuresCol or inputCols"),
         ({"inputCols": []}, "inputCols is empty"),
         ({"inputCols": ["a", "b"], "inputShape": (3,)}, "1 shape"),
-    ],
-)
-def test_wrong_values_are_refused_at_fit(params: dict[str, Any], message: str) -> None:
-    estimator = TorchClassifier(module=nn.Identity, **params)  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=message):
-        training_values(estimator, "classification")
+    ]
+    for params, message in wrong:
+        estimator = TorchClassifier(module=nn.Identity, **params)  # type: ignore[typeddict-item]
+        with pytest.raises(ConfigError, match=message):
+            training_values(estimator, "classification")
 
 
 def test_module_is_needed() -> None:
@@ -268,11 +258,10 @@ def test_metrics_of_a_list_are_named_by_class() -> None:
     assert estimator.getMetrics() == {"MeanSquaredError": metric, "R2Score": torchmetrics.R2Score}
 
 
-@pytest.mark.parametrize(
-    "strategy", ["allreduce", "AllReduce", "sparkdl.sync.gradients.allreduce:AllReduce", AllReduce]
-)
-def test_strategies_by_name(strategy: Any) -> None:
-    assert TorchClassifier(syncStrategy=strategy).getSyncStrategy() == AllReduce()
+def test_strategies_by_name() -> None:
+    path = "sparkdl.sync.gradients.allreduce:AllReduce"
+    for strategy in ("allreduce", "AllReduce", path, AllReduce):
+        assert TorchClassifier(syncStrategy=strategy).getSyncStrategy() == AllReduce()  # type: ignore[arg-type]
 
 
 def test_explain_params_lists_all() -> None:

@@ -20,7 +20,13 @@ import torch
 from safetensors.torch import save
 
 from sparkdl import ParameterAveraging, TorchClassifier, TorchClassifierModel, TorchRegressor
-from sparkdl.cli.job_file import DataSection, EstimatorSection, ObjectRef, TrainJob, TrainOutput
+from sparkdl.cli.job_files.job_file import (
+    DataSection,
+    EstimatorSection,
+    ObjectRef,
+    TrainJob,
+    TrainOutput,
+)
 from sparkdl.cli.jobs import load_model, run_train
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError

@@ -1,38 +1,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from sparkdl.cli.command_line import Form, JobCommand, ended, run_job
-from sparkdl.cli.job_file import EvaluateJob
+from sparkdl.cli.command_line import ended
+from sparkdl.cli.job_commands import Form, JobCommand, run_job
+from sparkdl.cli.job_files.job_file import EvaluateJob
 from sparkdl.errors import DataError
 
 CONFIG = str(Path(__file__).parents[2] / "conf" / "evaluate.toml")
 
 
-def command(action: Callable[[EvaluateJob, Form], None]) -> JobCommand[EvaluateJob]:
-    return JobCommand(
+@dataclass(frozen=True, kw_only=True)
+class Recording(JobCommand[EvaluateJob]):
+    """Keeps the jobs that it is asked to do, or fails at them."""
+
+    jobs: list[EvaluateJob] | None = None
+
+    def do(self, job: EvaluateJob, form: Form) -> None:
+        assert form is Form.SCRIPT
+        if self.jobs is None:
+            raise DataError(f"nothing at {job.data.path}")
+        self.jobs.append(job)
+
+
+def command(jobs: list[EvaluateJob] | None = None) -> Recording:
+    return Recording(
         name="evaluate",
         kind=EvaluateJob,
-        action=action,
+        work="sparkdl.cli.jobs:run_evaluate",
+        show=print,
         description="Do it.",
         config="conf/evaluate.toml",
         starter="evaluate.toml",
         settings=("", "--set data.format=orc"),
+        jobs=jobs,
     )
 
 
 def run(*arguments: str, jobs: list[EvaluateJob] | None = None) -> int:
-    def action(job: EvaluateJob, form: Form) -> None:
-        assert form is Form.SCRIPT
-        if jobs is None:
-            raise DataError(f"nothing at {job.data.path}")
-        jobs.append(job)
-
-    return run_job(command(action), arguments)
+    return run_job(command(jobs), arguments)
 
 
 def test_the_job_gets_the_file_with_the_settings_over_it() -> None:
@@ -87,7 +97,7 @@ def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_examples_of_the_command_begin_with_a_starter() -> None:
-    lines = command(lambda job, form: None).examples(Form.COMMAND).splitlines()
+    lines = command().examples(Form.COMMAND).splitlines()
     assert lines[1:] == [
         "  sparkdl evaluate --starter > evaluate.toml",
         "  sparkdl evaluate --config evaluate.toml",
@@ -132,9 +142,7 @@ def test_an_interrupt_ends_without_a_traceback(capsys: pytest.CaptureFixture[str
 def test_jobs_that_can_be_explained_are_not_done(capsys: pytest.CaptureFixture[str]) -> None:
     done: list[EvaluateJob] = []
     explained: list[EvaluateJob] = []
-    explains = replace(
-        command(lambda job, _: done.append(job)), explain=lambda job, _: explained.append(job)
-    )
+    explains = replace(command(done), explain=command(explained))
     assert run_job(explains, ("--config", CONFIG, "--explain")) == 0
     assert (len(done), len(explained)) == (0, 1)
     assert run_job(explains, ("--config", CONFIG)) == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.cli.job_file import (
+from sparkdl.cli.job_files.job_file import (
     DataSection,
     EvaluateJob,
     ObjectRef,
@@ -17,7 +17,7 @@ from sparkdl.cli.job_file import (
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 
 SMALLEST = """
 [data]

@@ -1,6 +1,6 @@
-"""What can be said in a job file for ``jobs/prepare.py``?
+"""The sections and keys of a job file for ``jobs/prepare.py``.
 
-Values only; reading them neither starts Spark nor imports Pillow.
+Reading them neither starts Spark nor imports Pillow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sparkdl.cli.job_file import DataSection, SparkSection
+from sparkdl.cli.job_files.job_file import DataSection, SparkSection
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 EXTENSIONS = (
@@ -34,13 +35,10 @@ class FolderSection:
     """Endings of the files to take, in any case; all others are left alone."""
 
     def __post_init__(self) -> None:
-        if not self.path.rstrip("/"):
-            raise ConfigError(f"path must name a folder of images; received {self.path!r}")
+        require(self.path.rstrip("/") != "", "path must name a folder of images", self.path)
         wrong = [ending for ending in self.extensions if not ending.startswith(".")]
-        if wrong or not self.extensions:
-            raise ConfigError(
-                f"extensions must be endings with their dot, such as '.jpg'; received {wrong}"
-            )
+        rule = "extensions must be endings with their dot, such as '.jpg'"
+        require(bool(self.extensions) and not wrong, rule, wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,8 @@ class LabelSection:
                 f"path_col and label_col are for source = 'table'; leave them out with "
                 f"{self.source!r}"
             )
-        if len(set(self.names)) < len(self.names):
-            raise ConfigError(f"names must differ; received {list(self.names)}")
+        names = list(self.names)
+        require(len(set(names)) == len(names), "names must differ", names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +99,16 @@ class ImageSection:
             )
         if self.size is not None and self.shorter_side is not None:
             raise ConfigError("set either size or shorter_side, not both")
-        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
-            raise ConfigError(f"size must be [height, width]; received {list(self.size)}")
-        if self.shorter_side is not None and self.shorter_side < 1:
-            raise ConfigError(f"shorter_side must be at least 1; received {self.shorter_side}")
+        if self.size is not None:
+            is_size = len(self.size) == 2 and min(self.size) >= 1
+            require(is_size, "size must be [height, width]", list(self.size))
+        side, quality = self.shorter_side, self.quality
+        require(side is None or side >= 1, "shorter_side must be at least 1", side)
         if self.encoding == "jpeg" and self.mode == "RGBA":
             raise ConfigError("JPEG has no transparency; set encoding 'png' or another mode")
-        if self.quality is not None and not 1 <= self.quality <= 100:
-            raise ConfigError(f"quality must be between 1 and 100; received {self.quality}")
-        if self.quality is not None and self.encoding != "jpeg":
+        is_quality = quality is None or 1 <= quality <= 100
+        require(is_quality, "quality must be between 1 and 100", quality)
+        if quality is not None and self.encoding != "jpeg":
             raise ConfigError(
                 f"quality has no effect with encoding {self.encoding!r}; set encoding 'jpeg', or "
                 "leave it out"
@@ -151,8 +150,7 @@ class PrepareOutput:
     """Whether what another run has prepared there is removed. The same run goes on in any case."""
 
     def __post_init__(self) -> None:
-        if self.rows_per_file < 1:
-            raise ConfigError(f"rows_per_file must be at least 1; received {self.rows_per_file}")
+        require(self.rows_per_file >= 1, "rows_per_file must be at least 1", self.rows_per_file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -12,16 +13,16 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
-from sparkdl.cli.job_file import EstimatorSection, TrainJob, load_job
-from sparkdl.cli.job_objects import VALIDATION_COLUMN, camel_case, import_object, make_estimator
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import PARAMS, EstimatorSection, ObjectRef, TrainJob, load_job
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, import_object, make_estimator
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.models.demo import DigitsNet
 from sparkdl.serialization.initial_weights import InitialWeights
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 
 
 def job(**sections: Any) -> TrainJob:
@@ -34,17 +35,29 @@ def job(**sections: Any) -> TrainJob:
 
 
 def test_the_section_has_every_param_and_no_other() -> None:
-    keys = {camel_case(item.name) for item in fields(EstimatorSection)} - {"kind"}
+    assert {item.name for item in fields(EstimatorSection)} == {"kind", *PARAMS}
     kinds = (TorchClassifier, TorchRegressor, TorchEstimator)
     params = {param.name for kind in kinds for param in kind().params} - {"module"}
-    assert keys == params
+    assert {option.name for option in PARAMS.values()} == params
+    assert PARAMS["raw_prediction_col"].name == "rawPredictionCol"
 
 
-@pytest.mark.parametrize(
-    ("key", "param"), [("epochs", "epochs"), ("raw_prediction_col", "rawPredictionCol")]
-)
-def test_camel_case(key: str, param: str) -> None:
-    assert camel_case(key) == param
+def test_the_type_of_a_key_follows_from_the_type_of_its_param() -> None:
+    hints = get_type_hints(EstimatorSection)
+    expected = {
+        "epochs": int | None,
+        "learning_rate": float | None,
+        "input_cols": tuple[str, ...] | None,
+        "input_shape": tuple[int | tuple[int, ...], ...] | None,
+        "optimizer_params": Mapping[str, Any] | None,
+        "loss": str | ObjectRef | Mapping[str, str | ObjectRef] | None,
+        "scheduler": str | ObjectRef | None,
+        "inputs": Mapping[str, str | ObjectRef] | tuple[str | ObjectRef, ...] | None,
+        "callbacks": tuple[ObjectRef, ...] | None,
+        "initial_weights": str | InitialWeights | None,
+        "early_stopping": EarlyStopping | None,
+    }
+    assert {key: hints[key] for key in expected} == expected
 
 
 def test_every_given_key_reaches_its_param() -> None:
@@ -138,11 +151,11 @@ def test_inputs_labels_and_losses_are_made() -> None:
                         "factory": "sparkdl:Sequence",
                         "args": {
                             "column": "text",
-                            "transform": {"factory": "tests.cli.test_job_objects:upper"},
+                            "transform": {"factory": "tests.cli.job_files.test_job_objects:upper"},
                         },
                     },
                 },
-                "augmentation": "tests.cli.test_job_objects:upper",
+                "augmentation": "tests.cli.job_files.test_job_objects:upper",
                 "group_by_length": 4,
                 "labels": {
                     "kind": "kind",

@@ -1,4 +1,4 @@
-"""How does a command get its Spark session, and what can go wrong before there is one?"""
+"""The Spark session of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from sparkdl.cli.job_file import SparkSection
+from sparkdl.cli.job_files.job_file import SparkSection
 from sparkdl.errors import ClusterError, ConfigError
 
 _NEEDED_AT_START = (

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.cli.images.options import PrepareJob
-from sparkdl.cli.job_file import load_job
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import load_job
+from sparkdl.cli.job_files.prepare_file import PrepareJob
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -1,4 +1,4 @@
-"""How does a TOML table become a frozen dataclass, with errors that help?
+"""TOML tables become frozen dataclasses here, with errors that help.
 
 A dataclass is the schema: its field names are the keys, its annotations the types. Nothing else
 is accepted, so that a misspelt key is found before any work is done.
@@ -65,17 +65,22 @@ def apply_settings(tables: Mapping[str, Any], settings: Iterable[str]) -> Tables
         keys = path.strip().split(".", 2)
         if not separator or len(keys) < 2 or not all(keys):
             raise ConfigError(f"--set takes section.key=value; received {setting!r}")
-        _put(merged, keys, parse_value(text.strip()))
+        put(merged, keys, parse_value(text.strip()))
     return merged
 
 
-def _put(tables: Tables, keys: Sequence[str], value: Any) -> None:
+def put(tables: Tables, keys: Sequence[str], value: Any) -> None:
+    """Set one key in tables within tables; those that are changed are copied.
+
+    Raises:
+        ConfigError: a key on the way is no table.
+    """
     table = tables
     for key in keys[:-1]:
         inner = table.get(key, {})
         if not isinstance(inner, Mapping):
             raise ConfigError(
-                f"--set {'.'.join(keys)}: {key} is not a table but {inner!r}; set it as a whole"
+                f"{'.'.join(keys)}: {key} is not a table but {inner!r}; set it as a whole"
             )
         table[key] = dict(inner)
         table = table[key]
@@ -100,15 +105,33 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     for key in table:
         if key not in known:
             raise ConfigError(_unknown(key, where, list(known)))
-    for name, item in known.items():
-        required = item.default is MISSING and item.default_factory is MISSING
-        if required and name not in table:
+    for name in known:
+        if name in _required(kind) and name not in table:
             raise ConfigError(f"missing {_place(name, where)}")
     values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"[{where}] {error}" if where else str(error)) from error
+
+
+def to_tables(value: Any) -> Any:
+    """What `build` makes the value of; keys without a value are left out."""
+    if is_dataclass(value):
+        found = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {key: to_tables(item) for key, item in found.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {key: to_tables(item) for key, item in value.items()}
+    return [to_tables(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _required(kind: Any) -> set[str]:
+    """Fields of a dataclass without a default."""
+    return {
+        item.name
+        for item in fields(kind)
+        if item.default is MISSING and item.default_factory is MISSING
+    }
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
@@ -150,10 +173,13 @@ def _convert_scalar(value: Any, hint: Any, name: str) -> Any:
 
 def _convert_union(value: Any, union: Any, name: str) -> Any:
     """The first member whose TOML type fits decides, so that its own errors reach the user."""
-    for hint in get_args(union):
-        if _fits(value, hint):
-            return convert(value, hint, name)
-    raise _wrong(value, union, name)
+    fitting = [hint for hint in get_args(union) if _fits(value, hint)]
+    if not fitting:
+        raise _wrong(value, union, name)
+    # Where any table is taken, one with the required keys of a dataclass is that.
+    named = (hint for hint in fitting if is_dataclass(hint) and _required(hint) <= set(value))
+    others = [hint for hint in fitting if not is_dataclass(hint)] or fitting
+    return convert(value, next(named, others[0]), name)
 
 
 def _fits(value: Any, hint: Any) -> bool:

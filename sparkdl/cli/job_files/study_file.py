@@ -1,13 +1,15 @@
-"""What can be said in a job file about a search for hyperparameters?"""
+"""The section of a job file about a search for hyperparameters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeGuard
 
-from sparkdl.cli.job_file import TrainJob
+from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.toml_values import build, put, to_tables
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
 
 Value = str | int | float | bool
@@ -39,13 +41,11 @@ class Space:
             raise ConfigError(f"low is {self.low}, which is more than high, {self.high}")
         if self.log and self.step is not None:
             raise ConfigError("give 'log' or 'step', not both")
-        if self.step is not None and self.step <= 0:
-            raise ConfigError(f"step must be above 0; received {self.step}")
+        require(self.step is None or self.step > 0, "step must be above 0", self.step)
         numbers = [v for v in (self.low, self.high, self.step, *self.choices) if _is_number(v)]
-        if not all(map(math.isfinite, numbers)):
-            raise ConfigError(f"values must be finite numbers; received {numbers}")
-        if self.log and self.low is not None and self.low <= 0:
-            raise ConfigError(f"a range with log must begin above 0; received {self.low}")
+        require(all(map(math.isfinite, numbers)), "values must be finite numbers", numbers)
+        is_positive = self.low is None or self.low > 0
+        require(not self.log or is_positive, "a range with log must begin above 0", self.low)
 
     @property
     def is_whole(self) -> bool:
@@ -81,8 +81,8 @@ class StudySection:
     warmup_epochs: int = 1
     """Epochs of a trial before it is pruned."""
     storage: str | None = None
-    """File or URL in which Optuna keeps the study; None: ``study.log`` beside the trials if these
-    are on a local disk. The same study goes on where an earlier run ended or was killed."""
+    """File or URL in which Optuna keeps the study; None: ``study.log`` in the folder of the trials,
+    if that is on a local disk. The same study goes on where an earlier run ended or was killed."""
     name: str = "sparkdl"
 
     def __post_init__(self) -> None:
@@ -91,8 +91,7 @@ class StudySection:
         least = {"trials": 1, "parallel": 1, "startup_trials": 0, "warmup_epochs": 0}
         for name, limit in least.items():
             value = getattr(self, name)
-            if value < limit:
-                raise ConfigError(f"{name} must be at least {limit}; received {value}")
+            require(value >= limit, f"{name} must be at least {limit}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ class TuneJob(TrainJob):
             value = space.choices[0] if space.choices else space.low
             try:
                 _check_varies(key)
-                laid_over(self._without_study(), key, value)
+                self._with({key: value})
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
@@ -135,16 +134,19 @@ class TuneJob(TrainJob):
             name: of the folder for checkpoints in ``estimator.checkpoint_dir``; trials of equal
                 values, which may run at the same time, have different ones.
         """
-        job = self._without_study()
-        for key, value in values.items():
-            job = laid_over(job, key, value)
-        base = job.estimator.checkpoint_dir
+        output = {"output.path": path, "output.overwrite": True}
+        base = self.estimator.checkpoint_dir
         if base is not None:
-            job = laid_over(job, "estimator.checkpoint_dir", f"{base.rstrip('/')}/{name}")
-        return replace(job, output=replace(self.output, path=path, overwrite=True))
+            output["estimator.checkpoint_dir"] = f"{base.rstrip('/')}/{name}"
+        return self._with({**values, **output})
 
-    def _without_study(self) -> TrainJob:
-        return TrainJob(**{item.name: getattr(self, item.name) for item in fields(TrainJob)})
+    def _with(self, values: Mapping[str, Any]) -> TrainJob:
+        """The file without its study and with other values, as ``--set`` would give them."""
+        tables = to_tables(self)
+        del tables["study"]
+        for key, value in values.items():
+            put(tables, key.split("."), value)
+        return build(TrainJob, tables)
 
 
 def _check_varies(key: str) -> None:
@@ -155,24 +157,3 @@ def _check_varies(key: str) -> None:
             f"all trials share the section [{section}], as their rows are read once and their "
             f"session is one; keys of [estimator] and [model] can be varied"
         )
-
-
-def laid_over(part: Any, key: str, value: Any) -> Any:
-    """A job, or a part of it, with another value at a key such as ``estimator.epochs``.
-
-    Raises:
-        ConfigError: there is no such key, or the value does not fit.
-    """
-    head, _, rest = key.partition(".")
-    if isinstance(part, Mapping):
-        inner = part.get(head, {})
-        return {**part, head: laid_over(inner, rest, value) if rest else value}
-    if not is_dataclass(part) or isinstance(part, type):
-        raise ConfigError(f"{head!r} is in no section of the file")
-    known = [item.name for item in fields(part)]
-    if head not in known:
-        raise ConfigError(f"there is no {head!r}; known: {', '.join(known)}")
-    inner = getattr(part, head)
-    if rest and inner is None:
-        raise ConfigError(f"{head!r} is not in the file, so nothing in it can be varied")
-    return replace(part, **{head: laid_over(inner, rest, value) if rest else value})

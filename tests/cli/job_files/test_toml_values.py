@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from sparkdl.cli.toml_values import apply_settings, build, parse_value, read_toml
+from sparkdl.cli.job_files.toml_values import apply_settings, build, parse_value, read_toml
 from sparkdl.errors import ConfigError
 
 

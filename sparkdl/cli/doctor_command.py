@@ -1,19 +1,18 @@
-"""How does a shell ask whether everything is there that training needs?"""
+"""The command ``sparkdl doctor``: its arguments, its lines and its exit status."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from sparkdl.cli.command_line import ended
+from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.doctor.cluster_checks import Order, examine_cluster
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.cli.doctor.machine_checks import examine_machine
 from sparkdl.errors import ConfigError
 
-DESCRIPTION = "Look whether everything is there that training needs, on this machine and a cluster."
-EXAMPLES = """\
+_EXAMPLES = """\
 Each line is ok, or says what is wrong and what to do. The exit status is 1 if something is wrong.
 A gang of workers is started on the cluster, which sums a few numbers.
 
@@ -27,8 +26,7 @@ example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``sparkdl doctor``."""
+def _set_up(parser: argparse.ArgumentParser) -> Run:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--master", metavar="URL", help="local[2], spark://host:7077, yarn, k8s://..."
@@ -56,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="longest wait for each answer (default: %(default)g)",
     )
-    parser.set_defaults(run=run)
+    return _run
 
 
-def run(given: argparse.Namespace) -> int:
+def _run(given: argparse.Namespace) -> int:
     """Look at everything, line by line; the exit status says whether something is wrong."""
     found: list[Finding] = []
     status = ended(lambda: found.extend(_look(given)))
@@ -73,15 +71,14 @@ def run(given: argparse.Namespace) -> int:
     return 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The doctor as a script of its own, for ``spark-submit``; see ``jobs/doctor.py``."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
+DOCTOR = Command(
+    name="doctor",
+    description=(
+        "Look whether everything is there that training needs, on this machine and a cluster."
+    ),
+    examples=_EXAMPLES,
+    set_up=_set_up,
+)
 
 
 def _look(given: argparse.Namespace) -> Iterator[Finding]:

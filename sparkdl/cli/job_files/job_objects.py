@@ -1,21 +1,22 @@
-"""How do the names in a job file become an estimator with the user's objects?"""
+"""The names in a job file become an estimator with the user's objects."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from sparkdl.cli.job_file import ObjectRef, TrainJob, check_reference
-from sparkdl.cli.toml_values import build
+from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob, check_reference
+from sparkdl.cli.job_files.toml_values import build
 from sparkdl.errors import ConfigError
 from sparkdl.runtime import public_names
+from sparkdl.spark.params.param_table import Option
 
 if TYPE_CHECKING:
     from pyspark.ml import Estimator
 
 VALIDATION_COLUMN = "sparkdl_validation"
-"""Marks the rows of the section ``[validation]``; `job` makes it."""
+"""Marks the rows of the section ``[validation]``; `jobs` makes it."""
 
 
 def make_estimator(job: TrainJob) -> Estimator[Any]:
@@ -28,17 +29,12 @@ def make_estimator(job: TrainJob) -> Estimator[Any]:
         "estimator": faces.TorchEstimator,
     }
     params = {
-        camel_case(name): _resolve(name, value) for name, value in job.estimator.given.items()
+        PARAMS[key].name: _resolve(value, PARAMS[key], f"estimator.{key}")
+        for key, value in job.estimator.given.items()
     }
     if job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
     return kinds[job.estimator.kind](module=_partial(job.model), **params)
-
-
-def camel_case(name: str) -> str:
-    """The Param that a snake_case key of ``[estimator]`` stands for."""
-    first, *others = name.split("_")
-    return first + "".join(word.capitalize() for word in others)
 
 
 def import_object(reference: str) -> Any:
@@ -53,45 +49,27 @@ def import_object(reference: str) -> Any:
     )
 
 
-_FUNCTIONS = ("scheduler", "augmentation", "training_step")
-"""Keys of ``[estimator]`` that name functions."""
-
-
-def _resolve(name: str, value: Any) -> Any:
-    """A value of ``[estimator]`` as its Param takes it."""
-    if name == "loss":
-        return _loss(value, "estimator.loss")
-    if name in ("optimizer", *_FUNCTIONS) and is_reference(value):
-        value = ObjectRef(factory=value)
-    if name in _FUNCTIONS and isinstance(value, str):
-        raise ConfigError(f"estimator.{name} must be 'package.module:name'; received {value!r}")
-    if name in ("optimizer", "scheduler", "training_step"):
-        return _partial(value) if isinstance(value, ObjectRef) else value
+def _resolve(value: Any, option: Option, where: str) -> Any:
+    """A value of ``[estimator]``, or a part of one, as its Param takes it."""
+    if isinstance(value, str) and _mentions(option.type, Callable):
+        if ":" in value:
+            value = ObjectRef(factory=value)
+        elif not _mentions(option.type, str):
+            raise ConfigError(f"{where} must be 'package.module:name'; received {value!r}")
     if isinstance(value, ObjectRef):
-        return _made(value)
-    if name in ("metrics", "inputs", "labels") and isinstance(value, Mapping):
-        return {key: _made_or_name(item) for key, item in value.items()}
-    return [_made_or_name(item) for item in value] if isinstance(value, tuple) else value
+        return _partial(value) if option.is_called_later else _made(value)
+    if isinstance(value, Mapping):
+        return {key: _resolve(item, option, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_resolve(item, option, where) for item in value]
+    return value
 
 
-def is_reference(value: Any) -> bool:
-    """Whether a value names an object, as ``package.module:name``."""
-    return isinstance(value, str) and ":" in value
-
-
-def _loss(value: Any, where: str) -> Any:
-    """A name of a loss, an object, or these by label."""
-    if is_reference(value):
-        return _made(ObjectRef(factory=value))
-    if not isinstance(value, Mapping):
-        return value
-    if "factory" in value:
-        return _made(build(ObjectRef, value, where))
-    return {label: _loss(item, f"{where}.{label}") for label, item in value.items()}
-
-
-def _made_or_name(value: Any) -> Any:
-    return _made(value) if isinstance(value, ObjectRef) else value
+def _mentions(hint: Any, kind: Any) -> bool:
+    """True if a type is ``kind``, or has it within a union or as the type of its items."""
+    if kind in (hint, get_origin(hint)):
+        return True
+    return get_origin(hint) is not Callable and any(_mentions(p, kind) for p in get_args(hint))
 
 
 def _partial(reference: ObjectRef) -> Any:

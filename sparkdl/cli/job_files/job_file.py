@@ -1,22 +1,30 @@
-"""What can be said in a job file?
+"""The sections and keys of job files, as dataclasses.
 
-One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `studyfile` has
-`TuneJob`. Their fields are the file's sections, the sections' fields its keys. Reading a job file
-neither imports the user's code nor starts Spark; objects are named as ``package.module:name`` and
-imported by `job`.
+One TOML file describes one job: `TrainJob`, `EvaluateJob` or `PredictJob`; `tune.study_file` has
+`TuneJob`. Their fields are the file's sections, the sections' fields its keys; those of
+``[estimator]`` follow from the rows of `spark.params.param_table`. Reading a job file neither
+imports the user's code nor starts Spark; objects are named as ``package.module:name`` and imported
+by `job_objects`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from sparkdl.cli.toml_values import apply_settings, build, read_toml
-from sparkdl.config import EarlyStopping
+from sparkdl.cli.job_files.toml_values import apply_settings, build, read_toml
+from sparkdl.config import require
 from sparkdl.errors import ConfigError
-from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.spark.params.param_table import (
+    ClassifierArguments,
+    LabelsArguments,
+    Option,
+    options,
+    parts_of,
+)
 
 T = TypeVar("T")
 
@@ -59,8 +67,8 @@ class ValidationSection:
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.path is None):
             raise ConfigError("needs either 'fraction' or 'path'")
-        if self.fraction is not None and not 0 < self.fraction < 1:
-            raise ConfigError(f"fraction must be between 0 and 1; received {self.fraction}")
+        is_share = self.fraction is None or 0 < self.fraction < 1
+        require(is_share, "fraction must be between 0 and 1", self.fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,42 @@ class ObjectRef:
         check_reference(self.factory, "factory")
 
 
+PARAMS: Mapping[str, Option] = {
+    option.key: option
+    for option in (*options(ClassifierArguments).values(), *options(LabelsArguments).values())
+    if option.name != "module"
+}
+"""Key of ``[estimator]`` -> the Param that it sets; the module has a section of its own."""
+
+
+def key_type(hint: Any) -> Any:
+    """The type of the key in job files for a Param's type; objects are named by `ObjectRef`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if len(parts_of(hint)) > 1:
+        return Union[tuple(key_type(p) for p in parts_of(hint) if p is not types.NoneType)]  # noqa: UP007
+    if hint in (str, int, float, bool):
+        return hint
+    if hint is object:
+        return Any
+    if origin in (list, Sequence):
+        return types.GenericAlias(tuple, (key_type(arguments[0]), ...))
+    if origin is Mapping:
+        return types.GenericAlias(Mapping, (str, key_type(arguments[1])))
+    return str | ObjectRef if origin is Callable else ObjectRef
+
+
+def _with_params(cls: type[T]) -> type[T]:
+    """Class decorator: a field for each of `PARAMS`."""
+    for key, option in PARAMS.items():
+        kind = option.in_job_file or key_type(option.type)
+        cls.__annotations__[key] = kind | None
+        doc = f"{option.doc} {option.job_file_doc}".rstrip()
+        setattr(cls, key, field(default=None, metadata={"doc": doc}))
+    return cls
+
+
 @dataclass(frozen=True, kw_only=True)
+@_with_params
 class EstimatorSection:
     """``[estimator]``: the Params of the estimator in snake_case; see its own documentation.
 
@@ -87,70 +130,19 @@ class EstimatorSection:
     """
 
     kind: Literal["classifier", "regressor", "estimator"] = "classifier"
-    loss: str | Mapping[str, Any] | None = None
-    """A name, an object, or with several ``labels`` a table with one of these for each."""
-    loss_weights: Mapping[str, float] | None = None
-    optimizer: str | None = None
-    optimizer_params: Mapping[str, Any] | None = None
-    learning_rate: float | None = None
-    parameter_groups: Mapping[str, Mapping[str, Any]] | None = None
-    frozen_layers: tuple[str, ...] | None = None
-    initial_weights: str | InitialWeights | None = None
-    """A path or URL, or a table ``{source = "...", skip = ["..."]}``."""
-    scheduler: str | ObjectRef | None = None
-    """A callable that gets the optimizer, and ``args`` by name."""
-    features_col: str | None = None
-    input_cols: tuple[str, ...] | None = None
-    input_shape: tuple[int | tuple[int, ...], ...] | None = None
-    """One shape, or with several ``input_cols`` a list of them."""
-    inputs: Mapping[str, str | ObjectRef] | tuple[str | ObjectRef, ...] | None = None
-    """Columns, or objects such as ``{factory = "sparkdl:Image", args = {column = "photo"}}``."""
-    training_step: str | ObjectRef | None = None
-    """A function ``(module, inputs, target)``, and further ``args`` by name."""
-    augmentation: str | ObjectRef | None = None
-    group_by_length: int | None = None
-    label_col: str | None = None
-    labels: Mapping[str, str | ObjectRef] | None = None
-    weight_col: str | None = None
-    validation_indicator_col: str | None = None
-    prediction_col: str | None = None
-    probability_col: str | None = None
-    raw_prediction_col: str | None = None
-    epochs: int | None = None
-    max_steps: int | None = None
-    batch_size: int | None = None
-    shuffle_window_bytes: int | None = None
-    num_workers: int | None = None
-    seed: int | None = None
-    sync_strategy: str | ObjectRef | None = None
-    execution_mode: str | None = None
-    sync_batch_norm: bool | None = None
-    precision: str | None = None
-    memory_format: str | None = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clip_norm: float | None = None
-    divergence_factor: float | None = None
-    device: str | None = None
-    deterministic: bool | None = None
-    checkpoint_dir: str | None = None
-    checkpoint_interval: int | None = None
-    max_restarts: int | None = None
-    early_stopping: EarlyStopping | None = None
-    callbacks: tuple[ObjectRef, ...] | None = None
-    metrics: Mapping[str, ObjectRef] | None = None
-    listeners: tuple[ObjectRef, ...] | None = None
-    """Such as ``{factory = "sparkdl:TensorBoard", args = {log_dir = "runs/tensorboard"}}``."""
-    report_dir: str | None = None
-    """Where the run leaves its report; without it ``runs``. Empty: nowhere."""
-    verbose: int | None = None
-    cpus_per_worker: int | None = None
-    gpus_per_worker: float | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            """Take ``kind`` and the keys of `PARAMS`."""
+
+        def __getattr__(self, key: str) -> Any:
+            """Keys of `PARAMS`."""
 
     @property
     def given(self) -> dict[str, Any]:
         """The Params that the file sets, under their names here."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {k: v for k, v in values.items() if v is not None and k != "kind"}
+        return {key: value for key in PARAMS if (value := getattr(self, key)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +225,7 @@ class SparkSection:
     master: str | None = None
     """``local[2]``, ``spark://...``, ``yarn``, or ``sc://...`` for a Spark Connect server."""
     conf: Mapping[str, str | bool | int | float] = field(default_factory=dict)
-    """Entries of Spark's configuration; see `spark.starting` for those that may come too late."""
+    """Entries of Spark's configuration; see `spark_session` for those that may come too late."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How does ``sparkdl doctor`` read its arguments, and how does it end?"""
+"""The arguments of ``sparkdl doctor``, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparkdl.cli.doctor import doctor_command
+from sparkdl.cli import doctor_command
 from sparkdl.cli.doctor.cluster_checks import Order
 from sparkdl.cli.doctor.finding import Finding, note, ok, wrong
 from sparkdl.cli.main import main, make_parser

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.cli.job_file import ExplainSection, load_job
-from sparkdl.cli.tune.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.job_files.job_file import ExplainSection, load_job
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -58,15 +58,22 @@ def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("estimator.lerning_rate", "there is no 'lerning_rate'; known: kind, loss"),
-        ("estimators.epochs", "there is no 'estimators'; known: data, model"),
-        ("study.trials", "there is no 'study'"),
+        (
+            "estimator.lerning_rate",
+            "unknown key 'lerning_rate' in .estimator.; did you mean 'learning_rate'",
+        ),
+        (
+            "estimators.epochs",
+            "unknown section .estimators.; did you mean 'estimator'. known: data, model",
+        ),
+        ("study.trials", "unknown section .study."),
+        ("estimator.precision", "estimator.precision must be a string; received 7"),
         ("data.path", r"all trials share the section \[data\]"),
         ("validation.fraction", "all trials share"),
         ("spark.master", "all trials share"),
         ("output.path", "all trials share"),
         ("test.path", "all trials share"),
-        ("estimator.epochs.more", "'epochs' is not in the file|'more' is in no section"),
+        ("estimator.epochs.more", "epochs is not a table"),
     ],
 )
 def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(

@@ -1,4 +1,4 @@
-"""Which entries of a session come too late, and what is said of a JVM that does not start?"""
+"""Entries of a session that come too late, and a JVM that does not start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from sparkdl.cli.job_file import SparkSection
-from sparkdl.cli.spark_session import _check_entries, make_session
+from sparkdl.cli.job_files.job_file import SparkSection
+from sparkdl.cli.job_files.spark_session import _check_entries, make_session
 from sparkdl.errors import ClusterError, ConfigError
 
 SUBMITTED = {"PYSPARK_GATEWAY_PORT": "1"}

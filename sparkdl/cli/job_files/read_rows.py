@@ -1,0 +1,73 @@
+"""The rows that the sections ``[data]``, ``[validation]`` and ``[test]`` name, as DataFrames."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from sparkdl.cli.job_files.job_file import DataSection, TrainJob
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
+from sparkdl.errors import DataError
+from sparkdl.spark.frames.columns import hashable
+from sparkdl.storage.storage import without_password
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
+    """The rows that a data section describes.
+
+    Raises:
+        DataError: they are not there, or a select expression names no column.
+    """
+    try:
+        if section.format == "table":
+            rows = spark.read.options(**section.options).table(str(section.table))
+        else:
+            reader = spark.read.format(section.format).options(**section.options)
+            if section.schema is not None:
+                reader = reader.schema(section.schema)
+            path = section.path
+            rows = reader.load(list(path) if isinstance(path, tuple) else path)
+        # Spark Connect looks at neither path nor expressions before somebody asks.
+        rows = rows.selectExpr(*section.select) if section.select else rows
+        rows.schema  # noqa: B018
+    except AnalysisException as error:
+        what = section.table or section.path
+        text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
+        raise DataError(without_password(text)) from error
+    return rows
+
+
+def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
+    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation.
+
+    Raises:
+        DataError: there are none, or a fraction of them cannot be chosen.
+    """
+    rows = read_data(spark, job.data)
+    section = job.validation
+    if section is None:
+        return rows
+    if section.path is not None:
+        apart = read_data(spark, replace(job.data, path=section.path))
+        return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+            apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+        )
+    # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
+    # on its side.
+    hashed = hashable(rows.schema)
+    if not hashed:
+        raise DataError(
+            "validation.fraction chooses rows by their hash, and there is no column that can be "
+            "hashed; set validation.path"
+        )
+    resolution = 1_000_000
+    position = F.pmod(F.xxhash64(F.lit(section.seed), *hashed), F.lit(resolution))
+    limit = round(float(section.fraction or 0.0) * resolution)
+    return rows.withColumn(VALIDATION_COLUMN, position < limit)

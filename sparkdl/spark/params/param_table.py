@@ -1,0 +1,378 @@
+"""The Params of estimators and models, one row each.
+
+A row is an entry of a TypedDict: the Param's name, its type, and an `Option` with all the rest.
+Everything else follows from it: the keyword argument (editors and mypy read the TypedDict), the
+Spark Param with its setter and getter (`params.with_params`), the field that it fills
+(`params.training_values`), the key in job files (`cli.job_files`), its documentation there, in
+``docs/api/params.md`` and in ``explainParams()``, and how it is saved (`save_stage`).
+docs/extending.md has an example. This file imports neither torch nor pyspark.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from sparkdl.config import EarlyStopping
+from sparkdl.inputs import Specification
+from sparkdl.report.listeners.listener import Listener
+from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.spark.params import converters
+from sparkdl.spark.params.inputs_and_labels import (
+    feature_columns,
+    input_shapes,
+    labels_of,
+    loss_of_labels,
+    loss_weights,
+    specified_inputs,
+)
+from sparkdl.sync.strategy import SyncStrategy
+
+INFERENCE_BATCH_SIZE = 512
+"""Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
+
+UNKNOWN_LOSS = ""
+"""Loss of a model whose own could not be saved with it."""
+
+NOT_SET: Any = object()
+"""Default of a Param that has none."""
+_OF_THE_FIELD: Any = object()
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a Param is, besides its name and type."""
+
+    doc: str
+    _: KW_ONLY
+    convert: Callable[[Any], Any] | None = None
+    """Gives the value to keep, or raises TypeError. None: Spark's converter for the type."""
+    default: Any = _OF_THE_FIELD
+    """Left out: that of the field in TrainConfig; none where it fills another field."""
+    fills: Literal["config", "checkpoint", "request", "nothing"] = "config"
+    """The value that gets it: TrainConfig, its CheckpointConfig, FitRequest; or nothing, if only
+    the estimator or the model itself reads it."""
+    field: str = ""
+    """The field's name there. Left out: the Param's in snake_case."""
+    read: Callable[[Any], Any] | None = None
+    """Derives the field's value from all Params. None: it is the Param's value, lists as tuples."""
+    least: float | None = None
+    """Smallest value of a Param that fills a FitRequest; TrainConfig checks its own fields."""
+    in_job_file: Any = None
+    """Type of its key in job files. None: it follows from that of the Param."""
+    is_called_later: bool = False
+    """True if an object that a job file names is a function, which is not called to make it."""
+    job_file_doc: str = ""
+    """What the documentation of the key in job files adds."""
+    name: str = ""
+    """Of the Param; `options` fills this in, and what follows."""
+    key: str = ""
+    """The name in snake_case, as job files have it."""
+    type: Any = None
+    """Of the value that users give; a None in it is left out."""
+
+    @property
+    def has_own_default(self) -> bool:
+        """True if the row states the default, even that there is none."""
+        return self.default is not _OF_THE_FIELD
+
+    @property
+    def is_plain(self) -> bool:
+        """True if JSON holds the value as it is; others are saved by `describe`."""
+        return _is_plain(self.type)
+
+
+# fmt: off
+class InputArguments(TypedDict, total=False):
+    """The columns that go into the module."""
+
+    featuresCol: Annotated[str, Option(
+        "features column name.",
+        default="features", fills="request", field="feature_cols", read=feature_columns)]
+    inputCols: Annotated[list[str], Option(
+        "input column names.",
+        default=NOT_SET, fills="request", field="feature_cols", read=feature_columns)]
+    inputs: Annotated[
+        Mapping[str, str | Specification] | Sequence[str | Specification] | None, Option(
+        "what goes into the module, in place of featuresCol and inputCols: a dict from the names "
+        "of forward's arguments to columns or specifications (sparkdl.Tensor, Sequence, Image, "
+        "Sparse), or a list of these by position.",
+        job_file_doc='Columns, or objects such as ``{factory = "sparkdl:Image", args = {column '
+        '= "photo"}}``.',
+        convert=converters.to_inputs, fills="request", field="specified", read=specified_inputs)]
+    weightCol: Annotated[str, Option(
+        "weight column name. If this is not set or empty, we treat all instance weights as 1.0.",
+        fills="request")]
+    predictionCol: Annotated[str, Option(
+        "prediction column name.", default="prediction", fills="nothing")]
+
+
+class EstimatorArguments(InputArguments, total=False):
+    """Keyword arguments that all estimators take."""
+
+    module: Annotated[Callable[..., Any], Option(
+        "the model to train: a torch.nn.Module, or a callable without arguments that makes one.",
+        convert=converters.to_callable, fills="request")]
+    loss: Annotated[str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]], Option(
+        "loss function: a name ('cross_entropy', 'mse', ...), a torch loss module, or a callable "
+        "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
+        "or a callable that gets a dict of all labels.",
+        job_file_doc="A name, an object, or with several ``labels`` a table with one of these "
+        "for each.", convert=converters.to_losses, default=NOT_SET, read=loss_of_labels)]
+    trainingStep: Annotated[Callable[..., Any] | None, Option(
+        "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
+        "what forward returns (without a label target is None), for networks such as GANs; None: "
+        "that of a LightningModule, else there is none.",
+        job_file_doc="A function ``(module, inputs, target)``, and further ``args`` by name.",
+        convert=converters.to_callable, is_called_later=True)]
+    optimizer: Annotated[str | Callable[..., Any], Option(
+        "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
+        "a callable params -> torch.optim.Optimizer; 'auto': what a LightningModule configures, "
+        "else Adam.", convert=converters.to_name_or_callable, default="auto", is_called_later=True)]
+    optimizerParams: Annotated[Mapping[str, object], Option(
+        "keyword arguments of the optimizer (dict).", convert=converters.to_options)]
+    learningRate: Annotated[float | None, Option(
+        "learning rate (> 0); None leaves the optimizer's own default. It is never scaled by the "
+        "number of workers.")]
+    parameterGroups: Annotated[Mapping[str, Mapping[str, object]], Option(
+        "options of the optimizer for some of the parameters (dict from a pattern of names, such "
+        "as 'encoder' or '*.bias', to a dict such as {'lr': 1e-4}); no parameter may fit two.",
+        convert=converters.to_groups)]
+    frozenLayers: Annotated[list[str], Option(
+        "patterns of the names of layers or parameters that do not train, such as 'encoder' or "
+        "'layers.[0-3]' (list); BatchNorm in them keeps its statistics and uses them.",
+        convert=converters.to_patterns)]
+    initialWeights: Annotated[Any, Option(
+        "weights to start from: a fitted model, a module, a state dict, the path or URL of a "
+        "saved model or .safetensors file, or sparkdl.InitialWeights(...), which can leave some "
+        "aside; None: those that the module has.",
+        job_file_doc='A path or URL, or a table ``{source = "...", skip = ["..."]}``.',
+        convert=converters.to_initial_weights, default=None, fills="request", in_job_file=str |
+        InitialWeights)]
+    scheduler: Annotated[Callable[..., Any] | None, Option(
+        "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
+        "sparkdl.warmup(...), stepped after every training step.",
+        job_file_doc="A callable that gets the optimizer, and ``args`` by name.",
+        convert=converters.to_callable, is_called_later=True)]
+    inputShape: Annotated[Sequence[int | Sequence[int] | None] | None, Option(
+        "shape of one sample as the module expects it, such as (1, 28, 28); with several "
+        "inputCols a list with a shape or None per column. None keeps the column's own shape.",
+        job_file_doc="One shape, or with several ``input_cols`` a list of them.",
+        convert=converters.to_shapes, default=None, fills="request", field="input_shapes",
+        read=input_shapes)]
+    augmentation: Annotated[Callable[..., Any] | None, Option(
+        "function that changes the inputs of each training batch, on the device: it gets the "
+        "input tensor, a tuple of several, or a dict by name, and returns the same.",
+        convert=converters.to_callable)]
+    groupByLength: Annotated[int | None, Option(
+        "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
+        "less; None: rows are in random order.")]
+    shuffleWindowBytes: Annotated[int | None, Option(
+        "bytes of rows (>= 1) that a worker mixes at a time, if its rows are more; it keeps "
+        "twice as many in memory. None: all rows, unless those of a host are more than half of "
+        "its free memory.")]
+    validationIndicatorCol: Annotated[str, Option(
+        "boolean column that marks the rows used for validation instead of training; unset or "
+        "empty: no validation.", fills="request", field="validation_col")]
+    epochs: Annotated[int, Option("passes over the training rows (>= 1).")]
+    maxSteps: Annotated[int, Option(
+        "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]
+    batchSize: Annotated[int, Option(
+        "rows that one worker uses in one step (>= 1); all workers together use numWorkers times "
+        "as many.")]
+    numWorkers: Annotated[int | None, Option(
+        "number of workers that train together, or of shards that train in rounds; None: one per "
+        "executor, or one per GPU.", default=None, fills="request", least=1)]
+    seed: Annotated[int, Option("random seed.")]
+    syncStrategy: Annotated[str | SyncStrategy, Option(
+        "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
+        "'parameter_averaging'), or 'package.module:Class'.",
+        convert=converters.to_strategy, default="allreduce")]
+    syncBatchNorm: Annotated[bool, Option(
+        "whether BatchNorm layers train with the statistics of all workers' batches rather than "
+        "of each worker's own.")]
+    executionMode: Annotated[str, Option(
+        "how workers run: 'gang' (all at once), 'rounds' (plain Spark stages, for strategies "
+        "that average), or 'auto', which leaves it to the strategy.",
+        default="auto", fills="request")]
+    precision: Annotated[str, Option(
+        "arithmetic of the forward pass: 'fp32', 'bf16', or 'fp16' with loss scaling.")]
+    memoryFormat: Annotated[str, Option(
+        "order of the values that convolutions work on: 'contiguous', or 'channels_last', which "
+        "is often much faster and gives the same results but for rounding.")]
+    gradientAccumulationSteps: Annotated[int, Option(
+        "micro-batches into which each batch is cut, to save memory (>= 1).")]
+    gradientClipNorm: Annotated[float | None, Option(
+        "largest norm of the gradient of all parameters together (> 0); None: no clipping.")]
+    divergenceFactor: Annotated[float | None, Option(
+        "how many times the loss of the first steps ends the fit as diverged (> 1); None: only a "
+        "loss that is infinite or NaN.")]
+    device: Annotated[str, Option(
+        "where workers train: 'auto' (a GPU if there is one), 'cpu' or 'cuda'.")]
+    deterministic: Annotated[bool, Option(
+        "whether torch must use deterministic algorithms, for equal bits on GPUs.")]
+    checkpointDir: Annotated[str | None, Option(
+        "directory or URL for checkpoints that driver and executors can reach; a later fit with "
+        "the same data, module, initial weights and Params goes on from there (a module that a "
+        "factory makes has the same initial weights each time). None: the driver keeps the "
+        "checkpoints while the fit runs.", fills="checkpoint", field="directory")]
+    checkpointInterval: Annotated[int, Option(
+        "steps between checkpoints (>= 1), -1 to write only the last.",
+        fills="checkpoint", field="interval")]
+    maxRestarts: Annotated[int, Option(
+        "how often training goes on from the last checkpoint after workers were lost (>= 0).",
+        default=3, fills="request", least=0)]
+    earlyStopping: Annotated[EarlyStopping | None, Option(
+        "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
+        convert=converters.to_early_stopping, in_job_file=EarlyStopping)]
+    callbacks: Annotated[list[Any], Option(
+        "observers called on every worker (list).", convert=converters.to_callbacks)]
+    metrics: Annotated[Mapping[str, Any] | Sequence[Any], Option(
+        "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
+        "that makes one), or a list of metrics, named by class; with several labels a dict of "
+        "these by label.", convert=converters.to_metrics)]
+    listeners: Annotated[list[Listener], Option(
+        "observers on the driver (list), such as sparkdl.TensorBoard(...) and "
+        "sparkdl.MLflow(...).",
+        job_file_doc='Such as ``{factory = "sparkdl:TensorBoard", args = {log_dir = '
+        '"runs/tensorboard"}}``.', convert=converters.to_listeners, default=[], fills="request")]
+    reportDir: Annotated[str | None, Option(
+        "directory or URL that the driver can reach, in which each fit leaves a folder with its "
+        "report, report.html and run.json; 'sparkdl ui' shows them. None: nowhere.",
+        job_file_doc="Left out: ``runs``. Empty: nowhere.", default=None, fills="request")]
+    verbose: Annotated[int, Option(
+        "what the driver shows: 0 nothing, 1 progress and the workers' warnings, 2 also their "
+        "logs and what they print. At 0 warnings are logged.", default=1, fills="request", least=0)]
+    cpusPerWorker: Annotated[int | None, Option(
+        "CPU cores per worker, asked for by stage-level scheduling; None: spark.task.cpus.",
+        default=None, fills="request", least=1)]
+    gpusPerWorker: Annotated[float | None, Option(
+        "GPUs per worker (may be a fraction), asked for by stage-level scheduling; None: "
+        "spark.task.resource.gpu.amount.", default=None, fills="request", least=0)]
+
+
+class RegressorArguments(EstimatorArguments, total=False):
+    """Keyword arguments of `TorchRegressor`."""
+
+    labelCol: Annotated[str, Option("label column name.", default="label", fills="request")]
+
+
+class ClassArguments(TypedDict, total=False):
+    """The output columns that only a classifier has."""
+
+    probabilityCol: Annotated[str, Option(
+        "Column name for predicted class conditional probabilities. Note: Not all models output "
+        "well-calibrated probability estimates! These probabilities should be treated as "
+        "confidences, not precise probabilities.", default="probability", fills="nothing")]
+    rawPredictionCol: Annotated[str, Option(
+        "raw prediction (a.k.a. confidence) column name.",
+        default="rawPrediction", fills="nothing")]
+
+
+class ClassifierArguments(RegressorArguments, ClassArguments, total=False):
+    """Keyword arguments of `TorchClassifier`."""
+
+
+class LabelsArguments(EstimatorArguments, total=False):
+    """Keyword arguments of `TorchEstimator`, which can train without a label, or with several."""
+
+    labelCol: Annotated[str, Option(
+        "label column name. If this is not set or empty, the loss is called with the inputs as "
+        "target.", fills="request")]
+    labels: Annotated[Mapping[str, str | Specification] | None, Option(
+        "several labels in place of labelCol: a dict from names to columns or specifications. "
+        "The module returns a dict by these names, a tuple in their order, or one tensor for all.",
+        convert=converters.to_labels, fills="request", read=labels_of)]
+    lossWeights: Annotated[Mapping[str, float], Option(
+        "by how much each label's loss counts in the sum: a dict by label; 1 where there is none.",
+        convert=converters.to_weights, default=NOT_SET, read=loss_weights)]
+
+
+class ModelArguments(InputArguments, total=False):
+    """Params that all models have; a fitted model has its estimator's values."""
+
+    outputs: Annotated[Mapping[str, Any], Option(
+        "output columns besides the prediction: dict from column name to sparkdl.Output(...), or "
+        "to the key or index (or a tuple of them) of a part of what the module returns.",
+        convert=converters.to_outputs, default={}, fills="nothing")]
+    predictionOutput: Annotated[Any, Option(
+        "the part of what the module returns of which the prediction is made: "
+        "sparkdl.Output(...), a key, an index or a tuple of them; None: all of it.",
+        convert=converters.to_output, default=None, fills="nothing")]
+    preprocessing: Annotated[Callable[..., Any] | None, Option(
+        "function called with the input tensors of a batch, on the device; it gives the module's "
+        "argument, or a tuple of several.",
+        convert=converters.to_callable, default=None, fills="nothing")]
+    postprocessing: Annotated[Callable[..., Any] | None, Option(
+        "function called with what the module returned for a batch, on the device; transform "
+        "takes what it gives, with one row per sample, in its place.",
+        convert=converters.to_callable, default=None, fills="nothing")]
+    labelCol: Annotated[str, Option(
+        "label column name, for evaluate and scores. If this is not set or empty, the loss is "
+        "called with the inputs as target.", fills="nothing")]
+    loss: Annotated[str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]], Option(
+        "loss function, for evaluate and scores: a name ('cross_entropy', 'mse', ...), a torch "
+        "loss module, or a callable (output, target) -> tensor; or a dict of these by label.",
+        convert=converters.to_losses, fills="nothing")]
+    labels: Annotated[Mapping[str, str | Specification] | None, Option(
+        "several labels in place of labelCol, for evaluate and scores: a dict from names to "
+        "columns or specifications.", convert=converters.to_labels, fills="nothing")]
+    lossWeights: Annotated[Mapping[str, float], Option(
+        "by how much each label's loss counts, for evaluate and scores: a dict by label; 1 where "
+        "there is none.", convert=converters.to_weights, fills="nothing")]
+    batchSize: Annotated[int, Option(
+        "rows per forward pass of the module (>= 1).",
+        default=INFERENCE_BATCH_SIZE, fills="nothing")]
+    device: Annotated[str, Option(
+        "where tasks predict: 'auto' (a GPU if the task has one), 'cpu' or 'cuda'.",
+        default="auto", fills="nothing")]
+
+
+class ClassifierModelArguments(ModelArguments, ClassArguments, total=False):
+    """Params of `TorchClassifierModel`."""
+# fmt: on
+
+
+@cache
+def options(arguments: type) -> Mapping[str, Option]:
+    """The rows of a TypedDict of this file, by the Param's name."""
+    found = {}
+    for name, row in get_type_hints(arguments, include_extras=True).items():
+        hint, option = get_args(row)
+        parts = tuple(part for part in parts_of(hint) if part is not types.NoneType)
+        key = re.sub(r"[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
+        found[name] = replace(
+            option,
+            name=name,
+            key=key,
+            field=option.field or key,
+            type=Union[parts],  # noqa: UP007
+        )
+    return found
+
+
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none is its only one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_plain(hint: Any) -> bool:
+    parts = parts_of(hint)
+    if len(parts) > 1:
+        return all(map(_is_plain, parts))
+    if get_origin(hint) in (list, Sequence, Mapping):
+        return all(map(_is_plain, get_args(hint)))
+    return hint in (str, int, float, bool, types.NoneType)
