@@ -1,4 +1,4 @@
-"""How do driver and workers talk while a gang runs?
+"""The channel between driver and workers while a gang runs.
 
 One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
 checkpoints that the driver keeps. Every call must show the run's secret. The server lives on the

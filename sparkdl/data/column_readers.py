@@ -1,4 +1,4 @@
-"""How does an Arrow column become what its specification asks for, in numpy?
+"""Arrow columns as numpy arrays, as their specifications ask for.
 
 The same functions serve the spool and ``transform()``. Rows that cannot be used raise `BadRows`,
 which says which and why.

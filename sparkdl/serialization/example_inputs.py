@@ -1,4 +1,4 @@
-"""With which inputs is a module tried when it is exported, and which of their sizes are free?"""
+"""The inputs with which a module is tried when it is exported, and their free sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a saved model become a file for programs that do not know sparkdl?
+"""The export of a saved model to files for programs that do not know sparkdl.
 
 The file's ending says which: ONNX, torch's exported program, or safetensors. A folder is a saved
 module again, but one that needs none of the code it was made with.

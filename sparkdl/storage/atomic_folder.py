@@ -1,4 +1,4 @@
-"""How does a folder of files show that it is whole, before anything in it is used?
+"""A folder of files that shows whether it is whole before anything in it is used.
 
 An index, a JSON file that is written last, lists size and SHA-256 of every other file, and holds
 the SHA-256 of itself. So a missing, truncated or changed byte anywhere is found before a name in

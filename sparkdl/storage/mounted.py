@@ -1,4 +1,4 @@
-"""How does a storage that only the driver can open serve the workers too? As a folder of another.
+"""Storages within storages: one that is mounted into another, and a folder of one.
 
 The driver's channel serves one storage. The driver mounts the other one into it, and workers see
 its folder, so whatever the driver can write to, they can.

@@ -1,4 +1,4 @@
-"""What must a compression offer to the strategies that send gradients or changes of weights?
+"""What a compression offers to the strategies that send gradients or changes of weights.
 
 Two objects, as for strategies: `Compression` holds the options and travels to the executors,
 `Compressor` is the compression at work on one bucket of one rank.

@@ -1,4 +1,4 @@
-"""How do dense messages reach the sum of all ranks? In two stages, with an owner for each slice.
+"""The sum of dense messages in two stages, with an owner for each slice.
 
 A bucket is cut into one slice per rank. Every rank encodes all slices of its share and sends
 each to its owner (an all-to-all); the owners decode, sum, encode the sums and send them to all (an

@@ -1,4 +1,4 @@
-"""How does a gradient travel as two thin matrices? By one step of power iteration, and a residual.
+"""PowerSGD: a gradient as two thin matrices, by one step of power iteration and a residual.
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, with warm start and error feedback. M is a rank's share with its residual, as a

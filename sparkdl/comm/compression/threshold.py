@@ -1,4 +1,4 @@
-"""How do only the large values travel? As places and signs, once they reach a threshold.
+"""The threshold compression: places and signs of the values that have reached a threshold.
 
 Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015,
 with the adaptive threshold, residual clipping and dense messages of Deeplearning4j's gradient

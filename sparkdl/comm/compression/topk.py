@@ -1,4 +1,4 @@
-"""How do only the largest values travel? By place and value; the others wait.
+"""The top-k compression: only the largest values travel, with their places; the others wait.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018. With a momentum m, each rank keeps a velocity
 u and a sum v of what it has not sent: ``u = m u + g; v += u``. Of every tensor it sends the v of

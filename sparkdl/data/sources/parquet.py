@@ -1,4 +1,4 @@
-"""How does a fit train on Parquet files that workers read by themselves?
+"""Parquet files as a source that workers read by themselves.
 
 No Spark job reads them and nothing is written to local disks. The driver reads footers: they tell
 the row groups, and which of them have nulls, rows of another width or labels out of range; the

@@ -1,4 +1,4 @@
-"""Which Parquet files and row groups lie under a path, and what do their footers tell?"""
+"""Parquet files under a path, their footers, and the reader of their row groups."""
 
 from __future__ import annotations
 

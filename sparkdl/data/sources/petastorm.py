@@ -1,4 +1,4 @@
-"""How does a fit train on a petastorm dataset?
+"""A petastorm dataset as a source.
 
 petastorm reads single row groups for us, in a shard count that is their number; which row group is
 read when, and how rows are mixed, is as for `ParquetSource`, so that runs resume exactly, which

@@ -1,4 +1,4 @@
-"""How are row groups dealt to shards, and how does a worker read those of its rank?"""
+"""Row groups dealt to shards, and read on the worker to whose rank they belong."""
 
 from __future__ import annotations
 

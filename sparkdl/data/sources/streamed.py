@@ -1,4 +1,4 @@
-"""How are rows that do not fit into memory together read piece by piece, and mixed on the way?
+"""Rows that do not fit into memory together, read piece by piece and mixed on the way.
 
 The pieces of a rank come in random order. Those of a window are in memory together, where their
 rows are mixed, while a thread reads the next window's (see `shuffle.WindowedOrder`). So memory

@@ -1,4 +1,4 @@
-"""Which local disk gets a spool, and what is said when it is full?"""
+"""The choice of a local disk for a spool, and the errors of a full one."""
 
 from __future__ import annotations
 

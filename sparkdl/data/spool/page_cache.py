@@ -1,4 +1,4 @@
-"""Which parts of a shard's mapped files does the kernel keep in memory?
+"""The parts of a shard's mapped files that the kernel keeps in memory.
 
 Rows that do not fit into memory are read in row groups: the kernel is told which it shall read
 ahead, in large pieces, and which it may forget, so that a worker takes no more memory than it

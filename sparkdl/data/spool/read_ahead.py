@@ -1,4 +1,4 @@
-"""Which rows does each step of a rank's epoch take, and when are they brought into memory?
+"""The rows of each step of an epoch, brought into memory ahead of their use.
 
 The order says where the rows of places ``start`` to ``stop`` of an epoch lie. Whoever asks goes
 forward only; what lies behind is given back, and what comes next is read ahead.
