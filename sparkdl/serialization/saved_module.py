@@ -27,7 +27,7 @@ from sparkdl.serialization.compare_modules import find_difference, is_equal, rep
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
-from sparkdl.storage.atomic_folder import read_index, read_sealed, write_sealed
+from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.storage import Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
@@ -64,7 +64,7 @@ class PreparedModule:
         files = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
-        write_sealed(storage, path, INDEX, self.index, files)
+        write_folder(storage, path, INDEX, self.index, files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def open_module(storage: Storage, path: str) -> SavedModule:
         StorageError: a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
-    return SavedModule(path=path, index=index, files=read_sealed(storage, path, index))
+    return SavedModule(path=path, index=index, files=read_files(storage, path, index))
 
 
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
