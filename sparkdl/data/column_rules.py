@@ -13,12 +13,11 @@ import numpy as np
 from sparkdl.data.plan import Role, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image
 
 
 def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which values are stored that were read, or made, as ``found``."""
-    if isinstance(wanted.kind, Image):
+    if wanted.kind.keeps_dtype:
         return found
     if wanted.kind.transform is None:
         return np.dtype(wanted.dtype)

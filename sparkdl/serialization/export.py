@@ -13,7 +13,6 @@ from typing import Any
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
-from sparkdl.inputs import Sequence
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
@@ -127,7 +126,7 @@ def _lines(saved: SavedModule) -> tuple[str, ...]:
 
 
 def _line(column: Column) -> str:
-    length = ("length",) if isinstance(column.kind, Sequence) else ()
+    length = ("length",) if column.kind.has_length else ()
     shape = ", ".join(map(str, ("batch", *length, *column.shape)))
     return f"input {column.argument or column.name}: {column.dtype}, ({shape})"
 

@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.data.column_readers import BadRows, Rows, read
+from sparkdl.data.column_readers import BadRows, read
 from sparkdl.data.column_rules import refuse_bad, stored_dtype
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Sequence, Sparse, Tensor
+from sparkdl.inputs import Sparse, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +170,7 @@ def checked_rows(
     _check_shape(rows, column, wanted.shape, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
-        if isinstance(wanted.kind, Sequence) and not len(last):  # which do not tell their shape
+        if wanted.kind.has_length and not len(last):  # which do not tell their shape
             last = last.reshape(0, *column.shape)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
     refuse_bad(rows, wanted, lambda row: f"row {first_row + row}{where}")
@@ -209,7 +210,7 @@ def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, firs
 def _typed(values: Array, wanted: SpoolColumn, column: Column) -> Array:
     """Values of the plan's dtype."""
     dtype = np.dtype(column.dtype)
-    if wanted.kind.transform is not None and not isinstance(wanted.kind, Image) and len(values):
+    if wanted.kind.transform is not None and not wanted.kind.keeps_dtype and len(values):
         made = stored_dtype(wanted, values.dtype)
         if made != dtype:
             raise DataError(

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sparkdl.data.column_readers import BadRows, Rows
+from sparkdl.data.column_readers import BadRows
 from sparkdl.data.column_rules import count_bad, stored_dtype
 from sparkdl.data.column_stats import ColumnStats
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.sources.column_conversion import column_at, found_rows

@@ -20,7 +20,6 @@ from sparkdl.data.spool.read_ahead import (
     WholePositions,
     WindowedPositions,
 )
-from sparkdl.inputs import Sequence as SequenceInput
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class MappedRows:
         total = np.zeros(len(positions), dtype=np.int64)
         for column in self._plan.columns:
             sources = [shard.columns[column.key] for shard in self._shards]
-            if isinstance(column.kind, SequenceInput):
+            if column.kind.has_length:
                 total += lengths_at(
                     [rows for rows in sources if isinstance(rows, Ragged)], positions
                 )

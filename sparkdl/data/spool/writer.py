@@ -17,9 +17,10 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow_arrays import examine
-from sparkdl.data.column_readers import BadRows, Rows, read, read_usable
+from sparkdl.data.column_readers import BadRows, read, read_usable
 from sparkdl.data.column_rules import count_bad, stored_dtype
 from sparkdl.data.column_stats import ColumnStats, SpoolSummary
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.spool.local_disk import disk_errors
@@ -332,4 +333,4 @@ def column_parts(kind: Specification) -> list[str]:
 
 def _is_made(column: SpoolColumn) -> bool:
     """Whether a decoder or the user's code makes the rows."""
-    return column.kind.transform is not None or isinstance(column.kind, Image)
+    return column.kind.transform is not None or column.kind.keeps_dtype
