@@ -14,7 +14,6 @@ from sparkdl.runtime.public_names import MODULE_OF
 
 __version__ = "0.1.0.dev0"
 
-
 __all__ = sorted({*MODULE_OF, "__version__"})
 
 refuse_mixed_installation(__file__)

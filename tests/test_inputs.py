@@ -1,4 +1,4 @@
-"""Do specifications refuse what makes no sense, and travel as JSON?"""
+"""Specifications refuse what makes no sense, and travel as JSON."""
 
 from __future__ import annotations
 

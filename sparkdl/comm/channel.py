@@ -59,7 +59,7 @@ class Event:
 
 
 class Files(Protocol):
-    """Where the server keeps files; `checkpoint.storage.Storage` fits."""
+    """Where the server keeps files; `storage.Storage` fits."""
 
     def write(self, path: str, data: Any) -> None:
         """Store bytes, or an iterable of bytes, under a relative path."""
@@ -103,6 +103,12 @@ class Hub:
             self._keys[key] = str(value).encode()
             self._changed.notify_all()
             return value
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Return when all keys are set; TimeoutError if they are not in time."""
+        missing = self.missing(keys, timeout_seconds)
+        if missing:
+            raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds:g} s")
 
     def missing(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         """Wait until all keys are there; returns those that are not when time is up."""
@@ -298,7 +304,7 @@ class ChannelClient:
 
 
 class ChannelStorage(ChannelClient):
-    """Files that the driver keeps, seen from a worker; fits `checkpoint.storage.Storage`.
+    """Files that the driver keeps, seen from a worker; fits `storage.Storage`.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.

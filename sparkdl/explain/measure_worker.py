@@ -1,4 +1,4 @@
-"""What does a rank measure for a cost model? Some real steps, some real exchanges.
+"""What a rank measures for the cost model: some real steps and some real exchanges.
 
 Runs in a gang like training, with the user's module, loss and optimizer, on a sample of the rows,
 through the same loop and the same communicator. Nothing of it is kept.

@@ -117,7 +117,7 @@ def _signature(saved: SavedModule) -> ModelSignature:
 
 
 def _without_code(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was saved along, less the name of the factory; see `describe.describe`."""
+    """What was saved along, less the name of the factory; see `json_objects.describe`."""
     return {"dict": [entry for entry in described["dict"] if entry[0] != _FACTORY]}
 
 

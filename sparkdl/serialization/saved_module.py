@@ -122,8 +122,8 @@ def prepare_module(
         factory: importable callable without arguments (or `functools.partial`) that makes such a
             module; None if there is none.
         example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only; see
-            `program.write_program`.
-        extra: further values for `SavedModule.extra` to give back; see `describe.describe`.
+            `exported_program.write_program`.
+        extra: further values for `SavedModule.extra` to give back; see `json_objects.describe`.
         others: further files, by name.
 
     Raises:
@@ -158,7 +158,7 @@ def prepare_program(
 
     Args:
         module: as for `prepare_module`.
-        example_inputs: as for `program.write_program`.
+        example_inputs: as for `exported_program.write_program`.
         extra: what `SavedModule.extra` gives back, described already.
 
     Raises:

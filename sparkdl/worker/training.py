@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.storage.checkpoint_writer import CheckpointManager
-    from sparkdl.train.loop import ResumePoint, TrainOutcome
+    from sparkdl.train.loop import TrainOutcome
+    from sparkdl.train.rank_state import ResumePoint
 
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -117,14 +118,12 @@ def initial_module(
     return unpack(PackedModule(digest="", skeleton=structure, tensors=weights))
 
 
-@contextlib.contextmanager
 def _checkpoints(
     order: WorkOrder, config: TrainConfig, storage: Storage, member: Member
-) -> Iterator[CheckpointManager]:
-    """The manager; on success it ends what it has begun, after a failure it abandons it."""
+) -> CheckpointManager:
     from sparkdl.storage.checkpoint_writer import CheckpointManager
 
-    manager = CheckpointManager(
+    return CheckpointManager(
         storage,
         config.checkpoint,
         rank=member.comm.rank,
@@ -134,12 +133,6 @@ def _checkpoints(
         signal=member.client,
         timeout_seconds=order.collective_timeout_seconds,
     )
-    try:
-        yield manager
-    except BaseException:
-        manager.close(abort=True)
-        raise
-    manager.close()
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
@@ -160,7 +153,7 @@ def _resume_point(
 ) -> ResumePoint | None:
     """The checkpoint to go on from; rank 0 reads the shared part and all ranks get it."""
     from sparkdl.storage import checkpoint_format as layout
-    from sparkdl.train.loop import ResumePoint
+    from sparkdl.train.rank_state import ResumePoint
 
     if order.resume_path is None:
         return None

@@ -1,4 +1,4 @@
-"""Is all-reduce on two ranks equal to one process that is fed the ranks' united batches?"""
+"""All-reduce on two ranks equals one process that is fed the ranks' united batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is training with syncBatchNorm on several ranks equal to one process with the united batches?"""
+"""Training with syncBatchNorm on several ranks equals one process with the united batches."""
 
 from __future__ import annotations
 

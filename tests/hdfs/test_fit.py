@@ -1,4 +1,4 @@
-"""Does a whole fit live on HDFS: data, checkpoints, resume, models, and the loss of a data node?"""
+"""A whole fit lives on HDFS: data, checkpoints, resume, models; also when a data node is lost."""
 
 from __future__ import annotations
 

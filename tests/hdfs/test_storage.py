@@ -1,4 +1,4 @@
-"""Does HDFS behave as every storage does, through the JVM and through the driver's channel?"""
+"""HDFS behaves as every storage does, through the JVM and through the driver's channel."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.loop import ResumePoint, TrainOutcome, train
+from sparkdl.train.loop import TrainOutcome, train
+from sparkdl.train.rank_state import ResumePoint
 
 NUM_FEATURES = 4
 

@@ -13,9 +13,10 @@ from torch import nn
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
-from sparkdl.train.replica import ResumePoint
+from sparkdl.train.rank_state import ResumePoint
 from sparkdl.train.time_spent import SPENT_ON
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 

@@ -11,7 +11,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.spool.mapped import MappedRows
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver

@@ -91,7 +91,7 @@ def _run(
         stack.enter_context(default_group(device, _SECONDS))
         found = latest(storage, RUN_KEY, lambda _: True)
         manager = stack.enter_context(
-            checkpoints(storage, request.keep_checkpoints, RUN_KEY, _Keys(), _SECONDS)
+            checkpoints(storage, request.keep_checkpoints, RUN_KEY, Hub(), _SECONDS)
         )
         place = Context(
             rank=0,
@@ -163,12 +163,3 @@ def _spooled(name: str, df: DataFrame, prepared: Sequence[Prepared], directory: 
     data = DataSet(columns=found, shards=(shard,), source=SpoolSource())
     warn_of_skipped(name, data, [part])
     return data
-
-
-class _Keys(Hub):
-    """The keys of a run of one rank."""
-
-    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """See `checkpoint.manager.KeyValue`."""
-        if self.missing(keys, timeout_seconds):
-            raise TimeoutError(f"{len(keys)} keys not set after {timeout_seconds:g} s")

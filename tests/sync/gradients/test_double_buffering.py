@@ -171,7 +171,7 @@ def test_resumes_on_another_number_of_workers(gang: Gang) -> None:
 
 
 def resume_elsewhere(comm: Any, shared: Any) -> torch.Tensor:
-    from sparkdl.train.loop import ResumePoint
+    from sparkdl.train.rank_state import ResumePoint
 
     net = make_net()
     point = ResumePoint(step=4, shared=shared, rank_state=None)
