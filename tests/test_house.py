@@ -66,7 +66,6 @@ MUTUAL = {
     ("sparkdl.report", "sparkdl.report.page"),
     ("sparkdl.spark.frames", "sparkdl.spark.run"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
-    ("sparkdl.sync.averaging", "sparkdl.sync.own_weights"),
 }
 # Rooms whose files may import pyspark; all others work without a JVM.
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
