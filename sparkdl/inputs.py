@@ -1,4 +1,4 @@
-"""What can columns of a DataFrame become? Specifications of a module's inputs and labels.
+"""Specifications of a module's inputs and labels: what becomes of columns of a DataFrame.
 
 Each is a value that says which columns are read and what a batch makes of them. The same
 specification is used for training and by the trained model, so both see rows alike.
@@ -62,6 +62,21 @@ class Specification:
     def num_parts(self) -> int:
         """Arrays of which the spool keeps a run of values per row; 0: rows of one shape."""
         return 0
+
+    @property
+    def has_length(self) -> bool:
+        """Whether rows have a length of their own, which is the second dimension of a batch."""
+        return False
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """Arguments of ``forward`` that get masks, behind the one that gets the values."""
+        return ()
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether values are stored in the dtype in which they are read, whatever the module's."""
+        return False
 
     @property
     def skips(self) -> bool:
@@ -129,6 +144,14 @@ class Sequence(Specification):
             )
 
     @property
+    def has_length(self) -> bool:
+        return True
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return () if self.mask is None else (self.mask,)
+
+    @property
     def num_parts(self) -> int:
         """See `Specification.num_parts`: the values."""
         return 1
@@ -169,8 +192,11 @@ class Image(Specification):
             raise ConfigError(f"on_error must be 'raise' or 'skip'; received {self.on_error!r}")
 
     @property
+    def keeps_dtype(self) -> bool:
+        return True
+
+    @property
     def skips(self) -> bool:
-        """See `Specification.skips`."""
         return self.on_error == "skip"
 
     @property
@@ -219,7 +245,7 @@ def check_names(inputs: Items[Named]) -> None:
     Raises:
         ConfigError: names it.
     """
-    masks = [getattr(entry.specification, "mask", None) for entry in inputs]
+    masks = [mask for entry in inputs for mask in entry.specification.masks]
     names = [name for name in (*(e.argument for e in inputs), *masks) if name is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

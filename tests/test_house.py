@@ -58,7 +58,6 @@ MUTUAL = {
     ("sparkdl.report", "sparkdl.report.listeners"),
     ("sparkdl.report", "sparkdl.report.page"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
-    ("sparkdl.sync.averaging", "sparkdl.sync.own_weights"),
 }
 # Rooms whose files may import pyspark; all others work without a JVM.
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}

@@ -1,4 +1,4 @@
-"""How do driver and workers talk while a gang runs?
+"""The channel between driver and workers while a gang runs.
 
 One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
 checkpoints that the driver keeps. Every call must show the run's secret. The server lives on the
@@ -59,7 +59,7 @@ class Event:
 
 
 class Files(Protocol):
-    """Where the server keeps files; `checkpoint.storage.Storage` fits."""
+    """Where the server keeps files; `storage.Storage` fits."""
 
     def write(self, path: str, data: Any) -> None:
         """Store bytes, or an iterable of bytes, under a relative path."""
@@ -86,7 +86,7 @@ class Hub:
         self.shows_lines = False
         """Whether what workers print is shown by the driver, on the console that they write to."""
         self._keys: dict[str, bytes] = {}
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._last_reports: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
@@ -126,13 +126,13 @@ class Hub:
         with self._changed:
             return self._keys.pop(key, None) is not None
 
-    def hear(self, attempt: int, rank: int) -> None:
+    def note_report(self, attempt: int, rank: int) -> None:
         """Note that a worker has reported."""
-        self._heard[rank] = (attempt, time.monotonic())
+        self._last_reports[rank] = (attempt, time.monotonic())
 
-    def silence(self, attempt: int, rank: int) -> float | None:
+    def seconds_since_report(self, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
-        last, moment = self._heard.get(rank, (-1, 0.0))
+        last, moment = self._last_reports.get(rank, (-1, 0.0))
         return time.monotonic() - moment if last == attempt else None
 
     def clear(self, prefix: str) -> None:
@@ -195,7 +195,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         return json.dumps(self._hub.delete(header["key"])).encode()
 
     def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
-        self._hub.hear(header["attempt"], header["rank"])
+        self._hub.note_report(header["attempt"], header["rank"])
         answer = json.dumps(self._hub.shows_lines).encode()
         if not self._hub.keeps_events:
             return answer
@@ -206,8 +206,9 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
             )
         return answer
 
-    def _on_silence(self, header: dict[str, Any], payload: bytes) -> bytes:
-        return json.dumps(self._hub.silence(header["attempt"], header["rank"])).encode()
+    def _on_seconds_since_report(self, header: dict[str, Any], payload: bytes) -> bytes:
+        seconds = self._hub.seconds_since_report(header["attempt"], header["rank"])
+        return json.dumps(seconds).encode()
 
     def _on_list(self, header: dict[str, Any], payload: bytes) -> bytes:
         return json.dumps(self._storage().list(header["path"])).encode()
@@ -281,9 +282,9 @@ class ChannelClient:
         answer: bool = json.loads(self._ask("report", {"attempt": attempt, "rank": rank}, payload))
         return answer
 
-    def silence(self, *, attempt: int, rank: int) -> float | None:
+    def seconds_since_report(self, *, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
-        answer = self._ask("silence", {"attempt": attempt, "rank": rank})
+        answer = self._ask("seconds_since_report", {"attempt": attempt, "rank": rank})
         seconds: float | None = json.loads(answer)
         return seconds
 
@@ -303,7 +304,7 @@ class ChannelClient:
 
 
 class ChannelStorage(ChannelClient):
-    """Files that the driver keeps, seen from a worker; fits `checkpoint.storage.Storage`.
+    """Files that the driver keeps, seen from a worker; fits `storage.Storage`.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.

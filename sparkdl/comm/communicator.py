@@ -1,4 +1,4 @@
-"""How does a worker talk to its peers?
+"""The communicator: the collective operations of a gang.
 
 The communicator is the only door to ``torch.distributed``'s collectives.
 """

@@ -1,4 +1,4 @@
-"""How do the workers of a gang meet, and part?
+"""The process group of a gang: how its workers meet, and part.
 
 Errors of their collectives have a type of their own, so that the supervisor can tell a dead peer
 from a mistake in the user's code.

@@ -1,4 +1,4 @@
-"""How does torch.distributed meet through the channel?
+"""A store of torch.distributed that keeps its keys on the channel.
 
 A `torch.distributed.Store` in Python: gloo and NCCL exchange their addresses through it, so no
 further port is opened and nothing but the run's secret lets a process join.

@@ -1,4 +1,4 @@
-"""How does an Arrow array become a numpy array of one shape and dtype?
+"""Arrow arrays as numpy arrays of one shape and dtype, and what is wrong with others.
 
 Used while spooling and by ``transform``. A column is uniform when it has no null and all its rows
 have the same shape; then the conversion is a view wherever Arrow's layout allows one.

@@ -14,11 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sparkdl.data.images import decode_rows
+from sparkdl.data.kinds import kind_of
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.inputs import Image, Sparse
-from sparkdl.inputs import Sequence as SequenceInput
 
 Rows = torch.Tensor | Ragged
 R = TypeVar("R")
@@ -97,18 +95,9 @@ def split(
         return [(column.argument, torch.unsafe_split_with_sizes(rows, list(sizes)))]
     ends = list(accumulate(sizes))
     pieces = [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    kind = column.kind
-    if isinstance(kind, Sparse):
-        return [(column.argument, [_vectors(piece, column, kind) for piece in pieces])]
-    if isinstance(kind, Image):
-        return [(column.argument, [_images(piece, column, kind) for piece in pieces])]
-    assert isinstance(kind, SequenceInput)
-    padded = [_padded(piece, column, kind) for piece in pieces]
-    found: list[tuple[str | None, Sequence[torch.Tensor]]] = []
-    found.append((column.argument, [values for values, _ in padded]))
-    if kind.mask is not None:
-        found.append((kind.mask, [mask for _, mask in padded]))
-    return found
+    kind = kind_of(column.kind)
+    batches = [kind.batch(piece, column, column.kind) for piece in pieces]
+    return list(zip((column.argument, *column.kind.masks), zip(*batches, strict=True), strict=True))
 
 
 def arguments(columns: Sequence[Column], rows: Sequence[Rows]) -> Arguments:
@@ -144,50 +133,11 @@ def example_arguments(columns: Sequence[Column], num_rows: int = 2) -> Arguments
     values: list[torch.Tensor] = []
     names: list[str | None] = []
     for column in columns:
-        kind = column.kind
-        shape = (num_rows, *column.shape)
-        if isinstance(kind, SequenceInput):
-            shape = (num_rows, max(1, column.longest), *column.shape)
-        zeros = torch.zeros(shape, dtype=getattr(torch, column.dtype))
-        is_sparse = isinstance(kind, Sparse) and not kind.dense
-        values.append(zeros.to_sparse() if is_sparse else zeros)
-        names.append(column.argument)
-        if isinstance(kind, SequenceInput) and kind.mask is not None:
-            values.append(torch.ones(shape[:2], dtype=torch.bool))
-            names.append(kind.mask)
+        values += kind_of(column.kind).example(num_rows, column, column.kind)
+        names += [column.argument, *column.kind.masks]
     return Arguments(tuple(values), tuple(names))
 
 
 def narrow(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Rows ``start`` to ``stop`` of a batch; a view, unless it is sparse."""
     return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
-
-
-def _padded(rows: Ragged, column: Column, kind: SequenceInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rows, longest, *inner)``, and which values are the rows' own."""
-    lengths = rows.lengths
-    longest = max(1, int(lengths.max(initial=1)))
-    mask = np.arange(longest) < lengths[:, None]
-    shape = (len(rows), longest, *column.shape)
-    padded = np.full(shape, kind.padding_value, dtype=column.dtype)
-    padded[mask] = rows.own()[0].reshape(-1, *column.shape)
-    return torch.from_numpy(padded), torch.from_numpy(mask)
-
-
-def _vectors(rows: Ragged, column: Column, kind: Sparse) -> torch.Tensor:
-    """``(rows, size)``."""
-    index, values = rows.own()
-    owner = np.repeat(np.arange(len(rows)), rows.lengths)
-    shape = (len(rows), *column.shape)
-    if kind.dense:
-        dense = np.zeros(shape, dtype=column.dtype)
-        dense[owner, index] = values
-        return torch.from_numpy(dense)
-    places = torch.from_numpy(np.stack([owner, index.astype(np.int64)]))
-    return torch.sparse_coo_tensor(
-        places, torch.from_numpy(values.copy()), shape, is_coalesced=True, check_invariants=False
-    )
-
-
-def _images(rows: Ragged, column: Column, kind: Image) -> torch.Tensor:
-    return torch.from_numpy(decode_rows(rows, kind, column.shape))

@@ -1,4 +1,4 @@
-"""What is noted of a shard's columns while they are spooled, for the driver to judge?"""
+"""What is noted of a shard's columns while they are spooled, for the driver to judge."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from sparkdl.data.arrow_arrays import Findings
+from sparkdl.data.column_rules import bad_values_message
 from sparkdl.data.plan import Role
-from sparkdl.data.ragged import Array
 
 
 @dataclass(kw_only=True)
@@ -31,6 +29,20 @@ class ColumnStats:
     first_bad: str | None = None
     minimum: float | None = None
     maximum: float | None = None
+
+    def problem(self, name: str, role: Role, *, as_classes: bool) -> str | None:
+        """Why rows of the column cannot be used, or None."""
+        if self.nulls_and_shapes:
+            return self.nulls_and_shapes.message(name)
+        if not self.bad_values:
+            return None
+        return bad_values_message(
+            name,
+            as_classes=as_classes,
+            role=role,
+            count=self.bad_values,
+            first=str(self.first_bad),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -124,39 +136,3 @@ def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:
             merged, minimum=min(low) if low else None, maximum=max(high) if high else None
         )
     return merged
-
-
-def made_dtype(dtype: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:
-    """Dtype in the spool of what a transform has given."""
-    if dtype.kind == "f":
-        return np.dtype(float_dtype)
-    if role == "feature" and dtype.name in ("bool", "uint8"):
-        return dtype
-    return np.dtype("int64")
-
-
-def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
-    """``(rows,)``: True where a label or weight cannot be used."""
-    flat = values.reshape(len(values), -1)
-    if values.dtype.kind == "f":
-        bad = ~np.isfinite(flat)
-        if as_classes:
-            bad |= np.floor(flat) != flat
-    else:
-        bad = np.zeros(flat.shape, dtype=bool)
-    if as_classes or role == "weight":
-        bad |= flat < 0
-    return np.asarray(bad.any(axis=1))
-
-
-def bad_values_message(name: str, *, as_classes: bool, role: Role, count: int, first: str) -> str:
-    """One sentence on labels or weights that cannot be used: how many, which, what to do."""
-    wanted = {
-        True: "whole, non-negative class indices (index strings with StringIndexer)",
-        False: "finite numbers" + (" that are not negative" * (role == "weight")),
-    }[as_classes]
-    rows = "row" if count == 1 else "rows"
-    return (
-        f'column "{name}" must hold {wanted}, but {count} {rows} do not (first: {first}); drop or '
-        "mend them before fit"
-    )

@@ -1,4 +1,4 @@
-"""How are rows picked from several places into memory that is used again and again?
+"""Rows picked from several places into memory that is used again and again.
 
 Fresh memory costs page faults, and one large gather costs less than many small ones.
 """

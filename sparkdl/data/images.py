@@ -1,4 +1,4 @@
-"""How do images in a column become uint8 tensors, and which of them are bad?
+"""Images in a column as uint8 tensors, and which of them are bad.
 
 Channels first, red, green, blue. Pillow decodes and scales; Spark's image structs that need no
 scaling are only transposed.

@@ -12,7 +12,7 @@ from typing import Literal
 
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Image, Specification, Tensor
+from sparkdl.inputs import Specification, Tensor
 
 Role = Literal["feature", "label", "weight"]
 Split = Literal["train", "validation"]
@@ -53,7 +53,7 @@ class Column:
         """Dtype and inner shape of each array of values, where rows may differ in length."""
         if self.kind.num_parts == 2:
             return [("int32", ()), (self.dtype, ())]
-        return [(self.dtype, () if isinstance(self.kind, Image) else self.shape)]
+        return [(self.dtype, () if self.kind.keeps_dtype else self.shape)]
 
 
 @dataclass(frozen=True, kw_only=True)

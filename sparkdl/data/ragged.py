@@ -1,4 +1,4 @@
-"""How are rows held that need different amounts of memory, and how are some of them picked?
+"""Rows that need different amounts of memory, and how some of them are picked.
 
 As in Arrow: the values of all rows one after the other, and where each row begins and ends.
 """

@@ -1,4 +1,4 @@
-"""In which order does a rank read its rows in an epoch?
+"""The order in which a rank reads its rows in an epoch.
 
 The order is a pure function of the seed, the epoch and the shards' content, so that any machine
 at any time, also after a restart, reads the same rows in the same steps. Rows that fit into memory

@@ -1,4 +1,4 @@
-"""Are a run's rows mixed as a whole, or window by window, because they do not fit into memory?
+"""The choice of windows in which rows are mixed that do not fit into memory.
 
 Decided once, on the driver, from what the executors have measured while spooling. The plan and
 every checkpoint hold the decision: a run that goes on elsewhere reads its rows in the same order.

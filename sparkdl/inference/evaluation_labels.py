@@ -12,7 +12,7 @@ import torch
 from sparkdl.data import collate
 from sparkdl.data.arrow_arrays import to_numpy
 from sparkdl.data.column_readers import BadRows, read
-from sparkdl.data.column_stats import bad_values, made_dtype
+from sparkdl.data.column_rules import bad_values, made_dtype
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import DataError
@@ -35,18 +35,19 @@ class Beside:
             DataError: a null, a value that is not finite, or one that is no class number where
                 one is needed.
         """
-        values = self._values(array)
-        if self.as_classes:
-            return _class_numbers(values, self.name)
-        if not bool(torch.isfinite(values).all()):
+        values = to_numpy(array, "float64" if self.as_classes else self.dtype, name=self.name)
+        wrong = bad_values(values, "label", as_classes=self.as_classes)
+        if wrong.any() and self.as_classes:
+            raise DataError(
+                f'column "{self.name}" has the label {values[wrong][0]}: no class number (index '
+                "strings with StringIndexer, or filter such rows out)"
+            )
+        if wrong.any():
             raise DataError(
                 f'column "{self.name}" has a label that is infinite or NaN; filter such rows out'
             )
-        return values
-
-    def _values(self, array: Any) -> torch.Tensor:
-        dtype = "float64" if self.as_classes else self.dtype
-        return torch.from_numpy(to_numpy(array, dtype, name=self.name).copy())
+        tensor = torch.from_numpy(values.copy())
+        return tensor.long() if self.as_classes else tensor
 
     def read_weights(self, array: Any) -> torch.Tensor:
         """Its values as weights of rows.
@@ -54,25 +55,14 @@ class Beside:
         Raises:
             DataError: one is null, negative or not finite.
         """
-        values = self._values(array)
-        wrong = ~torch.isfinite(values) | (values < 0)
-        if bool(wrong.any()):
+        values = to_numpy(array, self.dtype, name=self.name)
+        wrong = bad_values(values, "weight", as_classes=False)
+        if wrong.any():
             raise DataError(
-                f'column "{self.name}" has the weight {float(values[wrong][0])}; weights are '
-                "numbers from 0"
+                f'column "{self.name}" has the weight {values[wrong][0]}; weights are numbers '
+                "from 0"
             )
-        return values
-
-
-def _class_numbers(values: torch.Tensor, name: str) -> torch.Tensor:
-    numbers = values.long()
-    wrong = (numbers != values) | (numbers < 0)
-    if bool(wrong.any()):
-        raise DataError(
-            f'column "{name}" has the label {float(values[wrong][0])}: no class number (index '
-            f"strings with StringIndexer, or filter such rows out)"
-        )
-    return numbers
+        return torch.from_numpy(values.copy())
 
 
 @dataclass(frozen=True, kw_only=True)

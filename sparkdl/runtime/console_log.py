@@ -1,4 +1,4 @@
-"""How do sparkdl's log lines reach a console without spoiling the progress bar?
+"""The log lines of sparkdl on a console, which leave the progress bar intact.
 
 Importing the package adds no handler: a library's host decides. Job scripts and workers, which
 are their own hosts, call `log_to_console`.

@@ -1,4 +1,4 @@
-"""What does a process compute on? As plain values, for a run's record."""
+"""What a process computes on: plain values for a run's record, and the choice of its device."""
 
 from __future__ import annotations
 

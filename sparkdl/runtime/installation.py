@@ -1,4 +1,4 @@
-"""Is this the only ``sparkdl`` installed where Python found this one?
+"""A check that no other package named ``sparkdl`` is mixed into this installation.
 
 PyPI's ``sparkdl`` is another vendor's abandoned package, preinstalled on some platforms. It uses
 the same folder name, so installing both into one place mixes their files.

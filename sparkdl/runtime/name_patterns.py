@@ -1,4 +1,4 @@
-"""Which parameters does a pattern mean?
+"""Patterns that name parameters of a module.
 
 A pattern is a shell's: ``*`` stands for any characters, dots included, ``?`` for one, ``[0-3]`` for
 one of these. It means a parameter if it fits its name, or the name of a layer that holds it:

@@ -1,4 +1,4 @@
-"""How is a process set up for our work, and put back afterwards?
+"""The settings of a process that are changed for our work, and put back afterwards.
 
 Spark reuses its Python workers for other tasks, and the driver's process is the user's, so
 everything changed here is restored.

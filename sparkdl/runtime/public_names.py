@@ -134,7 +134,7 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
                 f"unknown {what} {value!r}; known: {', '.join(sorted(known))}, or name a class of "
                 "your own as 'package.module:Class'"
             )
-        found = import_object(path)
+        found = import_object(path, f"name a {what} that driver and workers can import")
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{what} must be a {kind.__name__} or its name; received {value!r}")
     try:

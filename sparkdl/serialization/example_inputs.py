@@ -1,4 +1,4 @@
-"""With which inputs is a module tried when it is exported, and which of their sizes are free?"""
+"""The inputs with which a module is tried when it is exported, and their free sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
-from sparkdl.inputs import Sequence as SequenceInput
 
 Given: TypeAlias = "tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | Example"
 """Inputs by position, by name, or with what is known of their sizes."""
@@ -71,11 +70,7 @@ def example_of(columns: Sequence[Column], num_rows: int = 2) -> Example:
     arguments = example_arguments(columns, num_rows)
     lengths: list[bool] = []
     for column in columns:
-        kind = column.kind
-        is_sequence = isinstance(kind, SequenceInput)
-        lengths.append(is_sequence)
-        if isinstance(kind, SequenceInput) and kind.mask is not None:
-            lengths.append(True)
+        lengths += [column.kind.has_length] * (1 + len(column.kind.masks))
     # Lengths of 1 would be taken for constants.
     values = [
         torch.cat([value, value], dim=1) if flag and value.shape[1] == 1 else value

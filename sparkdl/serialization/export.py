@@ -1,4 +1,4 @@
-"""How does a saved model become a file for programs that do not know sparkdl?
+"""The export of a saved model to files for programs that do not know sparkdl.
 
 The file's ending says which: ONNX, torch's exported program, or safetensors. A folder is a saved
 module again, but one that needs none of the code it was made with.
@@ -13,7 +13,6 @@ from typing import Any
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
-from sparkdl.inputs import Sequence
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
@@ -118,7 +117,7 @@ def _signature(saved: SavedModule) -> ModelSignature:
 
 
 def _without_code(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was saved along, less the name of the factory; see `describe.describe`."""
+    """What was saved along, less the name of the factory; see `json_objects.describe`."""
     return {"dict": [entry for entry in described["dict"] if entry[0] != _FACTORY]}
 
 
@@ -127,7 +126,7 @@ def _lines(saved: SavedModule) -> tuple[str, ...]:
 
 
 def _line(column: Column) -> str:
-    length = ("length",) if isinstance(column.kind, Sequence) else ()
+    length = ("length",) if column.kind.has_length else ()
     shape = ", ".join(map(str, ("batch", *length, *column.shape)))
     return f"input {column.argument or column.name}: {column.dtype}, ({shape})"
 

@@ -1,4 +1,4 @@
-"""How is a module whose code nobody else can import kept, and read without running its file?
+"""A module as an exported program, which is read without running code from its file.
 
 ``torch.export`` turns a forward pass into a graph of operators. Its file format is not safe to
 load as it is. What torch 2.13 does when it reads a ``.pt2`` archive:

@@ -1,4 +1,4 @@
-"""Where does training start from? From weights that another training has left."""
+"""The weights of another training, from which a training starts."""
 
 from __future__ import annotations
 

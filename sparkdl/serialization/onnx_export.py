@@ -1,4 +1,4 @@
-"""How does a fitted module become an ONNX file, and does that file compute the same?
+"""The export of a fitted module to ONNX, and the check that the file computes the same.
 
 torch's exporter writes the file from the graph that `torch.export` makes; onnxruntime then runs it
 on batches of several sizes beside the module. Only what agrees is put in its place.

@@ -1,4 +1,4 @@
-"""How does a module travel from the driver to the executors?
+"""A module on its way from the driver to the executors.
 
 Tensors travel as safetensors; the rest of the module is pickled by value, in memory only, so that
 a class from a notebook works. The three ways to send the bytes are the three callables at the end.

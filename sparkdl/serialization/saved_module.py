@@ -27,7 +27,7 @@ from sparkdl.serialization.compare_modules import find_difference, is_equal, rep
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
-from sparkdl.storage.atomic_folder import read_index, read_sealed, write_sealed
+from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.storage import Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
@@ -64,7 +64,7 @@ class PreparedModule:
         files = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
-        write_sealed(storage, path, INDEX, self.index, files)
+        write_folder(storage, path, INDEX, self.index, files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ def prepare_module(
         factory: importable callable without arguments (or `functools.partial`) that makes such a
             module; None if there is none.
         example_inputs: a batch, ``(batch, ...)`` each, needed for an exported program only; see
-            `program.write_program`.
-        extra: further values for `SavedModule.extra` to give back; see `describe.describe`.
+            `exported_program.write_program`.
+        extra: further values for `SavedModule.extra` to give back; see `json_objects.describe`.
         others: further files, by name.
 
     Raises:
@@ -158,7 +158,7 @@ def prepare_program(
 
     Args:
         module: as for `prepare_module`.
-        example_inputs: as for `program.write_program`.
+        example_inputs: as for `exported_program.write_program`.
         extra: what `SavedModule.extra` gives back, described already.
 
     Raises:
@@ -192,7 +192,7 @@ def open_module(storage: Storage, path: str) -> SavedModule:
         StorageError: a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
-    return SavedModule(path=path, index=index, files=read_sealed(storage, path, index))
+    return SavedModule(path=path, index=index, files=read_files(storage, path, index))
 
 
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:

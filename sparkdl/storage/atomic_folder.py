@@ -1,4 +1,4 @@
-"""How does a folder of files show that it is whole, before anything in it is used?
+"""A folder of files that shows whether it is whole before anything in it is used.
 
 An index, a JSON file that is written last, lists size and SHA-256 of every other file, and holds
 the SHA-256 of itself. So a missing, truncated or changed byte anywhere is found before a name in
@@ -18,14 +18,14 @@ from sparkdl.errors import CheckpointError, StorageError
 from sparkdl.storage.checkpoint_format import FileRecord, Recorder
 from sparkdl.storage.storage import Storage, pieces
 
-_SEAL = "sha256"
+_SUM = "sha256"
 _REMEDY = "save it again, or take an intact copy"
 
 Pieces = bytes | Iterable[bytes | memoryview]
 """The content of a file: whole, or its pieces in order, which are written as they come."""
 
 
-def write_sealed(
+def write_folder(
     storage: Storage, path: str, index_name: str, index: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
     """Write a folder; until its index is there, which comes last, it counts as damaged.
@@ -47,7 +47,7 @@ def write_sealed(
         storage.write(f"{path}/{name}", recorder.watch(_without_copies(data)))
         records[name] = asdict(recorder.record())
     body = {**index, "files": records}
-    storage.write(f"{path}/{index_name}", _text({**body, _SEAL: digest(body)}))
+    storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
 
 
 def read_index(storage: Storage, path: str, index_name: str, versions: range) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
                 f"{place} has version {version}; this sparkdl reads up to {versions[-1]}; use the "
                 "sparkdl that saved it, or a newer one"
             )
-        if version not in versions or (version > 1 and not _is_sealed(index, data)):
+        if version not in versions or (version > 1 and not _is_intact(index, data)):
             raise StorageError(f"{place} is damaged: it is not what was written; {_REMEDY}")
         index["files"] = {
             checked_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
@@ -83,7 +83,7 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
     return dict(index)
 
 
-def read_sealed(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
+def read_files(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[str, bytes]:
     """All files that an index lists, each of them compared with its size and sum.
 
     Raises:
@@ -110,10 +110,10 @@ def checked_name(name: str) -> str:
     return name
 
 
-def _is_sealed(index: Mapping[str, Any], data: bytes) -> bool:
+def _is_intact(index: Mapping[str, Any], data: bytes) -> bool:
     """Whether the sum is right and not a byte differs, not even one without meaning."""
-    body = {key: value for key, value in index.items() if key != _SEAL}
-    return index.get(_SEAL) == digest(body) and data == _text({**body, _SEAL: index[_SEAL]})
+    body = {key: value for key, value in index.items() if key != _SUM}
+    return index.get(_SUM) == digest(body) and data == _text({**body, _SUM: index[_SUM]})
 
 
 def _text(index: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What does a checkpoint look like on storage, and when is it whole?
+"""The format of a checkpoint on a storage, and the checks that it is whole.
 
 A checkpoint is a folder ``<run key>/step-00000120``, or ``step-00000120-final`` for the last one
 of a run, with ``shared.safetensors`` (equal on all ranks), ``rank-00000.safetensors`` for each

@@ -1,4 +1,4 @@
-"""How does a running gang write checkpoints without waiting for the storage?
+"""The writer of a gang's checkpoints, which lets training go on while it writes.
 
 `save` copies the state on the training thread; a background thread writes it. The ranks write
 their own files and tell rank 0, through the run's key-value store, how large they are and what

@@ -1,4 +1,4 @@
-"""How does a storage that only the driver can open serve the workers too? As a folder of another.
+"""Storages within storages: one that is mounted into another, and a folder of one.
 
 The driver's channel serves one storage. The driver mounts the other one into it, and workers see
 its folder, so whatever the driver can write to, they can.
@@ -11,8 +11,38 @@ import builtins
 from sparkdl.storage.storage import Data, Storage, checked
 
 
-class Mounted:
+class _Forwarding:
+    """A storage whose files lie in others."""
+
+    def write(self, path: str, data: Data) -> None:
+        storage, inside = self._find(path)
+        storage.write(inside, data)
+
+    def read(self, path: str) -> bytes:
+        storage, inside = self._find(path)
+        return storage.read(inside)
+
+    def list(self, path: str) -> builtins.list[str]:
+        storage, inside = self._find(path)
+        return storage.list(inside)
+
+    def remove(self, path: str) -> None:
+        storage, inside = self._find(path)
+        storage.remove(inside)
+
+    def exists(self, path: str) -> bool:
+        storage, inside = self._find(path)
+        return storage.exists(inside)
+
+    def _find(self, path: str) -> tuple[Storage, str]:
+        """The storage that has a path, and the path in it."""
+        raise NotImplementedError
+
+
+class Mounted(_Forwarding):
     """A storage into which others can be mounted, as Unix mounts file systems.
+
+    The names of mounted folders are not in lists.
 
     Args:
         base: where everything lies that is under no mounted folder.
@@ -29,33 +59,12 @@ class Mounted:
         """Let ``folder``, one name, be the root of ``storage`` from now on."""
         self._mounted[folder] = storage
 
-    def write(self, path: str, data: Data) -> None:
-        storage, inside = self._find(path)
-        storage.write(inside, data)
-
-    def read(self, path: str) -> bytes:
-        storage, inside = self._find(path)
-        return storage.read(inside)
-
-    def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`; mounted folders are not among the names."""
-        storage, inside = self._find(path)
-        return storage.list(inside)
-
-    def remove(self, path: str) -> None:
-        storage, inside = self._find(path)
-        storage.remove(inside)
-
-    def exists(self, path: str) -> bool:
-        storage, inside = self._find(path)
-        return storage.exists(inside)
-
     def _find(self, path: str) -> tuple[Storage, str]:
         first, _, rest = checked(path).partition("/")
         return (self._mounted[first], rest) if first in self._mounted else (self._base, path)
 
 
-class Subfolder:
+class Subfolder(_Forwarding):
     """A folder of a storage, as a storage.
 
     Args:
@@ -72,20 +81,5 @@ class Subfolder:
     def __str__(self) -> str:
         return self._name
 
-    def write(self, path: str, data: Data) -> None:
-        self._storage.write(self._at(path), data)
-
-    def read(self, path: str) -> bytes:
-        return self._storage.read(self._at(path))
-
-    def list(self, path: str) -> builtins.list[str]:
-        return self._storage.list(self._at(path))
-
-    def remove(self, path: str) -> None:
-        self._storage.remove(self._at(path))
-
-    def exists(self, path: str) -> bool:
-        return self._storage.exists(self._at(path))
-
-    def _at(self, path: str) -> str:
-        return f"{self._folder}/{checked(path)}".rstrip("/")
+    def _find(self, path: str) -> tuple[Storage, str]:
+        return self._storage, f"{self._folder}/{checked(path)}".rstrip("/")

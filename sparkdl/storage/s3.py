@@ -1,4 +1,4 @@
-"""How does Python reach S3 and what speaks its protocol? With the client inside pyarrow.
+"""Access to S3, and to what speaks its protocol, with the client inside pyarrow.
 
 It needs no package more, waits for a bounded time, and looks for credentials and region where
 every AWS tool does: environment variables, ``~/.aws``, the machine's role.

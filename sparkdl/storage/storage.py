@@ -1,4 +1,4 @@
-"""Where do checkpoints and models lie, and how are their files written and read?
+"""The storage of checkpoints and models: a folder on local disk, or behind a URL.
 
 A `Storage` is a folder: relative posix paths in, bytes out. Nothing here knows what the files
 mean; that a checkpoint is complete follows from its manifest, which is written last, so a storage

@@ -1,4 +1,4 @@
-"""How does a nested Python value become JSON and tensors, and come back bit for bit?
+"""Nested Python values as JSON and tensors, and back, bit for bit.
 
 No pickle: only the kinds listed in `pack` are accepted, so reading a tree runs no code. JSON keeps
 ints of any size and finite floats exactly; everything else that JSON lacks is a one-key object

@@ -1,4 +1,4 @@
-"""How long may WebHDFS keep us waiting, and does it tell failures? fsspec leaves both to us.
+"""Time-outs and errors of WebHDFS, both of which fsspec leaves out.
 
 fsspec's client sets no time-out, and takes what a data node answers for the file's content even
 where that is an error message.

@@ -182,7 +182,7 @@ def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClie
                 client.wait([_signed_off(rank)], _LISTEN_SECONDS)
                 break
             except TimeoutError as error:
-                silence = client.silence(attempt=order.attempt, rank=rank)
+                silence = client.seconds_since_report(attempt=order.attempt, rank=rank)
                 if silence is None or silence > order.collective_timeout_seconds:
                     raise CommunicationError(
                         f"rank {rank} has not reported for {order.collective_timeout_seconds:g} s"

@@ -15,7 +15,6 @@ from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import ShardRows, ShardSource
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Sequence as SequenceInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,7 @@ class DataSet:
         """What a batch holds."""
         names: list[str] = []
         for column in self.columns:
-            names.append(str(column.argument))
-            if isinstance(column.kind, SequenceInput) and column.kind.mask is not None:
-                names.append(column.kind.mask)
+            names += [str(column.argument), *column.kind.masks]
         return tuple(names)
 
     def plan(self, world_size: int, batch_size: int) -> TrainPlan:

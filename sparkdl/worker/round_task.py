@@ -131,7 +131,7 @@ def _wait_for_the_other(client: ChannelClient | None, attempt: int, shard_id: in
     To raise at once would count as a failure of the task, of which a job stands few.
     """
     while client is not None:
-        silence = client.silence(attempt=attempt, rank=shard_id)
+        silence = client.seconds_since_report(attempt=attempt, rank=shard_id)
         if silence is None or silence > _SILENT_SECONDS:
             return
         time.sleep(0.5)

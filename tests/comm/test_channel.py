@@ -81,15 +81,15 @@ def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelCli
 
 
 def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
-    assert client.silence(attempt=1, rank=2) is None
+    assert client.seconds_since_report(attempt=1, rank=2) is None
     client.report(attempt=1, rank=2, events=[])
     time.sleep(0.05)
-    silence = client.silence(attempt=1, rank=2)
+    silence = client.seconds_since_report(attempt=1, rank=2)
     assert silence is not None
     assert 0.05 <= silence < 5
-    assert client.silence(attempt=2, rank=2) is None
+    assert client.seconds_since_report(attempt=2, rank=2) is None
     client.report(attempt=2, rank=2, events=[])
-    assert client.silence(attempt=1, rank=2) is None
+    assert client.seconds_since_report(attempt=1, rank=2) is None
 
 
 def test_without_the_secret_nothing_is_answered(server: ChannelServer) -> None:

@@ -17,7 +17,7 @@ from sparkdl.serialization.saved_module import (
     prepare_module,
     save_module,
 )
-from sparkdl.storage.atomic_folder import digest, read_index, read_sealed, write_sealed
+from sparkdl.storage.atomic_folder import digest, read_files, read_index, write_folder
 from tests.describable import NeedsWidth
 from tests.storage.memory import MemoryStorage
 
@@ -135,9 +135,9 @@ def test_a_later_version_is_told_from_damage() -> None:
 
 def test_pieces_are_written_as_they_come_and_listed() -> None:
     storage = MemoryStorage()
-    write_sealed(storage, "m", INDEX, {"version": 2}, {"a": iter([b"12", memoryview(b"3")])})
+    write_folder(storage, "m", INDEX, {"version": 2}, {"a": iter([b"12", memoryview(b"3")])})
     index = read_index(storage, "m", INDEX, VERSIONS)
-    assert read_sealed(storage, "m", index) == {"a": b"123"}
+    assert read_files(storage, "m", index) == {"a": b"123"}
     assert index["files"]["a"].size_bytes == 3
 
 
@@ -147,9 +147,9 @@ def test_a_folder_whose_writing_was_interrupted_is_damaged() -> None:
         raise OSError("the disk is gone")
 
     storage = MemoryStorage()
-    write_sealed(storage, "m", INDEX, {"version": 2}, {"a": b"1"})
+    write_folder(storage, "m", INDEX, {"version": 2}, {"a": b"1"})
     with pytest.raises(OSError, match="gone"):
-        write_sealed(storage, "m", INDEX, {"version": 2}, {"a": broken()})
+        write_folder(storage, "m", INDEX, {"version": 2}, {"a": broken()})
     with pytest.raises(StorageError, match=r"cannot read m/index\.json"):
         read_index(storage, "m", INDEX, VERSIONS)
 

@@ -1,4 +1,4 @@
-"""How do small whole numbers become bits, several to a byte, and come back?
+"""Small whole numbers as bits, several to a byte, and back.
 
 The codes are int8. The eight (four, two) codes that share a byte are read as one int64 (int32,
 int16) and multiplied by a number that moves each code's low bits to its place in the highest

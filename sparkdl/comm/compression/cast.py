@@ -1,4 +1,4 @@
-"""How do values travel in half the bytes? As fp16 or bf16 numbers, in which they are also summed.
+"""Compressions to fp16 and bf16 numbers, in which values travel and are summed.
 
 Shares are already parts of a mean, so that sums overflow only where the mean does.
 """

@@ -1,4 +1,4 @@
-"""Which values share a scale? The columns of the paper: the weights that lead to one output.
+"""The columns whose values share a scale: the weights that lead to one output.
 
 In torch these are the rows of a parameter: one per output unit or channel. Tensors of one
 dimension, and those of very short rows, are one column each. A slice may begin and end within a

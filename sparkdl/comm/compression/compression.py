@@ -1,4 +1,4 @@
-"""What must a compression offer to the strategies that send gradients or changes of weights?
+"""What a compression offers to the strategies that send gradients or changes of weights.
 
 Two objects, as for strategies: `Compression` holds the options and travels to the executors,
 `Compressor` is the compression at work on one bucket of one rank.
@@ -89,6 +89,11 @@ class Compression(ABC):
 class Compressor(ABC):
     """A compression at work on one bucket of one rank."""
 
+    shared_state: ClassVar[tuple[str, ...]] = ()
+    """What `state_dict` holds: names of attributes, without the underscore in front of them."""
+    rank_state: ClassVar[tuple[str, ...]] = ()
+    """What `rank_state_dict` holds, likewise."""
+
     @abstractmethod
     def start(self, flat: torch.Tensor) -> Pending:
         """Start an exchange; several compressors' exchanges may be under way at once.
@@ -102,17 +107,26 @@ class Compressor(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What must be remembered and is equal on all ranks (steps, thresholds)."""
-        return {}
+        return {name: getattr(self, f"_{name}") for name in self.shared_state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
+        self._load(self.shared_state, state)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What only this rank must remember (residuals)."""
-        return {}
+        return {name: getattr(self, f"_{name}") for name in self.rank_state}
 
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `rank_state_dict` gave."""
+        self._load(self.rank_state, state)
+
+    def _load(self, names: Sequence[str], state: dict[str, Any]) -> None:
+        for name in names:
+            if isinstance(state[name], torch.Tensor):
+                getattr(self, f"_{name}").copy_(state[name])
+            else:
+                setattr(self, f"_{name}", state[name])
 
 
 class After:

@@ -1,4 +1,4 @@
-"""How do dense messages reach the sum of all ranks? In two stages, with an owner for each slice.
+"""The sum of dense messages in two stages, with an owner for each slice.
 
 A bucket is cut into one slice per rank. Every rank encodes all slices of its share and sends
 each to its owner (an all-to-all); the owners decode, sum, encode the sums and send them to all (an
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -70,6 +70,9 @@ class ScatterCompressor(Compressor):
         warmup_steps: first exchanges, in which values are summed as they are.
     """
 
+    shared_state: ClassVar = ("step",)
+    rank_state: ClassVar = ("residual", "sums_residual")
+
     def __init__(
         self,
         comm: Communicator,
@@ -117,19 +120,6 @@ class ScatterCompressor(Compressor):
             self._second, self._bounds, self._gathered, strict=True
         ):
             codec.decode_add(message, flat[start:stop])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residual, "sums_residual": self._sums_residual}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.copy_(state["residual"])
-        self._sums_residual.copy_(state["sums_residual"])
 
 
 def _messages(codecs: Sequence[Codec], like: torch.Tensor) -> torch.Tensor:

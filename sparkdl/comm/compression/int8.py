@@ -1,4 +1,4 @@
-"""How do values travel as whole numbers of 8 bits? By a scale per row or tensor, and a residual.
+"""The int8 compression: whole numbers of 8 bits, a scale per row or tensor, and a residual.
 
 The scale is such that the largest absolute value becomes 127; values are rounded to the nearest
 multiple. Signs are treated alike, zero stays zero.

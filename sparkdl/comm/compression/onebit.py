@@ -1,4 +1,4 @@
-"""How does a gradient travel as its signs? By two means per column, and a residual.
+"""The 1-bit compression: signs of a gradient, two means per column, and a residual.
 
 Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs", Interspeech 2014; CNTK's ``gradientBits=1``. A value that is not negative

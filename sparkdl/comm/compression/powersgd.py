@@ -1,4 +1,4 @@
-"""How does a gradient travel as two thin matrices? By one step of power iteration, and a residual.
+"""PowerSGD: a gradient as two thin matrices, by one step of power iteration and a residual.
 
 Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, with warm start and error feedback. M is a rank's share with its residual, as a
@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -109,6 +109,9 @@ class Plan:
 class PowerSGDCompressor(Compressor):
     """See `PowerSGD`."""
 
+    shared_state: ClassVar = ("step", "q")
+    rank_state: ClassVar = ("residual",)
+
     def __init__(
         self, options: PowerSGD, shapes: Shapes, comm: Communicator, like: torch.Tensor
     ) -> None:
@@ -153,19 +156,6 @@ class PowerSGDCompressor(Compressor):
         sizes = [stop - start for start, stop in self._plan.others]
         parts = torch.split(self._first[len(self._first) - sum(sizes) :], sizes) if sizes else ()
         return list(zip(self._plan.others, parts, strict=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "q": self._q}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
-        self._q.copy_(state["q"])
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residual}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.copy_(state["residual"])
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:

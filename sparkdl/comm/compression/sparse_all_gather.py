@@ -1,4 +1,4 @@
-"""How do sparse messages reach all ranks? Every rank gets every other's, and adds them up itself.
+"""The exchange of sparse messages: each rank gets all others' and adds them up itself.
 
 All ranks add in rank order, so that their sums have equal bits.
 """

@@ -1,4 +1,4 @@
-"""Which values have reached a threshold, and on which side? One, minus one, or zero for each."""
+"""Values as one, minus one or zero: whether each has reached a threshold, and on which side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do only the large values travel? As places and signs, once they reach a threshold.
+"""The threshold compression: places and signs of the values that have reached a threshold.
 
 Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015,
 with the adaptive threshold, residual clipping and dense messages of Deeplearning4j's gradient
@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -108,6 +108,9 @@ class ThresholdCompression(Compression):
 class ThresholdCompressor(Compressor):
     """See `ThresholdCompression`; the threshold is equal on all ranks."""
 
+    shared_state: ClassVar = ("step", "threshold")
+    rank_state: ClassVar = ("residual",)
+
     def __init__(
         self, options: ThresholdCompression, comm: Communicator, residual: torch.Tensor
     ) -> None:
@@ -149,18 +152,6 @@ class ThresholdCompressor(Compressor):
         if self._threshold is not None:
             sparsity = num_sent / (len(messages) * len(flat))
             self._threshold = self._options.adapted(self._threshold, sparsity)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "threshold": self._threshold}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step, self._threshold = state["step"], state["threshold"]
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residual}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.copy_(state["residual"])
 
 
 def reached_by(values: torch.Tensor, sparsity: float) -> float:

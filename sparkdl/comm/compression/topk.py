@@ -1,4 +1,4 @@
-"""How do only the largest values travel? By place and value; the others wait.
+"""The top-k compression: only the largest values travel, with their places; the others wait.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018. With a momentum m, each rank keeps a velocity
 u and a sum v of what it has not sent: ``u = m u + g; v += u``. Of every tensor it sends the v of
@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -154,6 +154,9 @@ class TopKCompression(Compression):
 class TopKCompressor(Compressor):
     """See `TopKCompression`."""
 
+    shared_state: ClassVar = ("step", "dense_velocity")
+    rank_state: ClassVar = ("residual", "velocity")
+
     def __init__(
         self, options: TopKCompression, shapes: Shapes, comm: Communicator, like: torch.Tensor
     ) -> None:
@@ -231,20 +234,6 @@ class TopKCompressor(Compressor):
         sizes = [stop - start for start, stop in self._vectors]
         for (start, stop), values in zip(self._vectors, torch.split(dense, sizes), strict=True):
             flat[start:stop] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "dense_velocity": self._dense_velocity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._step = state["step"]
-        self._dense_velocity.copy_(state["dense_velocity"])
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residual, "velocity": self._velocity}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._residual.copy_(state["residual"])
-        self._velocity.copy_(state["velocity"])
 
 
 def places_of(shapes: Shapes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

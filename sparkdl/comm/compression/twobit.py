@@ -1,4 +1,4 @@
-"""How do values travel as plus, minus or nothing? By a fixed threshold and a residual.
+"""The 2-bit compression: plus, minus or nothing, by a fixed threshold and a residual.
 
 MXNet's 2-bit compression: a value that, with what was left of it, has reached the threshold, is
 sent as the threshold, and that is subtracted. As on MXNet's server the sums of these are exact: the

@@ -1,4 +1,4 @@
-"""How is summed over several nodes? Inside each node, then between nodes, then out again.
+"""Sums inside each node first, then between nodes, then out again.
 
 The topology-aware sums of IBM's DDL (Cho et al., "PowerAI DDL", 2017): every byte crosses the slow
 network as seldom as possible. Where all nodes have ``L`` ranks, each of these takes an ``L``-th of

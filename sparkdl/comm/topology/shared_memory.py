@@ -1,4 +1,4 @@
-"""How do processes of one node come to share memory? Through a file that has no name anywhere.
+"""Memory that the processes of one node share, through a file that has no name anywhere.
 
 Rank 0 makes an anonymous file in memory (``memfd_create``), which its peers open by way of its
 entry in ``/proc``. The kernel frees it with the last process that has it open or mapped, so nothing

@@ -1,4 +1,4 @@
-"""How do the ranks of one node sum what they have in memory, without sending it?
+"""Sums of the ranks of one node over shared memory, without sending anything.
 
 Each rank sees the summands of all. It adds up its share of the elements, in rank order, and writes
 the result into the tensors of all ranks: two passes over the data, and equal bits everywhere and

@@ -1,4 +1,4 @@
-"""How does a rank wait for its peers: not long awake, not long asleep, and never for the dead?
+"""Signals between the ranks of a node, in whose waiting a dead peer is noticed.
 
 Each rank has semaphores to each other rank in shared memory. POSIX semaphores order memory as well
 (The Open Group Base Specifications, 4.12): whoever has taken a semaphore sees all that was written

@@ -1,4 +1,4 @@
-"""What does a topology change of the communicator that it wraps? The sums, and nothing else."""
+"""The base of topologies: a communicator that sums in its own way, and passes all else on."""
 
 from __future__ import annotations
 

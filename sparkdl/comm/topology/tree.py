@@ -1,4 +1,4 @@
-"""How is summed along a tree? Up to the first rank, level by level, and down again.
+"""Sums along a tree: up to the first rank, level by level, and down again.
 
 Reduction trees replaced the parameter server in FireCaffe (Iandola et al., CVPR 2016): the longest
 way is ``2 log2 W`` messages of the whole tensor, where a ring has ``2 (W - 1)`` messages of a

@@ -1,4 +1,4 @@
-"""How does a column that a worker reads by itself become rows, and which rows are refused?
+"""The conversion of columns that workers read by themselves, and the checks of their rows.
 
 What Catalyst does for the spool is done here with Arrow and numpy, and the checks are the same.
 """
@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparkdl.data.column_readers import BadRows, Rows, read
-from sparkdl.data.column_stats import bad_values, bad_values_message, made_dtype
+from sparkdl.data.column_readers import BadRows, read
+from sparkdl.data.column_rules import refuse_bad, stored_dtype
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Sequence, Sparse, Tensor
+from sparkdl.inputs import Sparse, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -169,20 +170,10 @@ def checked_rows(
     _check_shape(rows, column, wanted.shape, f"row {first_row}{where}")
     if isinstance(rows, Ragged):
         last = _typed(rows.parts[-1], wanted, column)
-        if isinstance(wanted.kind, Sequence) and not len(last):  # which do not tell their shape
+        if wanted.kind.has_length and not len(last):  # which do not tell their shape
             last = last.reshape(0, *column.shape)
         return Ragged((*rows.parts[:-1], last), rows.offsets, column.shape)
-    if column.role != "feature" and rows.dtype.kind in "biuf":
-        bad = bad_values(rows, column.role, as_classes=wanted.as_classes)
-        if bad.any():
-            row = int(bad.argmax())
-            first = f"{rows[row].tolist()} in row {first_row + row}{where}"
-            raise DataError(
-                bad_values_message(
-                    column.name, as_classes=wanted.as_classes, role=column.role,
-                    count=int(bad.sum()), first=first,
-                )
-            )  # fmt: skip
+    refuse_bad(rows, wanted, lambda row: f"row {first_row + row}{where}")
     return _typed(rows, wanted, column).reshape(len(rows), *column.shape)
 
 
@@ -219,8 +210,8 @@ def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, firs
 def _typed(values: Array, wanted: SpoolColumn, column: Column) -> Array:
     """Values of the plan's dtype."""
     dtype = np.dtype(column.dtype)
-    if wanted.kind.transform is not None and not isinstance(wanted.kind, Image) and len(values):
-        made = made_dtype(values.dtype, column.role, wanted.dtype)
+    if wanted.kind.transform is not None and not wanted.kind.keeps_dtype and len(values):
+        made = stored_dtype(wanted, values.dtype)
         if made != dtype:
             raise DataError(
                 f'the transform of "{column.name}" gave {made} where others have {dtype}: let it '

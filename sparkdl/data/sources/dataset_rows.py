@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.column_stats import bad_values, bad_values_message
+from sparkdl.data.column_rules import refuse_bad
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.data.shuffle import epoch_order
@@ -183,19 +183,7 @@ class Sampler:
                 f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
                 f"of {place}; let the dataset give all samples one dtype"
             )
-        if column.role != "feature" and value.dtype.kind in "biuf":
-            bad = bad_values(value[None], column.role, as_classes=wanted.as_classes)
-            if bad.any():
-                first = f"{value.tolist()} in {place}"
-                raise DataError(
-                    bad_values_message(
-                        column.name,
-                        as_classes=wanted.as_classes,
-                        role=column.role,
-                        count=1,
-                        first=first,
-                    )
-                )
+        refuse_bad(value[None], wanted, lambda _: place)
         values[row] = value.reshape(column.shape)
 
 

@@ -1,4 +1,4 @@
-"""How does a fit train on Parquet files that workers read by themselves?
+"""Parquet files as a source that workers read by themselves.
 
 No Spark job reads them and nothing is written to local disks. The driver reads footers: they tell
 the row groups, and which of them have nulls, rows of another width or labels out of range; the
@@ -22,15 +22,17 @@ from sparkdl.data.sources.row_groups import (
     Group,
     RowGroupShards,
     ShardPieces,
+    check_options,
     content_of,
     deal_both,
-    describe_shard,
+    describe_shards,
+    groups_of,
     hold_out,
     marks,
     pieces_together,
     place,
 )
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +61,7 @@ class ParquetSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", os.fspath(self.path))
-        if self.buffer_bytes < 1:
-            raise ConfigError(f"buffer_bytes must be at least 1; received {self.buffer_bytes}")
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"validation_fraction must be in [0, 1); received {self.validation_fraction}"
-            )
+        check_options(self.buffer_bytes, self.validation_fraction)
 
     def schema(self) -> pa.Schema:
         schema = list_files(str(self.path)).schema
@@ -95,14 +92,7 @@ class _Survey:
             self._validation = path_of(listing.schema, wanted.validation)
 
     def contents(self) -> Contents:
-        groups = [
-            (number, group.number, group.num_rows)
-            for number, file in enumerate(self._listing.files)
-            for group in file.row_groups
-            if group.num_rows
-        ]
-        if not groups:
-            raise DataError(f"the files under {self._source.path} have no rows")
+        groups = groups_of(self._listing, str(self._source.path))
         wanted, limit = self._wanted, self._source.buffer_bytes
         used = [path for several in self._paths for path in several]
         self._listing.require_alike([*used, *filter(None, [self._validation])])
@@ -117,16 +107,8 @@ class _Survey:
         self._say_memory(max(sizes), survey.row_bytes, together)
         return Contents(
             columns=columns,
-            shards=tuple(
-                describe_shard(
-                    number,
-                    shard,
-                    self._names,
-                    together=together,
-                    about=self._validation,
-                    num_bytes=limit,
-                )
-                for number, shard in enumerate(pieces)
+            shards=describe_shards(
+                pieces, self._names, together=together, about=self._validation, num_bytes=limit
             ),
             content=content_of(self._names, [self._validation, self._source.validation_fraction]),
             reader=RowGroupShards(

@@ -1,4 +1,4 @@
-"""Which Parquet files and row groups lie under a path, and what do their footers tell?"""
+"""Parquet files under a path, their footers, and the reader of their row groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RowGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A column that the folders' names tell (``year=2024``)."""
+    """A column whose value a folder's name gives (``year=2024``)."""
 
     name: str
     value: Any
@@ -81,7 +81,7 @@ class DataFile:
         return self.path.rsplit("/", 1)[-1]
 
     def constant(self, name: str) -> Constant | None:
-        """The column of that name, if it is told by the folders."""
+        """The column of that name, if the folders' names have it."""
         return next((constant for constant in self.constants if constant.name == name), None)
 
 
@@ -148,15 +148,15 @@ def list_files(url: str) -> Listing:
         raise DataError(f"there is no Parquet file under {url}")
     with storage_errors(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         footers = tuple(pool.map(lambda path: _footer(files, path), paths))
-        told = _told(files, path, paths)
+        constants = _folder_values(files, path, paths)
     full = next((footer for footer in footers if footer.num_rows), footers[0])
     schema = _schema(full)
-    for constant in told[0]:  # also of a column of the files: Spark takes the folder's value
+    for constant in constants[0]:  # also of a column of the files: Spark takes the folder's value
         index, own = schema.get_field_index(constant.name), pa.field(constant.name, constant.type)
         schema = schema.append(own) if index < 0 else schema.set(index, own)
     return Listing(
         schema=schema,
-        files=tuple(map(_describe, paths, footers, told)),
+        files=tuple(map(_describe, paths, footers, constants)),
         footers=footers,
     )
 
@@ -180,20 +180,22 @@ def _is_hidden(path: str) -> bool:
     return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
-def _told(files: fs.FileSystem, base: str, paths: Sequence[str]) -> list[tuple[Constant, ...]]:
-    """What the folders' names tell of each file."""
+def _folder_values(
+    files: fs.FileSystem, base: str, paths: Sequence[str]
+) -> list[tuple[Constant, ...]]:
+    """The columns that the folders' names give each file."""
     options = ds.FileSystemFactoryOptions(
         partition_base_dir=base, partitioning=ds.HivePartitioning.discover()
     )
     factory = ds.FileSystemDatasetFactory(files, list(paths), ds.ParquetFileFormat(), options)
     types = factory.inspect_schemas()[-1]
-    told = {
+    values = {
         fragment.path: ds.get_partition_keys(fragment.partition_expression)
         for fragment in factory.finish(types).get_fragments()
     }
     return [
         tuple(
-            Constant(name=field.name, value=told[path].get(field.name), type=field.type)
+            Constant(name=field.name, value=values[path].get(field.name), type=field.type)
             for field in types
         )
         for path in paths
@@ -212,7 +214,7 @@ def digest_of(footer: pq.FileMetaData) -> str:
     return hashlib.blake2b(sink.getvalue(), digest_size=16).hexdigest()
 
 
-def _describe(path: str, footer: pq.FileMetaData, told: tuple[Constant, ...]) -> DataFile:
+def _describe(path: str, footer: pq.FileMetaData, constants: tuple[Constant, ...]) -> DataFile:
     return DataFile(
         path=path,
         digest=digest_of(footer),
@@ -220,7 +222,7 @@ def _describe(path: str, footer: pq.FileMetaData, told: tuple[Constant, ...]) ->
             RowGroup(number=number, num_rows=footer.row_group(number).num_rows)
             for number in range(footer.num_row_groups)
         ),
-        constants=told,
+        constants=constants,
     )
 
 

@@ -1,4 +1,4 @@
-"""What do footers and a sample tell of the columns of Parquet files, before anything is trained?
+"""What footers and a sample say of the columns of Parquet files, before anything is trained.
 
 Footers name the row groups that may hold what cannot be used: nulls, rows of another width, labels
 out of range. Those alone are read, to say how many rows it is.
@@ -16,15 +16,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sparkdl.data.column_readers import BadRows, Rows
-from sparkdl.data.column_stats import ColumnStats, bad_values, bad_values_message, made_dtype
+from sparkdl.data.column_readers import BadRows
+from sparkdl.data.column_rules import count_bad, stored_dtype
+from sparkdl.data.column_stats import ColumnStats
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.sources.column_conversion import column_at, found_rows
 from sparkdl.data.sources.parquet_files import Listing, Reader
 from sparkdl.data.sources.row_groups import Group, place
 from sparkdl.errors import DataError
-from sparkdl.inputs import Image, Tensor
+from sparkdl.inputs import Tensor
 
 _OFFSET_BYTES = 8
 
@@ -208,15 +210,10 @@ class ColumnSurvey:
     def _column(self, index: int, rows: Rows) -> Column:
         wanted = self._wanted[index]
         values = rows.parts[-1] if isinstance(rows, Ragged) else rows
-        dtype = np.dtype(wanted.dtype)
-        if isinstance(wanted.kind, Image):
-            dtype = values.dtype
-        elif wanted.kind.transform is not None:
-            dtype = made_dtype(values.dtype, wanted.role, wanted.dtype)
         return Column(
             name=wanted.name,
             role=wanted.role,
-            dtype=dtype.name,
+            dtype=stored_dtype(wanted, values.dtype).name,
             shape=(rows.shape or ()) if isinstance(rows, Ragged) else rows.shape[1:],
             specification=wanted.specification,
             longest=int(rows.lengths.max(initial=0)) if isinstance(rows, Ragged) else 0,
@@ -245,17 +242,7 @@ class ColumnSurvey:
                 suspects.append((file, group))
         for file, group in suspects:
             self._examine(index, file, group, stats)
-        if stats.nulls_and_shapes:
-            return stats.nulls_and_shapes.message(wanted.name)
-        if stats.bad_values:
-            return bad_values_message(
-                wanted.name,
-                as_classes=wanted.as_classes,
-                role=wanted.role,
-                count=stats.bad_values,
-                first=str(stats.first_bad),
-            )
-        return None
+        return stats.problem(wanted.name, wanted.role, as_classes=wanted.as_classes)
 
     def _examine(self, index: int, file: int, group: int, stats: ColumnStats) -> None:
         """Count what is wrong with a column in one row group."""
@@ -268,13 +255,9 @@ class ColumnSurvey:
             return
         assert not isinstance(rows, Ragged)
         stats.nulls_and_shapes.note_shape(rows.shape[1:], f"row 0{where}", len(rows))
-        if wanted.role == "feature" or rows.dtype.kind not in "biuf":
-            return
-        bad = bad_values(rows, wanted.role, as_classes=wanted.as_classes)
-        if bad.any():
-            row = int(bad.argmax())
-            stats.bad_values += int(bad.sum())
-            stats.first_bad = stats.first_bad or f"{rows[row].tolist()} in row {row}{where}"
+        count, first = count_bad(rows, wanted, lambda row: f"row {row}{where}")
+        stats.bad_values += count
+        stats.first_bad = stats.first_bad or first or None
 
     def _about(self, file: int, group: int, index: int) -> _About | None:
         """What footer or folder tell of a column's only leaf in a row group."""

@@ -1,4 +1,4 @@
-"""How does a fit train on a petastorm dataset?
+"""A petastorm dataset as a source.
 
 petastorm reads single row groups for us, in a shard count that is their number; which row group is
 read when, and how rows are mixed, is as for `ParquetSource`, so that runs resume exactly, which
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkdl.data.plan import Shard, Split, SpoolColumn, TrainPlan
+from sparkdl.data.plan import Split, TrainPlan
 from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.sources.dataset_rows import (
     Fields,
@@ -34,10 +34,12 @@ from sparkdl.data.sources.parquet_files import DataFile, Listing, list_files
 from sparkdl.data.sources.row_groups import (
     Group,
     Piece,
-    ShardPieces,
+    PieceShards,
+    check_options,
     content_of,
     deal_both,
-    describe_shard,
+    describe_shards,
+    groups_of,
     hold_out,
     pieces_together,
     place,
@@ -46,7 +48,6 @@ from sparkdl.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
-    from sparkdl.data.source import ShardRows
 
 _READERS = ("make_batch_reader", "make_reader")
 
@@ -83,12 +84,7 @@ class PetastormSource:
             raise ConfigError(f"petastorm takes URLs, such as file:///data; received {self.url!r}")
         if self.reader not in _READERS:
             raise ConfigError(f"reader must be one of {_READERS}; received {self.reader!r}")
-        if self.buffer_bytes < 1:
-            raise ConfigError(f"buffer_bytes must be at least 1; received {self.buffer_bytes}")
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"validation_fraction must be in [0, 1); received {self.validation_fraction}"
-            )
+        check_options(self.buffer_bytes, self.validation_fraction)
 
     def schema(self) -> pa.Schema:
         listing, groups = self._groups()
@@ -119,16 +115,8 @@ class PetastormSource:
         about = [self.reader, self.validation_fraction]
         return Contents(
             columns=columns,
-            shards=tuple(
-                describe_shard(
-                    number,
-                    shard,
-                    names,
-                    together=together,
-                    about=about,
-                    num_bytes=self.buffer_bytes,
-                )
-                for number, shard in enumerate(pieces)
+            shards=describe_shards(
+                pieces, names, together=together, about=about, num_bytes=self.buffer_bytes
             ),
             content=content_of(names, about),
             reader=PetastormShards(
@@ -137,6 +125,7 @@ class PetastormSource:
                 pieces=pieces,
                 wanted=with_shapes(wanted.columns, columns),
                 together=together,
+                row_bytes=row_bytes(columns),
             ),
             labels_outside=lambda index, num_classes: None,
             transform=self.transform_spec,
@@ -144,15 +133,7 @@ class PetastormSource:
 
     def _groups(self) -> tuple[Listing, list[Group]]:
         listing = list_files(self.url)
-        groups = [
-            (number, group.number, group.num_rows)
-            for number, file in enumerate(listing.files)
-            for group in file.row_groups
-            if group.num_rows
-        ]
-        if not groups:
-            raise DataError(f"the dataset {self.url} has no rows")
-        return listing, groups
+        return listing, groups_of(listing, self.url)
 
     def _first(
         self, files: Sequence[DataFile], groups: Sequence[Group], names: Sequence[str] | None
@@ -170,35 +151,13 @@ class PetastormSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PetastormShards:
-    """Opens shards on a worker; see `source.ShardSource`."""
+class PetastormShards(PieceShards):
+    """Opens shards of petastorm's datasets."""
 
     source: PetastormSource
-    files: tuple[DataFile, ...]
-    pieces: tuple[ShardPieces, ...]
-    wanted: tuple[SpoolColumn, ...]
-    together: int
-    """Pieces that are mixed."""
 
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        from sparkdl.data.sources.streamed import StreamedRows
-
-        pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]
-        read: Callable[[Piece], Mapping[str, Rows]] = partial(
-            self._rows, Sampler(plan.columns, self.wanted, ())
-        )
-        return StreamedRows(
-            plan,
-            [(piece, piece.num_rows) for piece in pieces],
-            read,
-            fingerprints=[shard.fingerprint for shard in shards],
-            pieces_together=self.together,
-            row_bytes=row_bytes(plan.columns),
-        )
-
-    def is_here(self, shard: Shard) -> bool:
-        """See `source.ShardSource.is_here`: storage is everywhere."""
-        return True
+    def reader(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
+        return partial(self._rows, Sampler(plan.columns, self.wanted, ()))
 
     def _rows(self, sampler: Sampler, piece: Piece) -> Mapping[str, Rows]:
         names = [column.name for column in self.wanted]

@@ -1,4 +1,4 @@
-"""How are row groups dealt to shards, and how does a worker read those of its rank?"""
+"""Row groups dealt to shards, and read on the worker to whose rank they belong."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pyarrow as pa
 from sparkdl.data.plan import Column, Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.sources.column_conversion import checked_rows, column_at, owned
-from sparkdl.data.sources.parquet_files import DataFile, Reader
-from sparkdl.errors import DataError
+from sparkdl.data.sources.parquet_files import DataFile, Listing, Reader
+from sparkdl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
@@ -61,6 +61,35 @@ class ShardPieces:
     def of(self, split: Split) -> tuple[Piece, ...]:
         """Those of a split."""
         return self.train if split == "train" else self.validation
+
+
+def check_options(buffer_bytes: int, validation_fraction: float) -> None:
+    """Refuse what no source of row groups can have.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if buffer_bytes < 1:
+        raise ConfigError(f"buffer_bytes must be at least 1; received {buffer_bytes}")
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction must be in [0, 1); received {validation_fraction}")
+
+
+def groups_of(listing: Listing, path: str) -> list[Group]:
+    """The row groups that have rows.
+
+    Raises:
+        DataError: there are none.
+    """
+    groups = [
+        (number, group.number, group.num_rows)
+        for number, file in enumerate(listing.files)
+        for group in file.row_groups
+        if group.num_rows
+    ]
+    if not groups:
+        raise DataError(f"the files under {path} have no rows")
+    return groups
 
 
 def deal(
@@ -152,20 +181,18 @@ def deal_both(
     return tuple(ShardPieces(*both) for both in dealt)
 
 
-def describe_shard(
-    number: int,
-    pieces: ShardPieces,
+def describe_shards(
+    shards: Sequence[ShardPieces],
     names: Sequence[str],
     *,
     together: int,
     about: object,
     num_bytes: int,
-) -> Shard:
-    """A shard for the plan; its fingerprint follows from all that decides which rows come when.
+) -> tuple[Shard, ...]:
+    """The shards for the plan; fingerprints follow from all that decides which rows come when.
 
     Args:
-        number: of the shard.
-        pieces: its rows.
+        shards: their rows.
         names: digest of each file.
         together: pieces that are mixed.
         about: what else decides.
@@ -175,15 +202,21 @@ def describe_shard(
     def lines(several: Sequence[Piece]) -> list[list[object]]:
         return [[names[p.file], p.row_group, p.first, p.stop] for p in several]
 
-    text = json.dumps([lines(pieces.train), lines(pieces.validation), together, about])
-    return Shard(
-        shard_id=number,
-        host="",
-        path="",
-        num_rows=sum(piece.num_rows for piece in pieces.train),
-        num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
-        fingerprint=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-        num_bytes=num_bytes,
+    def fingerprint(pieces: ShardPieces) -> str:
+        text = json.dumps([lines(pieces.train), lines(pieces.validation), together, about])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    return tuple(
+        Shard(
+            shard_id=number,
+            host="",
+            path="",
+            num_rows=sum(piece.num_rows for piece in pieces.train),
+            num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
+            fingerprint=fingerprint(pieces),
+            num_bytes=num_bytes,
+        )
+        for number, pieces in enumerate(shards)
     )
 
 
@@ -194,18 +227,13 @@ def content_of(names: Sequence[str], about: object) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowGroupShards:
-    """Opens shards of row groups on a worker; see `source.ShardSource`."""
+class PieceShards:
+    """Opens shards of pieces of row groups on a worker; see `source.ShardSource`."""
 
-    url: str
     files: tuple[DataFile, ...]
     pieces: tuple[ShardPieces, ...]
     """Of each shard."""
     wanted: tuple[SpoolColumn, ...]
-    paths: tuple[tuple[tuple[str, ...], ...], ...]
-    """Of each wanted column: where its specification's columns lie in the files."""
-    validation: tuple[str, ...] | None
-    """Where the column lies that marks validation rows."""
     together: int
     """Pieces that are mixed."""
     row_bytes: int
@@ -217,7 +245,7 @@ class RowGroupShards:
         return StreamedRows(
             plan,
             [(piece, piece.num_rows) for piece in pieces],
-            self._read_piece(plan, split),
+            self.reader(plan, split),
             fingerprints=[shard.fingerprint for shard in shards],
             pieces_together=self.together,
             row_bytes=self.row_bytes,
@@ -227,7 +255,22 @@ class RowGroupShards:
         """See `source.ShardSource.is_here`: storage is everywhere."""
         return True
 
-    def _read_piece(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
+    def reader(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
+        """The function that reads the plan's columns of a piece."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroupShards(PieceShards):
+    """Opens shards of Parquet files."""
+
+    url: str
+    paths: tuple[tuple[tuple[str, ...], ...], ...]
+    """Of each wanted column: where its specification's columns lie in the files."""
+    validation: tuple[str, ...] | None
+    """Where the column lies that marks validation rows."""
+
+    def reader(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
         return partial(self._rows, Reader(self.url), plan.columns, split)
 
     def _rows(

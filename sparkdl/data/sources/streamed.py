@@ -1,4 +1,4 @@
-"""How are rows that do not fit into memory together read piece by piece, and mixed on the way?
+"""Rows that do not fit into memory together, read piece by piece and mixed on the way.
 
 The pieces of a rank come in random order. Those of a window are in memory together, where their
 rows are mixed, while a thread reads the next window's (see `shuffle.WindowedOrder`). So memory
@@ -72,7 +72,7 @@ class StreamedRows(Generic[P]):
 
     def in_order(self, batch_size: int) -> Iterator[Columns]:
         """Piece after piece; see `source.ShardRows.in_order`."""
-        with contextlib.closing(_Ahead(self._load)) as ahead:
+        with contextlib.closing(_Prefetcher(self._load)) as ahead:
             for number, (_, num_rows) in enumerate(self._pieces):
                 columns = ahead.take(number)
                 if number + 1 < len(self._pieces):
@@ -114,7 +114,7 @@ class StreamedEpoch:
         self._order = order
         self._load = load
         self._row_bytes = row_bytes
-        self._ahead = _Ahead(self._load_window)
+        self._ahead = _Prefetcher(self._load_window)
         self._windows: dict[int, _Window] = {}
         """The current one, and on its border the next; by number."""
 
@@ -170,7 +170,7 @@ class StreamedEpoch:
 T = TypeVar("T")
 
 
-class _Ahead(Generic[T]):
+class _Prefetcher(Generic[T]):
     """Loads numbered things in a thread, before they are wanted."""
 
     def __init__(self, load: Callable[[int], T]) -> None:

@@ -1,4 +1,4 @@
-"""Which local disk gets a spool, and what is said when it is full?"""
+"""The choice of a local disk for a spool, and the errors of a full one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DiskFull(StorageError):
 
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Tell errors of the operating system in our words.
+    """Raise errors of the operating system as ours.
 
     Raises:
         DiskFull: no space is left.
@@ -29,11 +29,11 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise told(error, "write", directory) from error
+        raise disk_error(error, "write", directory) from error
 
 
-def told(error: OSError, doing: str, path: Path) -> StorageError:
-    """An error of the operating system in our words; see `disk_errors`.
+def disk_error(error: OSError, doing: str, path: Path) -> StorageError:
+    """An error of the operating system as one of ours; see `disk_errors`.
 
     Args:
         error: what has happened.
@@ -51,7 +51,7 @@ def told(error: OSError, doing: str, path: Path) -> StorageError:
 
 
 def full_disk(place: Path, shard_id: int, *, needed: int, free: int) -> StorageError:
-    """What the user is told of a full disk.
+    """The error for a full disk.
 
     Args:
         place: the local directory of Spark's.

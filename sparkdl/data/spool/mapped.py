@@ -14,8 +14,12 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.ragged import Ragged, lengths_at
 from sparkdl.data.shuffle import LengthGroups, Order, cut_rows, epoch_order, windowed_order
 from sparkdl.data.spool.page_cache import Pages
-from sparkdl.data.spool.read_ahead import Places, PlacesByLength, WholePlaces, WindowedPlaces
-from sparkdl.inputs import Sequence as SequenceInput
+from sparkdl.data.spool.read_ahead import (
+    Positions,
+    PositionsByLength,
+    WholePositions,
+    WindowedPositions,
+)
 
 
 @dataclass(frozen=True)
@@ -65,27 +69,27 @@ class MappedRows:
         if num_together is not None:
             steps = self._plan.steps_per_epoch
             groups = LengthGroups(self.num_rows, steps, num_together, seed=seed, epoch=epoch)
-            places = PlacesByLength(places, groups, self._lengths)
+            places = PositionsByLength(places, groups, self._lengths)
         return MappedEpoch(self._shards, self._plan, places)
 
-    def _places(self, seed: int, epoch: int) -> Places:
+    def _places(self, seed: int, epoch: int) -> Positions:
         """The rows of the epoch, step by step."""
         rows = [shard.num_rows for shard in self._shards]
         known = (seed, epoch, [shard.fingerprint for shard in self._shards])
         windows = self._plan.windows
         if windows is None:
-            return WholePlaces(epoch_order(*known, rows))
+            return WholePositions(epoch_order(*known, rows))
         sizes = cut_rows(rows, windows.group_rows)
         order = windowed_order(*known, sizes, windows.groups_together)
         pages = [shard.pages for shard in self._shards]
-        return WindowedPlaces(order, list(zip(pages, rows, strict=True)))
+        return WindowedPositions(order, list(zip(pages, rows, strict=True)))
 
     def _lengths(self, positions: Order) -> Order:
         """Length of the row at each position: the sum over its sequences."""
         total = np.zeros(len(positions), dtype=np.int64)
         for column in self._plan.columns:
             sources = [shard.columns[column.key] for shard in self._shards]
-            if isinstance(column.kind, SequenceInput):
+            if column.kind.has_length:
                 total += lengths_at(
                     [rows for rows in sources if isinstance(rows, Ragged)], positions
                 )
@@ -104,14 +108,14 @@ class MappedRows:
                     for column in self._plan.columns
                 }
             if self._plan.windows is not None and shard.pages is not None:
-                shard.pages.leave()
+                shard.pages.release()
                 shard.pages.drop(behind, shard.num_rows)
 
 
 class MappedEpoch:
     """See `source.EpochRows`."""
 
-    def __init__(self, shards: Sequence[ShardData], plan: TrainPlan, places: Places) -> None:
+    def __init__(self, shards: Sequence[ShardData], plan: TrainPlan, places: Positions) -> None:
         self._shards = shards
         self._plan = plan
         self._places = places
@@ -157,12 +161,12 @@ def _move_on(shard: ShardData, plan: TrainPlan, behind: int, start: int, stop: i
         return behind
     group = windows.group_rows
     if start == 0:
-        pages.expect(0, min(2 * group, shard.num_rows))
+        pages.prefetch(0, min(2 * group, shard.num_rows))
     reached, before = stop // group, start // group
     if reached > before:
         first = min((before + 2) * group, shard.num_rows)
-        pages.expect(first, min((reached + 2) * group, shard.num_rows))
-        pages.leave()
+        pages.prefetch(first, min((reached + 2) * group, shard.num_rows))
+        pages.release()
         pages.drop(behind, start)
         return start
     return behind

@@ -1,4 +1,4 @@
-"""Which parts of a shard's mapped files does the kernel keep in memory?
+"""The parts of a shard's mapped files that the kernel keeps in memory.
 
 Rows that do not fit into memory are read in row groups: the kernel is told which it shall read
 ahead, in large pieces, and which it may forget, so that a worker takes no more memory than it
@@ -50,7 +50,7 @@ class MappedFile:
         return np.frombuffer(self._map, dtype=dtype)
 
     def begin(self) -> None:
-        """Have nothing read but what is touched or expected, and forget what writing has left.
+        """Have nothing read but what is touched or prefetched, and forget what writing has left.
 
         What was written stays in the page cache in pieces of up to 2 MiB, which a kernel may map
         as a whole at one touch; what is read anew comes in small ones, of which up to 64 KiB are.
@@ -60,7 +60,7 @@ class MappedFile:
         os.fsync(self._descriptor)
         self.drop(0, self._num_bytes)
 
-    def expect(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         """Have these bytes read in the background."""
         start, stop = self._pages(start, stop)
         if hasattr(os, "posix_fadvise"):  # not on macOS, where touching them reads them
@@ -68,7 +68,7 @@ class MappedFile:
                 size = min(_READ_BYTES, stop - first)
                 os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Take all pages out of this process; the page cache keeps them."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -138,7 +138,7 @@ class Pages:
         return Pages(self._parts, self._first_row + num_rows)
 
     def begin(self) -> None:
-        """Make ready for windows, once: nothing is read but what is touched or expected.
+        """Make ready for windows, once: nothing is read but what is touched or prefetched.
 
         Raises:
             StorageError: what was written does not reach the disk.
@@ -147,18 +147,18 @@ class Pages:
             with disk_errors(part.file.path):
                 part.file.begin()
 
-    def expect(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         """Have rows ``start`` to ``stop`` read in the background."""
         for part in self._parts:
-            part.file.expect(*part.span(self._first_row + start, self._first_row + stop))
+            part.file.prefetch(*part.span(self._first_row + start, self._first_row + stop))
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Take all pages out of this process; the page cache keeps them.
 
         All, because the kernel maps pages around those that are touched too.
         """
         for part in self._parts:
-            part.file.leave()
+            part.file.release()
 
     def drop(self, start: int, stop: int) -> None:
         """Take rows ``start`` to ``stop`` out of the page cache; `leave` must come before."""

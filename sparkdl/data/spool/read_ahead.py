@@ -1,4 +1,4 @@
-"""Which rows does each step of a rank's epoch take, and when are they brought into memory?
+"""The rows of each step of an epoch, brought into memory ahead of their use.
 
 The order says where the rows of places ``start`` to ``stop`` of an epoch lie. Whoever asks goes
 forward only; what lies behind is given back, and what comes next is read ahead.
@@ -15,7 +15,7 @@ from sparkdl.data.shuffle import LengthGroups, Order, WindowedOrder
 from sparkdl.data.spool.page_cache import Pages
 
 
-class Places(Protocol):
+class Positions(Protocol):
     """The rows of an epoch in their order."""
 
     def positions(self, start: int, stop: int) -> Order:
@@ -28,7 +28,7 @@ class Places(Protocol):
         """Give back what is kept in memory."""
 
 
-class WholePlaces:
+class WholePositions:
     """Rows that are in memory, or will be after the first epoch."""
 
     def __init__(self, order: Order) -> None:
@@ -38,13 +38,13 @@ class WholePlaces:
         return self._order[start:stop]
 
     def used(self, place: int) -> None:
-        """See `Places`."""
+        """See `Positions`."""
 
     def close(self) -> None:
-        """See `Places`."""
+        """See `Positions`."""
 
 
-class WindowedPlaces:
+class WindowedPositions:
     """Rows of which a window is in memory, and a growing part of the next one.
 
     Args:
@@ -96,7 +96,7 @@ class WindowedPlaces:
     def _drop_before(self, end: int) -> None:
         for pages, _ in self._shards:
             if pages is not None:
-                pages.leave()
+                pages.release()
         for group in self._groups[self._behind : end]:
             for pages, first, last in self._where(group):
                 pages.drop(first, last)
@@ -114,7 +114,7 @@ class WindowedPlaces:
             upto += -(-following * (stop - low) // (high - low))
         for group in self._groups[self._ahead : upto]:
             for pages, first, last in self._where(group):
-                pages.expect(first, last)
+                pages.prefetch(first, last)
         self._ahead = max(self._ahead, upto)
 
     def _where(self, group: int) -> Iterator[tuple[Pages, int, int]]:
@@ -128,7 +128,7 @@ class WindowedPlaces:
             begin += rows
 
 
-class PlacesByLength:
+class PositionsByLength:
     """The rows of other places, those of some steps together exchanged by their length.
 
     Args:
@@ -138,7 +138,7 @@ class PlacesByLength:
     """
 
     def __init__(
-        self, places: Places, groups: LengthGroups, lengths: Callable[[Order], Order]
+        self, places: Positions, groups: LengthGroups, lengths: Callable[[Order], Order]
     ) -> None:
         self._places = places
         self._groups = groups

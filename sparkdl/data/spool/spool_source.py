@@ -13,7 +13,7 @@ import numpy as np
 from sparkdl.data.plan import Column, Shard, Split, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.source import ShardRows, rows_of
-from sparkdl.data.spool.local_disk import told
+from sparkdl.data.spool.local_disk import disk_error
 from sparkdl.data.spool.page_cache import EqualRows, FilePart, MappedFile, Pages, RaggedRows
 from sparkdl.data.spool.writer import column_parts, column_path
 from sparkdl.errors import ShardLost
@@ -116,6 +116,6 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) 
     except FileNotFoundError:
         raise ShardLost(f"spool file {path} is not on this host") from None
     except OSError as error:
-        raise told(error, "read", path) from error
+        raise disk_error(error, "read", path) from error
     parts.append(EqualRows(file, expected // shape[0]))
     return file.values(dtype).reshape(shape)

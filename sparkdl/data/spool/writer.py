@@ -17,8 +17,10 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow_arrays import examine
-from sparkdl.data.column_readers import BadRows, Rows, read, read_usable
-from sparkdl.data.column_stats import ColumnStats, SpoolSummary, bad_values, made_dtype
+from sparkdl.data.column_readers import BadRows, read, read_usable
+from sparkdl.data.column_rules import count_bad, stored_dtype
+from sparkdl.data.column_stats import ColumnStats, SpoolSummary
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.spool.local_disk import disk_errors
@@ -258,11 +260,7 @@ class SpoolWriter:
         values = rows.parts[-1] if isinstance(rows, Ragged) else rows
         if not len(values) and isinstance(rows, Ragged):
             return rows
-        dtype = np.dtype(column.dtype)
-        if isinstance(column.kind, Image):
-            dtype = values.dtype
-        elif column.kind.transform is not None:
-            dtype = made_dtype(values.dtype, column.role, column.dtype)
+        dtype = stored_dtype(column, values.dtype)
         stats.dtype = stats.dtype or dtype.name
         if stats.dtype != dtype.name:
             self._sound = False
@@ -274,14 +272,11 @@ class SpoolWriter:
         return values
 
     def _check(self, stats: ColumnStats, column: SpoolColumn, values: np.ndarray) -> None:
-        bad = bad_values(values, column.role, as_classes=column.as_classes)
-        if bad.any():
+        count, first = count_bad(values, column, lambda row: f"row {self._rows + row}{self._where}")
+        if count:
             self._sound = False
-            row = int(bad.argmax())
-            stats.bad_values += int(bad.sum())
-            stats.first_bad = stats.first_bad or (
-                f"{values[row].tolist()} in row {self._rows + row}{self._where}"
-            )
+            stats.bad_values += count
+            stats.first_bad = stats.first_bad or first
             return
         low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
         stats.minimum = low if stats.minimum is None else min(low, stats.minimum)
@@ -338,4 +333,4 @@ def column_parts(kind: Specification) -> list[str]:
 
 def _is_made(column: SpoolColumn) -> bool:
     """Whether a decoder or the user's code makes the rows."""
-    return column.kind.transform is not None or isinstance(column.kind, Image)
+    return column.kind.transform is not None or column.kind.keeps_dtype

@@ -8,7 +8,7 @@ Python worker away. This file knows nothing of training: it runs any picklable `
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,13 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
 from sparkdl.comm.channel import Address, ChannelServer, Hub
+from sparkdl.comm.file_chunks import RESULT_COLUMNS, joined_results, result_batches
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.spark.session.compat import unbracketed
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
-RESULT_SCHEMA = "rank int, kind string, payload binary"
-_ARROW_SCHEMA = pa.schema([("rank", pa.int32()), ("kind", pa.string()), ("payload", pa.binary())])
-_CHUNK_BYTES = 4 * 2**20
 
 Work = Callable[[WorkerEnvironment, Any], Iterator[tuple[str, bytes]]]
 """``work(environment, order)`` yields (kind, payload): a worker's results, of any size."""
@@ -56,7 +54,7 @@ class GangTask:
             if channel is None:
                 server, channel = _host_channel(context)
             for kind, payload in self.work(_environment(context, channel), self.order):
-                yield from _rows(context.partitionId(), kind, payload)
+                yield from result_batches(context.partitionId(), kind, payload)
         finally:
             if server is not None:
                 server.shutdown()
@@ -88,8 +86,8 @@ def launch(
         Exception: Spark's own, when a worker or executor was lost.
     """
     task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
-    rows = table.mapInArrow(task, RESULT_SCHEMA, barrier=True, profile=profile).collect()
-    return _joined([(row["rank"], row["kind"], bytes(row["payload"])) for row in rows])
+    rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=True, profile=profile).collect()
+    return joined_results(rows)
 
 
 def _environment(context: BarrierTaskContext, channel: Address) -> WorkerEnvironment:
@@ -118,20 +116,3 @@ def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Ad
         message = json.dumps(asdict(server.address))
     announced = context.allGather(message)[0]
     return server, Address(**json.loads(announced))
-
-
-def _rows(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
-    for at in range(0, max(1, len(payload)), _CHUNK_BYTES):
-        chunk: dict[str, Sequence[Any]] = {
-            "rank": [rank],
-            "kind": [kind],
-            "payload": [payload[at : at + _CHUNK_BYTES]],
-        }
-        yield pa.RecordBatch.from_pydict(chunk, schema=_ARROW_SCHEMA)
-
-
-def _joined(rows: Sequence[tuple[int, str, bytes]]) -> list[tuple[int, str, bytes]]:
-    parts: dict[tuple[int, str], list[bytes]] = {}
-    for rank, kind, payload in rows:
-        parts.setdefault((rank, kind), []).append(payload)
-    return [(rank, kind, b"".join(chunks)) for (rank, kind), chunks in parts.items()]

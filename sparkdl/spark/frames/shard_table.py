@@ -23,7 +23,6 @@ from sparkdl import errors
 from sparkdl.data.column_stats import (
     ColumnStats,
     SpoolSummary,
-    bad_values_message,
     merge_stats,
     no_rows,
     skipped_rows,
@@ -258,7 +257,8 @@ def columns_of(prepared: Sequence[Prepared], shards: Sequence[SpooledShard]) -> 
         for index in range(len(prepared))
     ]
     pairs = list(zip(prepared, found, strict=True))
-    problems = [problem for pair in pairs if (problem := _problem(*pair)) is not None]
+    each = [s.problem(p.name, p.role, as_classes=p.as_classes) for p, s in pairs]
+    problems = [problem for problem in each if problem is not None]
     if problems:
         raise DataError("; ".join(problems))
     return tuple(
@@ -328,19 +328,3 @@ def as_shard(
         num_bytes=summary.num_bytes,
     )
     return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
-
-
-def _problem(prepared: Prepared, stats: ColumnStats) -> str | None:
-    """Why rows of a column cannot be used, or None."""
-    findings = stats.nulls_and_shapes
-    if findings:
-        return findings.message(prepared.name)
-    if not stats.bad_values:
-        return None
-    return bad_values_message(
-        prepared.name,
-        as_classes=prepared.as_classes,
-        role=prepared.role,
-        count=stats.bad_values,
-        first=str(stats.first_bad),
-    )

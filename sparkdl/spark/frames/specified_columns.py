@@ -6,8 +6,8 @@ are cast, so that what reaches Python is already of the wanted dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.ml.functions import vector_to_array
@@ -63,17 +63,10 @@ def prepare_named(
     field, column = found[0]
     if kind.transform is not None:
         prepared = _for_transform(found, kind, role, float_dtype)
-    elif isinstance(kind, Image):
-        prepared = _image(field, column, kind, role)
-    elif isinstance(kind, Sparse):
-        prepared = _sparse(field, column, kind, role, float_dtype)
     else:
-        if isinstance(kind, Sequence) and not isinstance(field.dataType, T.ArrayType):
-            advice = "it must be an array of numbers (make one of text by a transform)"
-            raise _wrong(field, kind, advice)
-        # Whole numbers are class numbers already, and negative ones may be there to be ignored.
-        is_cast = as_classes and isinstance(field.dataType, FLOATS)
-        prepared = prepare_field(field, column, role, float_dtype=float_dtype, as_classes=is_cast)
+        prepare_kind = next(p for known, p in _PREPARE.items() if isinstance(kind, known))
+        asked = _Asked(field, column, kind, role, float_dtype, as_classes)
+        prepared = prepare_kind(asked)
     return replace(prepared, argument=entry.argument, specification=kind)
 
 
@@ -142,25 +135,58 @@ def _for_transform(
     )
 
 
-def _image(field: T.StructField, column: SparkColumn, kind: Image, role: Role) -> Prepared:
-    data_type = field.dataType
-    prepared = Prepared(name=kind.name, role=role, expression=column, dtype="uint8")
+@dataclass(frozen=True)
+class _Asked:
+    """An input or label that names one column without a transform."""
+
+    field: T.StructField
+    column: SparkColumn
+    kind: Specification
+    role: Role
+    float_dtype: str
+    as_classes: bool
+
+
+def _numbers(asked: _Asked) -> Prepared:
+    # Whole numbers are class numbers already, and negative ones may be there to be ignored.
+    return prepare_field(
+        asked.field,
+        asked.column,
+        asked.role,
+        float_dtype=asked.float_dtype,
+        as_classes=asked.as_classes and isinstance(asked.field.dataType, FLOATS),
+    )
+
+
+def _sequence(asked: _Asked) -> Prepared:
+    if not isinstance(asked.field.dataType, T.ArrayType):
+        advice = "it must be an array of numbers (make one of text by a transform)"
+        raise _wrong(asked.field, asked.kind, advice)
+    return _numbers(asked)
+
+
+def _image(asked: _Asked) -> Prepared:
+    data_type = asked.field.dataType
+    prepared = Prepared(
+        name=asked.kind.name, role=asked.role, expression=asked.column, dtype="uint8"
+    )
     if isinstance(data_type, T.BinaryType):
         require_pillow()
         return prepared
     names = data_type.names if isinstance(data_type, T.StructType) else []
     if not set(_IMAGE_FIELDS) <= set(names):
-        raise _wrong(field, kind, "it must be binary (a file's bytes) or Spark's image struct")
-    if kind.decode == "batch":
-        raise _wrong(field, kind, "such images are decoded already; use decode='spool'")
+        raise _wrong(
+            asked.field, asked.kind, "it must be binary (a file's bytes) or Spark's image struct"
+        )
+    if asked.kind.num_parts:
+        raise _wrong(asked.field, asked.kind, "such images are decoded already; use decode='spool'")
     return prepared
 
 
-def _sparse(
-    field: T.StructField, column: SparkColumn, kind: Sparse, role: Role, float_dtype: str
-) -> Prepared:
-    data_type = field.dataType
-    sql = "float" if float_dtype == "float32" else "double"
+def _sparse(asked: _Asked) -> Prepared:
+    data_type = asked.field.dataType
+    column = asked.column
+    sql = "float" if asked.float_dtype == "float32" else "double"
     if isinstance(data_type, VectorUDT):
         column = F.unwrap_udt(column)
     elif not _is_sparse_struct(data_type):
@@ -168,7 +194,7 @@ def _sparse(
             "it must be a Spark ML vector, or a struct of size (int), indices (array of int) and "
             "values (array of numbers)"
         )
-        raise _wrong(field, kind, advice)
+        raise _wrong(asked.field, asked.kind, advice)
     parts = {
         "size": column["size"].cast("int"),
         "indices": column["indices"].cast("array<int>"),
@@ -176,7 +202,18 @@ def _sparse(
     }
     struct = F.struct(*(part.alias(name) for name, part in parts.items()))
     expression = F.when(column.isNotNull(), struct)
-    return Prepared(name=kind.name, role=role, expression=expression, dtype=float_dtype)
+    return Prepared(
+        name=asked.kind.name, role=asked.role, expression=expression, dtype=asked.float_dtype
+    )
+
+
+_PREPARE: Mapping[type[Specification], Callable[[_Asked], Prepared]] = {
+    Tensor: _numbers,
+    Sequence: _sequence,
+    Image: _image,
+    Sparse: _sparse,
+}
+"""What Catalyst does for each kind of input; see `data.kinds`."""
 
 
 def _is_sparse_struct(data_type: T.DataType) -> bool:

@@ -21,6 +21,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparkdl.comm.channel import Address, ChannelStorage
+from sparkdl.comm.file_chunks import (
+    RESULT_COLUMNS,
+    cut,
+    joined,
+    joined_results,
+    result_batches,
+)
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.frames.shard_table import parse_shard
 from sparkdl.spark.session.compat import is_connect
@@ -36,11 +43,6 @@ if TYPE_CHECKING:
 
 Rows = list[tuple[int, str, bytes]]
 
-RESULT_SCHEMA = "rank int, kind string, seq int, payload binary"
-_ARROW_SCHEMA = pa.schema(
-    [("rank", pa.int32()), ("kind", pa.string()), ("seq", pa.int32()), ("payload", pa.binary())]
-)
-_CHUNK_BYTES = 16 << 20
 STATE = "state"
 PATH = "path"
 """Kind of the row that says where a task has found its shard."""
@@ -75,13 +77,13 @@ class RoundTask:
                 channel=self.channel,
             )
             data = self._state_of(shard_id, chunks)
-            yield from _rows(shard_id, PATH, place.shard.path.encode())
+            yield from result_batches(shard_id, PATH, place.shard.path.encode())
             for kind, result in round_task.run(place, self.order, data):
-                yield from _rows(shard_id, kind, result)
+                yield from result_batches(shard_id, kind, result)
 
     def _state_of(self, shard_id: int, chunks: dict[int, bytes]) -> bytes:
         if self.state is None:
-            return _joined(chunks)
+            return joined(chunks)
         if not isinstance(self.state, str):
             return self.state.value
         assert self.channel is not None
@@ -98,14 +100,14 @@ class MergeTask:
         rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
         groups: dict[int, list[tuple[int, bytes]]] = {}
         group_of = {row["rank"]: row["group"] for row in rows}
-        for rank, kind, payload in sorted(_gathered(rows)):
+        for rank, kind, payload in sorted(joined_results(rows)):
             if kind == STATE:
                 groups.setdefault(group_of[rank], []).append((rank, payload))
             else:
-                yield from _rows(rank, kind, payload)
+                yield from result_batches(rank, kind, payload)
         for members in groups.values():
             merged = merge_payloads([payload for _, payload in members])
-            yield from _rows(members[0][0], STATE, merged)
+            yield from result_batches(members[0][0], STATE, merged)
 
 
 def merge_payloads(payloads: Sequence[bytes]) -> bytes:
@@ -163,7 +165,7 @@ def run_stage(
         broadcast = table.sparkSession.sparkContext.broadcast(state)
     task = RoundTask(order=order, channel=channel, state=broadcast)
     try:
-        results = table.mapInArrow(task, RESULT_SCHEMA, profile=profile)
+        results = table.mapInArrow(task, RESULT_COLUMNS, profile=profile)
         for num_groups in tree_levels(num_shards, depth):
             results = _merged(results, num_shards, num_groups)
         return collected(results)
@@ -175,7 +177,7 @@ def run_stage(
 def collected(results: DataFrame) -> Rows:
     """Run the job, and put the chunks of each result together; see `run_stage`."""
     try:
-        return sorted(_gathered(results.toArrow().to_pylist()))
+        return sorted(joined_results(results.toArrow().to_pylist()))
     except PythonException as error:
         # Tasks report what the user's code does; they raise for lost shards only.
         raise TaskLost(spark_message(error)) from error
@@ -194,39 +196,16 @@ def tree_levels(num_shards: int, depth: int) -> list[int]:
 def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
     group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
     grouped = results.select("*", group).repartition(num_groups, "group")
-    return grouped.mapInArrow(MergeTask(), RESULT_SCHEMA)
+    return grouped.mapInArrow(MergeTask(), RESULT_COLUMNS)
 
 
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:
-    chunks = [state[at : at + _CHUNK_BYTES] for at in range(0, len(state), _CHUNK_BYTES)]
+    chunks = cut(state)
     columns = {
         "seq": pa.array(range(len(chunks)), pa.int32()),
         "chunk": pa.array(chunks, pa.binary()),
     }
     return table.sparkSession.createDataFrame(pa.table(columns))
-
-
-def _rows(rank: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
-    for number, at in enumerate(range(0, max(1, len(payload)), _CHUNK_BYTES)):
-        chunk: dict[str, Sequence[Any]] = {
-            "rank": [rank],
-            "kind": [kind],
-            "seq": [number],
-            "payload": [payload[at : at + _CHUNK_BYTES]],
-        }
-        yield pa.RecordBatch.from_pydict(chunk, schema=_ARROW_SCHEMA)
-
-
-def _gathered(rows: Sequence[dict[str, Any]]) -> Rows:
-    """Put the chunks of each result together."""
-    parts: dict[tuple[int, str], dict[int, bytes]] = {}
-    for row in rows:
-        parts.setdefault((row["rank"], row["kind"]), {})[row["seq"]] = row["payload"]
-    return [(rank, kind, _joined(chunks)) for (rank, kind), chunks in parts.items()]
-
-
-def _joined(chunks: dict[int, bytes]) -> bytes:
-    return b"".join(chunks[number] for number in sorted(chunks))
 
 
 def run_member_stage(
@@ -258,13 +237,13 @@ def run_member_stage(
     if link.channel is None:
         table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
         task = RoundTask(order=order, channel=None, state=None)
-        return collected(table.mapInArrow(task, RESULT_SCHEMA, profile=profile))
+        return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
     folder = f"members-{order.run_id}-{order.attempt}"
     try:
         for shard_id, own in parts.items():
             link.files.write(f"{folder}/{shard_id}", pack_parts(own))
         task = RoundTask(order=order, channel=link.channel, state=folder)
-        return collected(table.mapInArrow(task, RESULT_SCHEMA, profile=profile))
+        return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
     finally:
         link.files.remove(folder)
 
@@ -273,12 +252,11 @@ def _as_member_rows(table: DataFrame, parts: Mapping[int, Mapping[str, bytes]]) 
     """A row for every chunk of each state, each in a partition of its own."""
     frames = []
     for shard_id, own in parts.items():
-        state = pack_parts(own)
-        for seq, at in enumerate(range(0, len(state), _CHUNK_BYTES)):
+        for seq, chunk in enumerate(cut(pack_parts(own))):
             columns = {
                 "shard_id": pa.array([shard_id], pa.int32()),
                 "seq": pa.array([seq], pa.int32()),
-                "chunk": pa.array([state[at : at + _CHUNK_BYTES]], pa.binary()),
+                "chunk": pa.array([chunk], pa.binary()),
             }
             frames.append(table.sparkSession.createDataFrame(pa.table(columns)))
     return reduce(DataFrame.union, frames)

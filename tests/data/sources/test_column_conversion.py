@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as pillow
 
-from sparkdl.data.column_readers import Rows
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn, make_plan
 from sparkdl.data.source import Wanted
 from sparkdl.data.sources.column_conversion import as_spark, checked_rows, column_at

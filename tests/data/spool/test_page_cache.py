@@ -88,10 +88,10 @@ def test_rows_leave_the_process_and_come_back(tmp_path: Path) -> None:
     pages = Pages([EqualRows(file, 4)]).after(10)
     mapped: Any = file.values("int32")
     pages.begin()
-    pages.expect(0, MIB - 10)
+    pages.prefetch(0, MIB - 10)
     assert int(mapped.sum()) == int(values.sum())
     assert resident(file) == values.nbytes
-    pages.leave()
+    pages.release()
     assert resident(file) == 0
     pages.drop(0, MIB - 10)
     pages.drop(5, 5)

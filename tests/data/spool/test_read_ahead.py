@@ -9,7 +9,12 @@ import pytest
 
 from sparkdl.data.shuffle import LengthGroups, cut_rows, epoch_order, windowed_order
 from sparkdl.data.spool.page_cache import Pages
-from sparkdl.data.spool.read_ahead import Places, PlacesByLength, WholePlaces, WindowedPlaces
+from sparkdl.data.spool.read_ahead import (
+    Positions,
+    PositionsByLength,
+    WholePositions,
+    WindowedPositions,
+)
 
 
 class Watched(Pages):
@@ -21,11 +26,11 @@ class Watched(Pages):
         self.dropped: set[int] = set()
         self.is_left = True
 
-    def expect(self, start: int, stop: int) -> None:
+    def prefetch(self, start: int, stop: int) -> None:
         assert not self.here & set(range(start, stop)), "read twice"
         self.here |= set(range(start, stop))
 
-    def leave(self) -> None:
+    def release(self) -> None:
         self.is_left = True
 
     def drop(self, start: int, stop: int) -> None:
@@ -40,13 +45,13 @@ ROWS = (70, 50)
 SHARDS = ["a", "b"]
 
 
-def windowed(watched: list[Watched]) -> WindowedPlaces:
+def windowed(watched: list[Watched]) -> WindowedPositions:
     order = windowed_order(1, 0, SHARDS, cut_rows(ROWS, 4), 5)
-    return WindowedPlaces(order, list(zip(watched, ROWS, strict=True)))
+    return WindowedPositions(order, list(zip(watched, ROWS, strict=True)))
 
 
 def walk(
-    places: Places, watched: list[Watched], start: int, stop: int, step: int, most: int = 120
+    places: Positions, watched: list[Watched], start: int, stop: int, step: int, most: int = 120
 ) -> list[int]:
     """Rows of ``step`` places at a time, in memory when they are told, never more than ``most``."""
     seen: list[int] = []
@@ -111,9 +116,9 @@ def test_without_steps_nothing_is_read() -> None:
 def test_groups_by_length_keep_their_rows_in_memory(step: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 99, 120)
 
-    def by_length(places: Places) -> PlacesByLength:
+    def by_length(places: Positions) -> PositionsByLength:
         groups = LengthGroups(120, 24, 3, seed=1, epoch=0)
-        return PlacesByLength(places, groups, lambda positions: lengths[positions])
+        return PositionsByLength(places, groups, lambda positions: lengths[positions])
 
     watched = [Watched(), Watched()]
     places = by_length(windowed(watched))
@@ -127,12 +132,12 @@ def test_groups_by_length_keep_their_rows_in_memory(step: int) -> None:
 
 def test_places_of_rows_in_memory() -> None:
     order = epoch_order(0, 0, ["a"], [10])
-    places = WholePlaces(order)
+    places = WholePositions(order)
     assert places.positions(3, 7).tolist() == order[3:7].tolist()
 
 
 def test_shards_without_pages_are_in_memory() -> None:
     order: Any = windowed_order(1, 0, ["a"], [4, 4], 1)
-    places = WindowedPlaces(order, [(None, 8)])
+    places = WindowedPositions(order, [(None, 8)])
     assert sorted(places.positions(0, 8).tolist()) == list(range(8))
     places.close()

@@ -13,8 +13,9 @@ import pytest
 from py4j.protocol import Py4JJavaError
 
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.comm.file_chunks import CHUNK_BYTES
 from sparkdl.comm.worker_environment import WorkerEnvironment
-from sparkdl.spark.cluster.gang import _CHUNK_BYTES, launch
+from sparkdl.spark.cluster.gang import launch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -43,7 +44,7 @@ def results_of_any_size(environment: WorkerEnvironment, order: tuple[int, ...]) 
 
 
 def test_results_of_any_size_come_back_whole(table: DataFrame, server: ChannelServer) -> None:
-    sizes = (0, 1, _CHUNK_BYTES, _CHUNK_BYTES + 1, 2 * _CHUNK_BYTES + 5)
+    sizes = (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5)
     rows = launch(table, results_of_any_size, sizes, channel=server.address, profile=None)
     assert [(rank, kind) for rank, kind, _ in rows] == [
         (rank, kind) for rank in (0, 1) for kind in ("0", "1", "2", "3", "4", "pid")

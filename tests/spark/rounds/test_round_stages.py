@@ -6,6 +6,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from sparkdl.comm import file_chunks
+from sparkdl.comm.file_chunks import joined_results, result_batches
 from sparkdl.spark.rounds import round_stages
 from sparkdl.spark.rounds.round_stages import MergeTask, merge_states, tree_levels
 from sparkdl.storage.checkpoint_format import decode, encode
@@ -27,15 +29,15 @@ def test_levels_of_the_tree(shards: int, depth: int, levels: list[int]) -> None:
 
 
 def test_a_group_is_merged_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_stages, "_CHUNK_BYTES", 64)  # so that results come in several chunks
+    monkeypatch.setattr(file_chunks, "CHUNK_BYTES", 64)  # so that results come in several chunks
     rows = []
     for rank, weight, value in ((3, 1.0, 8.0), (2, 3.0, 4.0), (7, 2.0, 1.0)):
-        for batch in round_stages._rows(rank, "state", payload(weight, value)):
+        for batch in result_batches(rank, "state", payload(weight, value)):
             rows += batch.append_column("group", pa.array([rank // 4])).to_pylist()
-    for batch in round_stages._rows(2, "result", b"{}"):
+    for batch in result_batches(2, "result", b"{}"):
         rows += batch.append_column("group", pa.array([0])).to_pylist()
     rows.reverse()
-    merged = round_stages._gathered(
+    merged = joined_results(
         [
             row
             for batch in MergeTask()([pa.RecordBatch.from_pylist(rows)])

@@ -1,0 +1,96 @@
+"""Rules for the values of a column: which dtype they get, and which labels and weights are bad.
+
+The spool, the sources that workers read by themselves, and `evaluate` all go by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparkdl.data.plan import Role, SpoolColumn
+from sparkdl.data.ragged import Array
+from sparkdl.errors import DataError
+
+
+def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which values are stored that were read, or made, as ``found``."""
+    if wanted.kind.keeps_dtype:
+        return found
+    if wanted.kind.transform is None:
+        return np.dtype(wanted.dtype)
+    return made_dtype(found, wanted.role, wanted.dtype)
+
+
+def made_dtype(found: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:
+    """The dtype in which the result of a transform is stored."""
+    if found.kind == "f":
+        return np.dtype(float_dtype)
+    if role == "feature" and found.name in ("bool", "uint8"):
+        return found
+    return np.dtype("int64")
+
+
+def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
+    """``(rows,)``: True where a label or weight cannot be used."""
+    flat = values.reshape(len(values), -1)
+    if values.dtype.kind == "f":
+        bad = ~np.isfinite(flat)
+        if as_classes:
+            bad |= np.floor(flat) != flat
+    else:
+        bad = np.zeros(flat.shape, dtype=bool)
+    if as_classes or role == "weight":
+        bad |= flat < 0
+    return np.asarray(bad.any(axis=1))
+
+
+def count_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) -> tuple[int, str]:
+    """How many rows are bad, and the first of them in words. Features are never bad.
+
+    Args:
+        values: ``(rows, ...)``.
+        wanted: the column.
+        place: names a row.
+    """
+    if wanted.role == "feature" or values.dtype.kind not in "biuf":
+        return 0, ""
+    bad = bad_values(values, wanted.role, as_classes=wanted.as_classes)
+    if not bad.any():
+        return 0, ""
+    row = int(bad.argmax())
+    return int(bad.sum()), f"{values[row].tolist()} in {place(row)}"
+
+
+def refuse_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) -> None:
+    """See that no row is bad; see `count_bad`.
+
+    Raises:
+        DataError: with column, count and an example.
+    """
+    count, first = count_bad(values, wanted, place)
+    if count:
+        raise DataError(
+            bad_values_message(
+                wanted.name,
+                as_classes=wanted.as_classes,
+                role=wanted.role,
+                count=count,
+                first=first,
+            )
+        )
+
+
+def bad_values_message(name: str, *, as_classes: bool, role: Role, count: int, first: str) -> str:
+    """One sentence on labels or weights that cannot be used: how many, which, what to do."""
+    wanted = {
+        True: "whole, non-negative class indices (index strings with StringIndexer)",
+        False: "finite numbers" + (" that are not negative" * (role == "weight")),
+    }[as_classes]
+    rows = "row" if count == 1 else "rows"
+    return (
+        f'column "{name}" must hold {wanted}, but {count} {rows} do not (first: {first}); drop or '
+        "mend them before fit"
+    )
