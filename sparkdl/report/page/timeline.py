@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, number, tag
 from sparkdl.report.page.svg import ticks
-from sparkdl.report.record import RunRecord
+from sparkdl.report.record.run_record import RunRecord
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
 """In the order in which they are stacked; those of `train.clock`, which needs torch."""

@@ -59,7 +59,7 @@ def serve(directory: str, host: str, port: int) -> int:
     Raises:
         SparkDLError: the directory cannot be opened, or the address cannot be listened at.
     """
-    from sparkdl.report.run_folder import RunReader
+    from sparkdl.report.record.run_folder import RunReader
     from sparkdl.report.server.report_server import RunServer
     from sparkdl.storage.storage import open_storage
 

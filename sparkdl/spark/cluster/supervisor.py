@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Event, Hub
 from sparkdl.errors import ClusterError, SparkDLError, TrainingFailed
-from sparkdl.report.live.progress import View
+from sparkdl.report.live.progress import Progress, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import verdict
 from sparkdl.spark.session.cancel import end_job
@@ -351,7 +351,7 @@ def _take(event: Event, attempt: Attempt, view: View, recorder: Recorder | None)
     attempt.heard[event.rank] = event.received
     kind = event.body["kind"]
     if kind == "heartbeat":
-        view.heartbeat(event.rank, event.body)
+        view.progress(event.rank, Progress.of(event.body))
     elif kind == "log":
         for level, line in event.body["lines"]:
             view.log(event.rank, line, level)

@@ -11,7 +11,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.report.module_graph import traced
+from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.run.run import FitRequest
 

@@ -19,8 +19,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.data.column_stats import skipped_rows
 from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.data.source import Source
-from sparkdl.report.live.choose_view import fit_view, shows_lines
-from sparkdl.report.live.progress import SharedView, View, WatchedView
+from sparkdl.report.live.choose_view import choose_view, shows_lines
+from sparkdl.report.live.progress import EpochCallback, SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.cluster_info import inspect_cluster
@@ -271,8 +271,8 @@ def _warn_of_skipped(columns: Sequence[Column], spooled: Sequence[SpooledShard])
 
 
 def _view(plan: TrainPlan, request: FitRequest) -> View:
-    view = fit_view(plan, request.verbose)
-    return view if request.on_epoch is None else WatchedView(view, request.on_epoch)
+    view = choose_view(plan, request.verbose)
+    return view if request.on_epoch is None else SharedView(view, EpochCallback(request.on_epoch))
 
 
 def _train(run: Run, strategy: SyncStrategy, *, in_rounds: bool) -> Trained:

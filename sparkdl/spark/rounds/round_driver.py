@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sparkdl.data.plan import RoundPart
+from sparkdl.report.live.progress import Progress
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
@@ -365,9 +366,14 @@ class RoundsDriver(ABC):
         )
 
     def _show(self, loss: float) -> None:
-        progress = self._progress
-        body = {"phase": "train", "epoch": progress.epoch + 1, "step": progress.step}
-        self._run.view.heartbeat(0, {**body, "loss": loss, "rows": self._totals.rows[0]})
+        progress = Progress(
+            phase="train",
+            epoch=self._progress.epoch + 1,
+            step=self._progress.step,
+            loss=loss,
+            rows=self._totals.rows[0],
+        )
+        self._run.view.progress(0, progress)
 
     def _outcome(self) -> Trained:
         totals = self._totals

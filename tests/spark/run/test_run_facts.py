@@ -22,8 +22,8 @@ from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.record import RunRecord
-from sparkdl.report.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runner import TorchRunner
 from sparkdl.storage.storage import LocalStorage
 from sparkdl.train.callbacks import Callback, CallbackState

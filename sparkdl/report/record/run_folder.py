@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.errors import StorageError
-from sparkdl.report.record import Event, RecordBuilder, RunRecord
-from sparkdl.report.summary import finite
+from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord
+from sparkdl.runtime.json_values import finite
 from sparkdl.storage.storage import Storage
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
