@@ -1,6 +1,7 @@
-"""How does a trained module become a Spark ML model?
+"""Trained modules as Spark ML models.
 
-It adds columns by one UDF, to which only inputs travel, as Arrow; see `sparkdl.inference.predict`.
+A model adds columns by one UDF, to which only inputs travel, as Arrow; see
+`sparkdl.inference.predict`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def hasSummary(self) -> bool:
-        """Whether the model knows how it was trained."""
+        """True if the model knows how it was trained."""
         return self._summary is not None
 
     @property
@@ -130,7 +131,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         task = predict.PredictTask(**common, leaves=plan.leaves)
         packed = f"{self.uid}_output"
         marker = f"{self.uid}_partition"
-        rows, seal = by_rows(dataset, schema, marker)
+        rows, pinned = by_rows(dataset, schema, marker)
 
         def flat(leaf: int) -> SparkColumn:
             return F.col(packed)[plan.leaves[leaf].name]
@@ -138,7 +139,7 @@ class TorchModel(Model, PredictParams, MLWritable, MLReadable["TorchModel"]):
         expressions = [entry.expression for entry in inputs]
         function = predict.udf_function(task)
         computed = with_column(rows, packed, expressions, function, plan.spark_type)
-        projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
+        projected = {name: pinned(how.expression(flat)) for name, how in plan.columns.items()}
         return computed.withColumns(projected).drop(packed, marker)
 
     def _wanted(self) -> list[Wanted]:

@@ -116,10 +116,10 @@ class Recorder(View):
         self._note("attempt", number=number, start_step=start_step)
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What has failed is begun again, for the ``number``-th time in the run.
+        """What has failed is started again, for the ``number``-th time in the run.
 
         Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is begun again.
+        is repeated.
 
         Args:
             number: as in `attempt`.
@@ -256,8 +256,8 @@ class Recorder(View):
         self._folder = None
         if not self._has_failed:
             self._has_failed = True
-            told = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
-            logger.warning("the run leaves no report: %s", told)
+            shown = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
+            logger.warning("the run leaves no report: %s", shown)
 
     def _take_step(self, step: int, loss: float, rows: float) -> None:
         now = self._now()

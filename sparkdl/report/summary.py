@@ -1,7 +1,7 @@
-"""What happened during a fit? Plain values, kept with the fitted model.
+"""The summary of a fit: plain values, kept with the fitted model.
 
-Made on the driver from what the ranks reported; saved as JSON beside the model. Needs neither
-torch nor pyspark.
+The driver makes it from what the ranks reported; it is saved as JSON next to the model. It needs
+neither torch nor pyspark.
 """
 
 from __future__ import annotations

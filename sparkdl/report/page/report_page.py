@@ -1,4 +1,4 @@
-"""How does a run's record become a page? One file that needs nothing else, and no script.
+"""The page of a run: one HTML file that needs nothing else, and no script.
 
 Each section is a function of the record, and is left out where there is nothing to show.
 """
@@ -46,7 +46,7 @@ def document(title: str, content: Markup, head: Markup | None = None) -> str:
 
 
 def body(record: RunRecord) -> Markup:
-    """What is on the page."""
+    """The content of the page."""
     return joined(
         _header(record),
         _tiles(record),
@@ -145,7 +145,7 @@ def _training(total: Mapping[str, float]) -> float:
 
 def _error(record: RunRecord) -> Markup:
     if record.status == "lost":
-        text = "Its driver has not been heard for long: it was killed, or cannot write here."
+        text = "Its driver has written nothing for long: it was killed, or cannot write here."
         return tag("section", tag("h2", "Lost"), tag("p", text), class_="trouble")
     if record.error is None:
         return Markup("")
@@ -197,8 +197,8 @@ def _time(record: RunRecord) -> Markup:
         hints.append(f"{hidden} more ranks are in the table; shown are those that waited least.")
     if len(totals) > 1 and not any(total.get("waiting") for total in totals.values()):
         hints.append(
-            "Waiting cannot be told from communication here: the rank with the least of it is the "
-            "one that the others waited for."
+            "Waiting and communication cannot be measured apart here. The rank with the least "
+            "communication is the one that the others waited for."
         )
     return tag(
         "section",
@@ -248,7 +248,7 @@ def _failures(record: RunRecord) -> Markup:
         what = "the run ended"
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
-            what = f"begun again after {after}{_from(attempt['start_step'])}"
+            what = f"started again after {after}{_from(attempt['start_step'])}"
         cells = (html.duration(failure["at"]), failure["reason"], what)
         rows.append(tag("tr", *(tag("td", cell, class_="text") for cell in cells)))
     head = tag("tr", tag("th", "after"), tag("th", "what was lost"), tag("th", "what followed"))

@@ -1,4 +1,4 @@
-"""What is known of a run? Plain values, which follow from the events that its driver wrote down.
+"""The record of a run: plain values, which follow from the events that its driver wrote down.
 
 An event is a dict with ``kind`` and ``at``, the seconds since the run began. The same events give
 the same record, whether they come from memory, or from the files of a run that is still going on.
@@ -42,7 +42,7 @@ class RunRecord:
     heard: float = 0.0
     """When its driver last said that it is alive: seconds since the epoch, by its own clock."""
     params: list[dict[str, Any]] = field(default_factory=list)
-    """``name``, ``value`` as text, ``is_set``: whether the user gave it."""
+    """``name``, ``value`` as text, ``is_set``: True if the user gave it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What was found out before it began: rows, steps, parameters, mode."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class RunRecord:
     steps: list[list[float | None]] = field(default_factory=list)
     """``[at, step, loss, rows per second of rank 0]``, sampled."""
     spent: dict[str, list[list[Any]]] = field(default_factory=dict)
-    """Rank -> ``[begin, end, {what: seconds}]``, one after the other; see `train.clock`."""
+    """Rank -> ``[begin, end, {what: seconds}]``, one after the other; see `train.time_spent`."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     """``at``, ``rank``, ``level``, ``line``: warnings of the workers."""
     num_logs: int = 0
@@ -72,13 +72,13 @@ class RunRecord:
     confusion: dict[str, Any] | None = None
     """``epoch``, and ``counts``: label by prediction, over the validation rows."""
     graph: dict[str, Any] | None = None
-    """The module, see `report.graph`."""
+    """The module, see `module_graph`."""
     error: dict[str, str] | None = None
     """``type``, ``message``, and perhaps ``traceback``: what ended a run that failed."""
 
     @property
     def restarts(self) -> int:
-        """How often the run was begun again."""
+        """How often the run was started again."""
         return max((attempt["number"] for attempt in self.attempts), default=0)
 
     def totals(self) -> dict[str, dict[str, float]]:
@@ -166,7 +166,7 @@ class RecordBuilder:
         )
 
     def take(self, event: Event) -> None:
-        """Add what an event tells; a kind that is not known, of a later version, is passed over."""
+        """Add an event; a kind that is not known, of a later version, is passed over."""
         self._values["seconds"] = max(self._values["seconds"], event["at"])
         take = getattr(self, f"_take_{event['kind']}", None)
         if take is not None:
@@ -199,7 +199,7 @@ class RecordBuilder:
     def _take_attempt(self, event: dict[str, Any]) -> None:
         attempts = self._values["attempts"]
         if attempts and attempts[-1]["number"] == event["number"]:
-            attempts.pop()  # it was told that it would begin
+            attempts.pop()  # it was announced before it began
         attempts.append(event)
 
     def _take_failure(self, event: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class RecordBuilder:
     def _take_epoch(self, event: dict[str, Any]) -> None:
         record, history = event["record"], self._values["history"]
         number = count_of(record)
-        # After a restart epochs come again that had been told of before, in their order.
+        # After a restart epochs come again, in their order.
         while number is not None and history and (count_of(history[-1]) or 0) >= number:
             history.pop()
         history.append(record)

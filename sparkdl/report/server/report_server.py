@@ -1,4 +1,4 @@
-"""How are the runs of a directory served to a browser? A list, and each run's page, both live.
+"""A server that shows the runs of a directory in a browser: a list, and each run's page, both live.
 
 The standard library's server, for one person on their own machine. It reads, and nothing else; the
 only names that it looks up are those that the directory has.

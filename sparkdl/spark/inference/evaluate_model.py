@@ -201,9 +201,9 @@ def row_scores(
     """The loss of each row, next to the columns ``keys``; see `TorchModel.scores`."""
     task.measures.make_loss()  # as the tasks will
     packed, marker = (f"sparkdl_{task.digest[:16]}_{part}" for part in ("loss", "partition"))
-    rows, kept = by_rows(dataset, dataset.schema, marker)
+    rows, pinned = by_rows(dataset, dataset.schema, marker)
     computed = with_column(rows, packed, columns, _loss_udf(task), T.DoubleType())
-    scored = computed.withColumn(name, kept(F.col(quoted(packed))))
+    scored = computed.withColumn(name, pinned(F.col(quoted(packed))))
     return scored.select(*map(quoted, keys), quoted(name))
 
 

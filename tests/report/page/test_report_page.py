@@ -56,7 +56,7 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
         assert title in text
     assert "a worker was lost (executor 1 <lost>)" in text
     assert "ranks 2" not in text and "rank 0\u20131" in text  # two machines of two ranks each
-    assert "begun again after 5.4 s, from step 1,000" in text
+    assert "started again after 5.4 s, from step 1,000" in text
     assert found.loads == []
     assert "script" not in found.tags
     assert "url(" not in page(record()) and "@import" not in page(record())
@@ -139,7 +139,7 @@ def test_what_followed_each_failure() -> None:
     assert tile(text, "restarts") == "2"
     told = text[text.index("Failures and restarts") :]
     places = [told.index(what) for what in (
-        "reason 1", "begun again after 2.0 s<", "reason 2", "after 3.0 s, from step 640",
+        "reason 1", "started again after 2.0 s<", "reason 2", "after 3.0 s, from step 640",
         "reason 3", "the run ended",
     )]  # fmt: skip
     assert places == sorted(places)
