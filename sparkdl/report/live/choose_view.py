@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.report.live.progress import LineView, ProgressView, SilentView, View
+from sparkdl.report.live.progress import LineView, ProgressView, SilentView, View, on_terminal
 
 
 def choose_view(plan: TrainPlan | None, verbose: int) -> View:
-    """A view that shows nothing, a notebook's curves, or lines and a bar in a console.
+    """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
     Args:
         plan: of a fit; None for a function, of which only its reports are known.
@@ -19,8 +19,8 @@ def choose_view(plan: TrainPlan | None, verbose: int) -> View:
     shows_logs = shows_lines(verbose)
     if in_notebook():
         return NotebookView(board_of_cell(), plan, shows_logs=shows_logs)
-    if plan is None:
-        return LineView(shows_logs=shows_logs)
+    if plan is None or not on_terminal():
+        return LineView(plan, shows_logs=shows_logs)
     return ProgressView(plan, shows_logs=shows_logs)
 
 

@@ -1,8 +1,8 @@
 """What the driver's console shows while workers train, and the base of all views of a run.
 
 A terminal has a progress bar with epoch, step, loss, rows per second and worker, and time left;
-above it stand the workers' log lines with their rank. Warnings of the workers are always shown.
-Notebooks have a view of their own (`notebook`).
+above it stand the workers' log lines with their rank. Without a terminal there is a line for each
+epoch. Warnings of the workers are always shown. Notebooks have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -184,19 +185,22 @@ def record_text(record: Mapping[str, float]) -> str:
 
 
 class LineView(View):
-    """A line for each report of a function, and the workers' warnings or all their lines."""
+    """A line for each epoch, where a bar would fill a file, or for each report of a function."""
 
-    def __init__(self, *, shows_logs: bool) -> None:
+    def __init__(self, plan: TrainPlan | None, *, shows_logs: bool) -> None:
+        """``plan`` is that of a fit; a function has none."""
+        self._plan = plan
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Print that the function is called again, and where it goes on."""
+        """Print that the gang is started again, and where it goes on."""
         if number > 0:
-            place = f"from checkpoint {start_step}" if start_step else "from the beginning"
+            unit = "checkpoint" if self._plan is None else "step"
+            place = f"from {unit} {start_step}" if start_step else "from the beginning"
             _write(f"restart {number}, {place}")
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Print what was reported."""
+        """Print the record."""
         _write(record_text(record))
 
     def log(self, rank: int, line: str, level: int) -> None:
@@ -204,9 +208,34 @@ class LineView(View):
         if level >= self._least_level:
             _write(f"[rank {rank}] {line}")
 
+    def done(self, steps: int) -> None:
+        """Print whether training ended before its last planned step."""
+        if self._plan is not None:
+            planned = self._plan.total_steps
+            state = "stopped early" if steps < planned else "trained"
+            _write(f"{state}: {steps}/{planned} steps")
+
 
 def _write(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    """True if what this process writes to stderr appears on a terminal at once.
+
+    spark-submit starts the driver's Python with a pipe for its output, and copies that to its own,
+    so there the JVM's counts, which is the parent process.
+    """
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        return sys.stderr.isatty()
+    try:
+        output = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:  # a socket, another user's process, or a system without /proc
+        return sys.stderr.isatty()
+    try:
+        return os.isatty(output)
+    finally:
+        os.close(output)
 
 
 class ProgressView(View):

@@ -12,8 +12,10 @@ from tests.report.live.test_notebook import FakeCell
 from tests.report.live.test_progress import PLAN
 
 
-def test_on_a_console() -> None:
-    for verbose, expected in ((0, SilentView), (1, ProgressView), (2, ProgressView)):
+@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LineView)])
+def test_on_a_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: type) -> None:
+    monkeypatch.setattr(module, "on_terminal", lambda: terminal)
+    for verbose, expected in ((0, SilentView), (1, shown), (2, shown)):
         view = choose_view(PLAN, verbose)
         view.close()
         assert type(view) is expected
