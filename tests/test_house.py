@@ -62,8 +62,6 @@ MUTUAL = {
     ("sparkdl.cli", "sparkdl.cli.doctor"),
     ("sparkdl.cli", "sparkdl.cli.images"),
     ("sparkdl.cli", "sparkdl.cli.tune"),
-    ("sparkdl.report", "sparkdl.report.listeners"),
-    ("sparkdl.report", "sparkdl.report.page"),
     ("sparkdl.spark.frames", "sparkdl.spark.run"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
     ("sparkdl.sync.averaging", "sparkdl.sync.own_weights"),
