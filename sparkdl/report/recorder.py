@@ -98,7 +98,7 @@ class Recorder(View):
         self._listeners.call(lambda listener: listener.facts(shown))
 
     def graph(self, graph: Mapping[str, Any]) -> None:
-        """What the module is made of; see `report.graph`."""
+        """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
 
     def trained(self, module: nn.Module) -> None:
