@@ -1,6 +1,7 @@
-"""How does a trained module become a Spark ML model?
+"""Trained modules as Spark ML models.
 
-It adds columns by one UDF, to which only inputs travel, as Arrow; see `sparkdl.inference.predict`.
+A model adds columns by one UDF, to which only inputs travel, as Arrow; see
+`sparkdl.inference.predict`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
 from sparkdl.inference.evaluate_rows import Measures, chosen_curves
+from sparkdl.inference.evaluation_labels import LabelColumn
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
 from sparkdl.spark.frames.columns import Prepared, find, require
+from sparkdl.spark.frames.label_columns import prepare_labels
 from sparkdl.spark.frames.specified_columns import specification_of, trained_column, trained_entry
 from sparkdl.spark.inference import evaluate_model
 from sparkdl.spark.inference.arrow_udf import with_column
-from sparkdl.spark.inference.label_columns import read_beside
 from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
 from sparkdl.spark.params.converters import to_metrics
@@ -105,7 +107,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
 
     @property
     def hasSummary(self) -> bool:
-        """Whether the model knows how it was trained."""
+        """True if the model knows how it was trained."""
         return self._summary is not None
 
     @property
@@ -134,7 +136,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         task = predict.PredictTask(**common, leaves=plan.leaves)
         packed = f"{self.uid}_output"
         marker = f"{self.uid}_partition"
-        rows, seal = by_rows(dataset, schema, marker)
+        rows, pinned = by_rows(dataset, schema, marker)
 
         def flat(leaf: int) -> SparkColumn:
             return F.col(packed)[plan.leaves[leaf].name]
@@ -142,7 +144,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         expressions = [entry.expression for entry in inputs]
         function = predict.udf_function(task)
         computed = with_column(rows, packed, expressions, function, plan.spark_type)
-        projected = {name: seal(how.expression(flat)) for name, how in plan.columns.items()}
+        projected = {name: pinned(how.expression(flat)) for name, how in plan.columns.items()}
         return computed.withColumns(projected).drop(packed, marker)
 
     def _wanted(self) -> list[Wanted]:
@@ -253,9 +255,9 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
     ) -> Evaluation:
         """How good the model is on the rows of a DataFrame, in one pass over them.
 
-        The driver gets sums, never rows, and the result does not depend on partitions and
-        batches, but for the rounding of single rows: sums are compensated, torchmetrics are
-        computed in float64 and united by the rules of their states.
+        The driver gets sums, never rows. The result does not depend on partitions and batches:
+        counts are exact, other values the same to about 1e-12. torchmetrics are computed in
+        float64 and united by the rules of their states.
 
         The loss, with the weights of ``weightCol``, is that of training unless ``loss`` is set;
         like torchmetrics it sees what the module returns. What classifiers and regressors are
@@ -319,15 +321,34 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
         case = is_case_sensitive(dataset.sparkSession)
         inputs = self._inputs(dataset.schema, is_case_sensitive=case)
+        labels, label_col, loss = labels_of(self), self.value("labelCol"), loss_of_labels(self)
+        if labels and self._task != "custom":
+            raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
+        if label_col is None and self._task != "custom":
+            raise ConfigError("labelCol is not set; name the column to compare predictions with")
         is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
-        types: Any = {
-            "float_dtype": "float64" if is_double else "float32",
-            "is_case_sensitive": case,
-        }
-        names, loss = (self.value("labelCol"), self.value("weightCol")), loss_of_labels(self)
-        beside, others = read_beside(
-            dataset.schema, self._task, names, labels_of(self), loss, **types
+        others = prepare_labels(
+            dataset.schema,
+            self._task,
+            loss,
+            labels=labels,
+            label_col=label_col,
+            weight_col=self.value("weightCol"),
+            float_dtype="float64" if is_double else "float32",
+            weight_dtype="float64",
+            is_case_sensitive=case,
         )
+        read = [
+            LabelColumn(
+                name=p.name,
+                role=p.role,
+                dtype=p.dtype,
+                as_classes=p.as_classes,
+                argument=p.argument,
+                specification=p.specification,
+            )
+            for p in others
+        ]
         forward = self._forward(())
         predicted = self._predictions()[0]
         num_classes = evaluate_model.num_classes(
@@ -344,9 +365,10 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
                 curves=chosen_curves(curves, num_classes),
             ),
             predicted=predicted.output,
-            **beside,
+            labels=tuple(column for column in read if column.role == "label"),
+            weight=next((column for column in read if column.role == "weight"), None),
         )
-        return task, [*(entry.expression for entry in inputs), *others]
+        return task, [entry.expression for entry in (*inputs, *others)]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""

@@ -46,7 +46,7 @@ PROMISES = {
         "tests/test_model.py::test_classifier_adds_three_columns",
     "evaluate gives the metrics in one pass":
         "tests/spark/inference/test_evaluate_model.py::"
-        "test_a_classifier_is_evaluated_as_scikit_learn_does[None]",
+        "test_a_classifier_is_evaluated_as_scikit_learn_does",
     "scores gives the loss of each row":
         "tests/spark/inference/test_evaluate_model.py::test_each_row_has_its_loss",
     "setOutputs adds what a layer computes":

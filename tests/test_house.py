@@ -55,8 +55,6 @@ SPARK_FLOORS = [
 UPWARD: set[tuple[str, str]] = {}
 # Pairs of folders that still import each other.
 MUTUAL = {
-    ("sparkdl.report", "sparkdl.report.listeners"),
-    ("sparkdl.report", "sparkdl.report.page"),
     ("sparkdl.sync", "sparkdl.sync.gradients"),
 }
 # Rooms whose files may import pyspark; all others work without a JVM.

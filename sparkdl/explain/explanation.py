@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.explain.recommend import Recommendation, seconds_text
-from sparkdl.report.summary import finite
+from sparkdl.runtime.json_values import finite
 
 Table = tuple[tuple[str, ...], ...]
 """Rows of cells, the first one the head."""

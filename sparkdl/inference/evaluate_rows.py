@@ -1,25 +1,24 @@
-"""What does one task find out about the rows that it evaluates, and how do parts add up?
+"""What a task of an evaluation finds out about its rows, and how the parts of all tasks add up.
 
-A `Part` holds sums, counts and states, never rows. Parts of any cut of the rows add up to the same
-whole, but for the rounding of single rows: sums are compensated (`compensated`), tables are exact
-or cut into bins by a rule that depends on the union alone (`curves`), torchmetrics are united by
-the rules of their own states (`train.metrics`).
+A `Part` holds sums, counts and states of metrics, never rows. The parts of any cut of the rows add
+up to the same whole: counts exactly, other sums to about 1e-12 of their size. Curves are exact, or
+cut into bins by a rule that depends on the union alone (`roc_curves`); the states of torchmetrics
+are united by their own rules (`train.objective.metrics`).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparkdl.config import Task
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inference.exact_sums import Moments, Sums, exact_sum
 from sparkdl.inference.predict import class_probabilities, likeliest_class
 from sparkdl.inference.roc_curves import ScoreTable, limit_for
 from sparkdl.inference.scores import (
@@ -29,12 +28,12 @@ from sparkdl.inference.scores import (
     classification_scores,
     regression_scores,
 )
-from sparkdl.train.objective.label_losses import LossSum, loss_of
+from sparkdl.train.objective.label_losses import LossSum, loss_of, sums_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
 from sparkdl.train.objective.metrics import Metrics, State, on_cpu
 from sparkdl.train.objective.training_step import taken
 
-LISTED_BYTES = 64 << 20
+MOST_LISTED_BYTES = 64 << 20
 """Largest size of all states of torchmetrics that grow by the row, over all rows."""
 _SMALLEST_PROBABILITY = 1e-15
 """A probability of 0 would make the log loss infinite; scikit-learn and Spark clip as well."""
@@ -47,7 +46,7 @@ class Measures:
 
     task: Task
     loss: Any
-    """As the user gave it; see `train.loss.resolve_loss`. With several labels a dict by label."""
+    """As the user gave it; see `train.objective.loss.resolve_loss`. With several labels a dict."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
     """By how much each label's loss counts."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -89,17 +88,25 @@ class Part:
     """What was found out about some of the rows."""
 
     rows: int = 0
-    sums: Sums = field(default_factory=Sums)
-    labels: Moments = field(default_factory=Moments)
-    """Of a regression's labels."""
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums over rows by name; ``loss <label>`` for each of several labels."""
+    confusion: defaultdict[tuple[int, int], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
+    """``(label, prediction)`` -> rows, or sum of weights."""
+    labels: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of a regression's labels: weight, mean, and weighted squared distances from the mean."""
     metrics: dict[str, list[State]] = field(default_factory=dict)
     curves: dict[int, ScoreTable] = field(default_factory=dict)
 
     def merge(self, other: Part) -> None:
         """Add another part, whose rows come after this one's; see also `united`."""
         self.rows += other.rows
-        self.sums.merge(other.sums)
-        self.labels.merge(other.labels)
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for pair, weight in other.confusion.items():
+            self.confusion[pair] += weight
+        self.labels = _moments_of_both(self.labels, other.labels)
         for name, states in other.metrics.items():
             self.metrics.setdefault(name, []).extend(states)
         for number, table in other.curves.items():
@@ -115,36 +122,58 @@ class Part:
     def to_bytes(self) -> bytes:
         """For a row of Spark's."""
         buffer = io.BytesIO()
-        tables = {number: _tensors(table.to_dict()) for number, table in self.curves.items()}
-        labels = (self.labels.weight, self.labels.mean, self.labels.squares)
-        torch.save((self.rows, self.sums.to_dict(), labels, self.metrics, tables), buffer)
+        tables = {
+            number: (table.limit, table.is_exact, torch.from_numpy(table.settled()))
+            for number, table in self.curves.items()
+        }
+        sums = (dict(self.sums), dict(self.confusion), self.labels)
+        torch.save((self.rows, *sums, self.metrics, tables), buffer)
         return buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Part:
         """Inverse of `to_bytes`; nothing is executed."""
-        rows, sums, labels, metrics, tables = torch.load(io.BytesIO(data), weights_only=True)
+        rows, sums, confusion, labels, metrics, tables = torch.load(
+            io.BytesIO(data), weights_only=True
+        )
         return cls(
             rows=rows,
-            sums=Sums.from_dict(sums),
-            labels=Moments(*labels),
+            sums=defaultdict(float, sums),
+            confusion=defaultdict(float, confusion),
+            labels=labels,
             metrics=metrics,
-            curves={number: ScoreTable(**_arrays(table)) for number, table in tables.items()},
+            curves={
+                number: ScoreTable(limit, is_exact, columns.numpy())
+                for number, (limit, is_exact, columns) in tables.items()
+            },
         )
 
 
-def united(parts: Sequence[Part], measures: Measures) -> Part:
-    """The sum of parts, in their order.
+def _moments_of_both(
+    one: tuple[float, float, float], other: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    """Unite weighted moments (Chan, Golub, LeVeque: "Updating formulae ...", 1979)."""
+    weight = one[0] + other[0]
+    if not weight > 0:
+        return one
+    share, distance = other[0] / weight, other[1] - one[1]
+    squares = one[2] + other[2] + distance**2 * one[0] * share
+    return weight, one[1] + distance * share, squares
+
+
+def united(parts: Iterable[Part], measures: Measures) -> Part:
+    """The sum of parts, in their order, which are taken one by one.
 
     Raises:
         ConfigError: states of torchmetrics became too large.
     """
-    whole = Part()
+    whole, sizes = Part(), Counter[str]()
     for part in parts:
+        sizes.update(part.listed_bytes())
+        check_listed(sizes)
         whole.merge(part)
     metrics = measures.make_metrics(measures.make_loss())
     whole.metrics = {name: metrics.united(name, states) for name, states in whole.metrics.items()}
-    check_listed(whole.listed_bytes())
     return whole
 
 
@@ -157,43 +186,37 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
     """
     if not part.rows:
         raise DataError("there are no rows to evaluate; check where they come from, and filters")
-    sums = part.sums
-    metrics = measures.make_metrics(measures.make_loss())
+    sums, loss = part.sums, measures.make_loss()
     divisor = sums["loss_weight"] if sums["loss_weight"] > 0 else math.nan
-    loss = measures.make_loss()
     by_label: dict[str, float] = {}
     total = sums["loss"]
     if isinstance(loss, LossSum):
         by_label = {name: sums[f"loss {name}"] / divisor for name in loss.names}
-        total = math.fsum(loss.weights[name] * sums[f"loss {name}"] for name in loss.names)
+        total = sum(loss.weights[name] * sums[f"loss {name}"] for name in loss.names)
+    metrics = measures.make_metrics(loss)
+    scores: ClassificationScores | RegressionScores | None = None
+    if measures.task == "classification":
+        scores = classification_scores(part.confusion, sums["log_loss"])
+    elif measures.task == "regression":
+        scores = regression_scores(
+            weight=part.labels[0],
+            squared_error=sums["squared_error"],
+            absolute_error=sums["absolute_error"],
+            label_variance=part.labels[2],
+        )
     return Evaluation(
         rows=part.rows,
         loss=total / divisor,
         loss_by_label=by_label,
-        scores=_scores(part, measures.task),
+        scores=scores,
         metrics={name: metrics.value(name, states) for name, states in part.metrics.items()},
         curves={number: table.curve() for number, table in sorted(part.curves.items())},
         num_classes=measures.num_classes,
     )
 
 
-def _scores(part: Part, task: Task) -> ClassificationScores | RegressionScores | None:
-    sums = part.sums
-    if task == "classification":
-        counts = {pair: sums[pair] for pair in sums if isinstance(pair, tuple)}
-        return classification_scores(counts, sums["log_loss"])
-    if task == "regression":
-        return regression_scores(
-            weight=sums["weight"],
-            squared_error=sums["squared_error"],
-            absolute_error=sums["absolute_error"],
-            label_variance=part.labels.squares,
-        )
-    return None
-
-
 class Evaluator:
-    """One task's evaluation: shown batches, it gathers a `Part`."""
+    """The evaluation of one task's rows: it is shown batches, and gathers a `Part`."""
 
     def __init__(self, measures: Measures, device: torch.device) -> None:
         self._measures = measures
@@ -201,7 +224,7 @@ class Evaluator:
         self._metrics = measures.make_metrics(self._loss, device)
         self._metrics.reset()
         limit = limit_for(len(measures.curves))
-        self._part = Part(curves={number: ScoreTable(limit=limit) for number in measures.curves})
+        self._part = Part(curves={number: ScoreTable(limit) for number in measures.curves})
 
     def update(
         self, output: Any, predicted: Any, target: Any, weight: torch.Tensor | None, num_rows: int
@@ -215,7 +238,7 @@ class Evaluator:
             weight: ``(batch,)``, on the CPU.
             num_rows: samples.
         """
-        weights = np.ones(num_rows) if weight is None else weight.double().numpy()
+        weights = torch.ones(num_rows, dtype=torch.float64) if weight is None else weight.double()
         self._part.rows += num_rows
         meant = taken(self._loss, output)
         self._add_loss(meant, target, weights, weight)
@@ -240,83 +263,59 @@ class Evaluator:
         return self._part
 
     def _add_loss(
-        self, output: Any, target: Any, weights: np.ndarray, weight: torch.Tensor | None
+        self, output: Any, target: Any, weights: torch.Tensor, weight: torch.Tensor | None
     ) -> None:
-        sums = self._part.sums
-        if isinstance(self._loss, LossSum):
-            self._add_label_losses(self._loss, output, target, weights, weight)
+        loss, sums = self._loss, self._part.sums
+        names = [f"loss {name}" for name in loss.names] if isinstance(loss, LossSum) else ["loss"]
+        target, unknown = _known_targets(loss, output, target, self._measures)
+        found = _losses(loss, output, target, unknown)
+        if found is not None:
+            losses, counts = found
+            counted = (counts > 0) & (weights > 0)  # infinity times nothing would be no number
+            for name, values in zip(names, losses, strict=True):
+                sums[name] += float((values * weights)[counted].sum())
+            sums["loss_weight"] += float((counts * weights).sum())
             return
-        losses = row_losses(self._loss, output, target, self._measures)
-        if losses is None:
-            loss_sum, count = self._loss(output, target, weight)
-            sums.add("loss", float(loss_sum))
-            sums.add("loss_weight", float(count))
-            return
-        values, counts = losses
-        counted = (counts > 0) & (weights > 0)  # infinity times nothing would be no number
-        sums.add("loss", exact_sum((values[counted] * weights[counted]).tolist()))
-        sums.add("loss_weight", exact_sum((counts * weights).tolist()))
+        total, count, by_label = sums_of(loss, output, target, weight)
+        for name, rows, value in zip(names, unknown, by_label or (total,), strict=True):
+            costs_infinitely = rows is not None and bool(rows.cpu()[weights > 0].any())
+            sums[name] += math.inf if costs_infinitely else float(value)
+        sums["loss_weight"] += float(count)
 
-    def _add_label_losses(
-        self,
-        loss: LossSum,
-        output: Any,
-        target: Any,
-        weights: np.ndarray,
-        weight: torch.Tensor | None,
-    ) -> None:
-        """The losses of all labels; their sum follows from them."""
-        sums, counted = self._part.sums, weights > 0
-        target, unknown = _known_labels(loss, output, target)
-        for name, rows in unknown.items():
-            if bool(rows.cpu().numpy()[counted].any()):
-                sums.add(f"loss {name}", math.inf)
-        by_label = loss.rows_by_label(output, target)
-        if by_label is None:
-            _, count, totals = loss.apart(output, target, weight)
-            for name, total in zip(loss.names, totals, strict=True):
-                sums.add(f"loss {name}", float(total))
-            sums.add("loss_weight", float(count))
-            return
-        for name, losses in by_label.items():
-            values = losses.double().cpu().numpy()[counted] * weights[counted]
-            sums.add(f"loss {name}", exact_sum(values.tolist()))
-        sums.add("loss_weight", exact_sum(weights.tolist()))
-
-    def _add_classes(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
-        labels = target.cpu().numpy().astype(np.int64)
+    def _add_classes(self, predicted: Any, target: torch.Tensor, weights: torch.Tensor) -> None:
+        labels = target.cpu().long()
         counted = (labels != _ignored(self._loss)) & (weights > 0)
         labels, weights = labels[counted], weights[counted]
-        classes = likeliest_class(predicted).cpu().numpy()[counted]
-        chances = class_probabilities(predicted).cpu().numpy()[counted]
-        sums = self._part.sums
-        sums.add("weight", exact_sum(weights.tolist()))
-        pairs, place = np.unique(np.stack([labels, classes], 1), axis=0, return_inverse=True)
-        totals = np.bincount(place.reshape(-1), weights=weights, minlength=len(pairs))
-        for (label, number), total in zip(pairs.tolist(), totals.tolist(), strict=True):
-            sums.add((label, number), total)
-        known = labels < chances.shape[1]
-        chance = np.where(known, chances[np.arange(len(labels)), np.where(known, labels, 0)], 0.0)
-        losses = -np.log(np.maximum(chance, _SMALLEST_PROBABILITY))
-        sums.add("log_loss", exact_sum((losses * weights).tolist()))
-        for number, table in self._part.curves.items():
-            table.add(chances[:, number], labels == number, weights)
+        classes = likeliest_class(predicted).cpu()[counted]
+        chances = class_probabilities(predicted).cpu()[counted]
+        part, num_classes = self._part, chances.shape[1]
+        different, place = torch.unique(labels, return_inverse=True)
+        pairs, place = torch.unique(place * num_classes + classes, return_inverse=True)
+        totals = torch.bincount(place, weights=weights, minlength=len(pairs))
+        for pair, total in zip(pairs.tolist(), totals.tolist(), strict=True):
+            part.confusion[int(different[pair // num_classes]), pair % num_classes] += total
+        chance = chances.gather(1, labels.clamp(0, num_classes - 1)[:, None])[:, 0]
+        chance = torch.where(labels < num_classes, chance, 0.0).clamp(min=_SMALLEST_PROBABILITY)
+        part.sums["log_loss"] += float((-chance.log() * weights).sum())
+        for number, table in part.curves.items():
+            table.add(chances[:, number].numpy(), (labels == number).numpy(), weights.numpy())
 
-    def _add_numbers(self, predicted: Any, target: torch.Tensor, weights: np.ndarray) -> None:
+    def _add_numbers(self, predicted: Any, target: torch.Tensor, weights: torch.Tensor) -> None:
         counted = weights > 0
-        labels = target.double().cpu().reshape(-1).numpy()[counted]
-        errors = predicted.double().cpu().reshape(-1).numpy()[counted] - labels
         weights = weights[counted]
-        sums = self._part.sums
-        sums.add("weight", exact_sum(weights.tolist()))
-        sums.add("squared_error", exact_sum((weights * errors**2).tolist()))
-        sums.add("absolute_error", exact_sum((weights * np.abs(errors)).tolist()))
-        self._part.labels.merge(Moments.of(labels.tolist(), weights.tolist()))
+        labels = target.double().cpu().reshape(-1)[counted]
+        errors = predicted.double().cpu().reshape(-1)[counted] - labels
+        part, weight = self._part, float(weights.sum())
+        part.sums["squared_error"] += float((weights * errors**2).sum())
+        part.sums["absolute_error"] += float((weights * errors.abs()).sum())
+        mean = float((weights * labels).sum()) / weight if weight else 0.0
+        moments = weight, mean, float((weights * (labels - mean) ** 2).sum())
+        part.labels = _moments_of_both(part.labels, moments)
 
 
 def row_losses(
     loss: LossFunction, output: Any, target: Any, measures: Measures
-) -> tuple[np.ndarray, np.ndarray] | None:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Losses of a batch's samples and by how much each counts, ``(batch,)`` each, in float64.
 
     The loss of a class that the module does not know is infinite.
@@ -324,33 +323,57 @@ def row_losses(
     Returns:
         None if the loss knows sums only.
     """
-    if isinstance(loss, LossSum):
-        target, by_label = _known_labels(loss, output, target)
-        unknown = torch.stack(list(by_label.values())).any(0) if by_label else None
-    else:
-        num_classes = measures.num_classes if measures.task == "classification" else 0
-        target, unknown = _known(loss, output, target, num_classes)
-    rows = loss.rows(output, target)
-    if rows is None:
+    target, unknown = _known_targets(loss, output, target, measures)
+    found = _losses(loss, output, target, unknown)
+    if found is None:
         return None
-    losses, counts = (None if value is None else value.double().cpu() for value in rows)
-    assert losses is not None
-    if unknown is not None:
-        losses = torch.where(unknown.cpu(), torch.inf, losses)
-    return losses.numpy(), np.ones(len(losses)) if counts is None else counts.numpy()
+    losses, counts = found
+    if not isinstance(loss, LossSum):
+        return losses[0], counts
+    return sum(w * x for w, x in zip(loss.weights.values(), losses, strict=True)), counts  # type: ignore[return-value]
 
 
-def alone(losses: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The loss of a batch that consists of one row, for each row; NaN where none would count."""
-    found: np.ndarray = np.full_like(losses, np.nan)
-    np.divide(losses, counts, out=found, where=counts > 0)
-    return found
+def _losses(
+    loss: LossFunction, output: Any, target: Any, unknown: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+    """The samples' losses on each label, infinite where it is unknown, and how much they count."""
+    counts = None
+    if isinstance(loss, LossSum):
+        by_label = loss.rows_by_label(output, target)
+        if by_label is None:
+            return None
+        losses = list(by_label.values())
+    else:
+        rows = loss.rows(output, target)
+        if rows is None:
+            return None
+        losses, counts = [rows[0]], rows[1]
+    found = [
+        values.double().cpu() if mask is None else
+        torch.where(mask.cpu(), torch.inf, values.double().cpu())
+        for values, mask in zip(losses, unknown, strict=True)
+    ]  # fmt: skip
+    return found, torch.ones_like(found[0]) if counts is None else counts.double().cpu()
+
+
+def _known_targets(
+    loss: LossFunction, output: Any, target: Any, measures: Measures
+) -> tuple[Any, list[torch.Tensor | None]]:
+    """Targets that the loss takes, and by label in which rows, ``(batch,)``, there were others."""
+    if not isinstance(loss, LossSum):
+        num_classes = measures.num_classes if measures.task == "classification" else 0
+        known, unknown = _known(loss, output, target, num_classes)
+        return known, [unknown]
+    pairs = {
+        name: _known(loss.part(name), loss.output_for(name, output), target[name])
+        for name in loss.names
+    }
+    return {name: known for name, (known, _) in pairs.items()}, [mask for _, mask in pairs.values()]
 
 
 def _known(
     loss: LossFunction, output: Any, target: Any, num_classes: int = 0
 ) -> tuple[Any, torch.Tensor | None]:
-    """Targets that the loss takes, and in which rows, ``(batch,)``, there were others."""
     if not num_classes:
         is_number = isinstance(loss, ClassLoss) and isinstance(target, torch.Tensor)
         if not is_number or (target.shape == output.shape and target.is_floating_point()):
@@ -358,18 +381,6 @@ def _known(
         num_classes = output.shape[1]
     unknown = ((target >= num_classes) | (target < 0)) & (target != _ignored(loss))
     return torch.where(unknown, 0, target), unknown.unsqueeze(-1).flatten(1).any(1)
-
-
-def _known_labels(
-    loss: LossSum, output: Any, target: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The same for several labels."""
-    pairs = {
-        name: _known(loss.part(name), loss.output_for(name, output), target[name])
-        for name in loss.names
-    }
-    unknown = {name: mask for name, (_, mask) in pairs.items() if mask is not None}
-    return {name: pair[0] for name, pair in pairs.items()}, unknown
 
 
 def _ignored(loss: LossFunction) -> int:
@@ -381,20 +392,17 @@ def _listed(value: Any) -> int:
 
 
 def check_listed(sizes: Mapping[str, int]) -> None:
-    """Refuse states, with their sizes by metric, that are too large to be gathered."""
-    if sum(sizes.values()) <= LISTED_BYTES:
+    """Refuse states that grow by the row, with their sizes by metric, if they are too large.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if sum(sizes.values()) <= MOST_LISTED_BYTES:
         return
     name = max(sizes, key=lambda name: sizes[name])
     raise ConfigError(
         f"metric {name!r} keeps something of every row, which came to more than "
-        f"{LISTED_BYTES >> 20} MiB; give it a fixed size (thresholds=... of torchmetrics' curves), "
-        f"or leave it out: evaluate makes ROC and precision-recall curves itself (curves=True)"
+        f"{MOST_LISTED_BYTES >> 20} MiB; give it a fixed size (thresholds=... of torchmetrics' "
+        f"curves), or leave it out: evaluate makes ROC and precision-recall curves itself "
+        f"(curves=True)"
     )
-
-
-def _tensors(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in table.items()}
-
-
-def _arrays(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in table.items()}

@@ -1,4 +1,4 @@
-"""How does a task of `evaluate` read labels and weights, as training reads them?"""
+"""Labels and weights of an evaluation, as its tasks read them from Arrow."""
 
 from __future__ import annotations
 
@@ -13,74 +13,38 @@ from sparkdl.data import collate
 from sparkdl.data.arrow_arrays import to_numpy
 from sparkdl.data.column_readers import BadRows, read
 from sparkdl.data.column_rules import bad_values, made_dtype
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, Role
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import DataError
 from sparkdl.inputs import Specification
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A column that comes beside the inputs: label or weight."""
-
-    name: str
-    dtype: str
-    """numpy name of the dtype in which it comes."""
-    as_classes: bool = False
-
-    def read(self, array: Any) -> torch.Tensor:
-        """Its values, ``(rows, ...)``.
-
-        Raises:
-            DataError: a null, a value that is not finite, or one that is no class number where
-                one is needed.
-        """
-        values = to_numpy(array, "float64" if self.as_classes else self.dtype, name=self.name)
-        wrong = bad_values(values, "label", as_classes=self.as_classes)
-        if wrong.any() and self.as_classes:
-            raise DataError(
-                f'column "{self.name}" has the label {values[wrong][0]}: no class number (index '
-                "strings with StringIndexer, or filter such rows out)"
-            )
-        if wrong.any():
-            raise DataError(
-                f'column "{self.name}" has a label that is infinite or NaN; filter such rows out'
-            )
-        tensor = torch.from_numpy(values.copy())
-        return tensor.long() if self.as_classes else tensor
-
-    def read_weights(self, array: Any) -> torch.Tensor:
-        """Its values as weights of rows.
-
-        Raises:
-            DataError: one is null, negative or not finite.
-        """
-        values = to_numpy(array, self.dtype, name=self.name)
-        wrong = bad_values(values, "weight", as_classes=False)
-        if wrong.any():
-            raise DataError(
-                f'column "{self.name}" has the weight {values[wrong][0]}; weights are numbers '
-                "from 0"
-            )
-        return torch.from_numpy(values.copy())
-
-
 @dataclass(frozen=True, kw_only=True)
-class NamedLabel:
-    """One of several labels; picklable."""
+class LabelColumn:
+    """A label or the weight of each row; picklable."""
 
     name: str
-    specification: Specification
+    role: Role
     dtype: str
     """numpy name of the dtype in which it comes; for a transform's result that of floats."""
-    as_classes: bool
+    as_classes: bool = False
+    """True if the values must be class numbers."""
+    argument: str | None = None
+    """What the loss calls it where there are several labels."""
+    specification: Specification | None = None
+    """How it is read where there are several labels."""
 
     def read(self, array: pa.Array) -> torch.Tensor | Ragged:
         """Its values, one per row.
 
         Raises:
-            DataError: some cannot be used.
+            DataError: a null, a value that is not finite, a negative weight, or a value that is no
+                class number where one is needed.
         """
+        if self.specification is None:
+            read_as = "float64" if self.as_classes else self.dtype
+            values = to_numpy(array, read_as, name=self.name)
+            return self._checked(values, np.dtype(self.dtype))
         try:
             rows = read(array, self.specification)
         except BadRows as error:
@@ -92,15 +56,23 @@ class NamedLabel:
         if isinstance(rows, Ragged):
             last = values.astype(dtype, copy=False)
             return Ragged((*rows.parts[:-1], last), rows.offsets, rows.shape)
-        wrong = bad_values(values, "label", as_classes=self.as_classes)
+        return self._checked(values, dtype)
+
+    def _checked(self, values: np.ndarray, dtype: np.dtype[Any]) -> torch.Tensor:
+        wrong = bad_values(values, self.role, as_classes=self.as_classes)
         if wrong.any():
+            what = "which is not finite"
+            if self.as_classes:
+                what = "which is no class number (index strings with StringIndexer)"
+            elif self.role == "weight":
+                what = "but weights are finite numbers from 0"
             raise DataError(
-                f'label "{self.name}" has the value {values[wrong][0].tolist()}, which '
-                f"{'is no class number' if self.as_classes else 'is not finite'}; drop such rows"
+                f'column "{self.name}" has the {self.role} {values[wrong][0].tolist()}, {what}; '
+                "filter such rows out"
             )
         return torch.from_numpy(values.astype(dtype))
 
-    def tensor(self, rows: torch.Tensor | Ragged) -> torch.Tensor:
+    def padded(self, rows: torch.Tensor | Ragged) -> torch.Tensor:
         """What the loss compares with, ``(rows, ...)``; sequences are padded."""
         if isinstance(rows, torch.Tensor):
             return rows
@@ -109,7 +81,7 @@ class NamedLabel:
             role="label",
             dtype=rows.parts[-1].dtype.name,
             shape=rows.shape or (),
-            argument=self.name,
+            argument=self.argument,
             specification=self.specification,
         )
         return collate.arguments([column], [rows]).values[0]

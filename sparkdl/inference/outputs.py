@@ -1,8 +1,9 @@
-"""Which of the tensors that a module computes become columns, and in which form?
+"""The tensors of a module that become columns, and the form in which they do.
 
 A module returns a tensor, or tuples, mappings and dataclasses of tensors, nested as it likes. An
 `Output` names a part of that, or of what one of the module's layers returned. The driver runs the
-module once on zeros to see what there is (`spark.outputs`); the executors run it on the rows.
+module once on zeros to see what there is (`spark.inference.output_columns`); the executors run it
+on the rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does an executor turn Arrow batches of features into a module's outputs?
+"""An executor turns Arrow batches of features into a module's outputs.
 
 Every Python worker unpacks a module once and keeps it, because Spark reuses the process for later
 tasks.

@@ -1,4 +1,4 @@
-"""How well do scores tell one class from the others? ROC and precision-recall curves.
+"""ROC and precision-recall curves: how well scores tell one class from the others.
 
 A table holds, for each different score, how many rows of the class and of the others have it:
 from that the curves follow exactly, and tables of parts add up to that of the whole. A table with
@@ -9,11 +9,12 @@ that what comes out depends on the rows alone and not on how they are partitione
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from sparkdl.runtime.json_values import finite
 
 MOST_SCORES = 100_000
 """Different scores that all tables of an evaluation may hold together; 24 bytes each."""
@@ -31,69 +32,53 @@ class ScoreTable:
 
     limit: int = MOST_SCORES
     is_exact: bool = True
-    scores: np.ndarray = field(default_factory=lambda: np.empty(0))
-    """Different scores in ``[0, 1]``, ascending."""
-    positive: np.ndarray = field(default_factory=lambda: np.empty(0))
-    negative: np.ndarray = field(default_factory=lambda: np.empty(0))
-    _waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    columns: np.ndarray = field(default_factory=lambda: np.empty((3, 0)))
+    """``(3, scores)``: different scores in ``[0, 1]``, ascending; the weight of the class's rows
+    with that score; the weight of the others."""
+    _waiting: list[np.ndarray] = field(default_factory=list)
     _num_waiting: int = 0
 
     def add(self, scores: np.ndarray, is_class: np.ndarray, weights: np.ndarray) -> None:
         """Take note of rows; three arrays ``(rows,)``."""
-        self._put(
-            scores.astype(np.float64),
-            np.where(is_class, weights, 0.0),
-            np.where(is_class, 0.0, weights),
-        )
+        positive = np.where(is_class, weights, 0.0)
+        self._put(np.stack([scores.astype(np.float64), positive, weights - positive]))
 
     def merge(self, other: ScoreTable) -> None:
         """Take note of what another table has seen."""
-        other.settle()
+        columns = other.settled()
         self.is_exact &= other.is_exact
-        self._put(other.scores, other.positive, other.negative)
+        self._put(columns)
 
-    def _put(self, scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> None:
-        self._waiting.append((scores, positive, negative))
-        self._num_waiting += len(scores)
+    def _put(self, columns: np.ndarray) -> None:
+        self._waiting.append(columns)
+        self._num_waiting += columns.shape[1]
         if self._num_waiting > 2 * self.limit:  # sorting seldom costs less than sorting often
-            self.settle()
+            self.settled()
 
-    def settle(self) -> None:
-        """Bring what was added into the table."""
-        own = (self.scores, self.positive, self.negative)
-        scores, *weights = (
-            np.concatenate(parts) for parts in zip(own, *self._waiting, strict=True)
-        )
+    def settled(self) -> np.ndarray:
+        """The table with all that was added."""
+        self.columns = self._by_score(np.concatenate([self.columns, *self._waiting], axis=1))
         self._waiting, self._num_waiting = [], 0
-        self._set(scores, weights)
-        if len(self.scores) > self.limit:
+        if self.is_exact and self.columns.shape[1] > self.limit:
             self.is_exact = False
-            self._set(self.scores, [self.positive, self.negative])
+            self.columns = self._by_score(self.columns)
+        return self.columns
 
-    def _set(self, scores: np.ndarray, weights: Sequence[np.ndarray]) -> None:
+    def _by_score(self, columns: np.ndarray) -> np.ndarray:
+        scores, positive, negative = columns
         if not self.is_exact:
             num_bins = 2 ** (self.limit.bit_length() - 1)
             scores = np.floor(scores * num_bins) / num_bins
-        self.scores, place = np.unique(scores, return_inverse=True)
-        self.positive, self.negative = (
-            np.bincount(place, weights=values, minlength=len(self.scores)) for values in weights
-        )
+        different, place = np.unique(scores, return_inverse=True)
+        weights = [np.bincount(place, w, len(different)) for w in (positive, negative)]
+        return np.stack([different, *weights])
 
     def curve(self) -> Curve:
         """The curves that follow."""
-        self.settle()
+        scores, positive, negative = self.settled()[:, ::-1].copy()
         return Curve(
-            thresholds=self.scores[::-1].copy(),
-            positive=self.positive[::-1].copy(),
-            negative=self.negative[::-1].copy(),
-            is_exact=self.is_exact,
+            thresholds=scores, positive=positive, negative=negative, is_exact=self.is_exact
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values and arrays."""
-        self.settle()
-        names = ("limit", "is_exact", "scores", "positive", "negative")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +121,8 @@ class Curve:
         if not self._is_defined:
             return math.nan
         above = np.cumsum(self.positive) - self.positive / 2
-        area = math.fsum((self.negative * above).tolist())
-        return area / (math.fsum(self.positive.tolist()) * math.fsum(self.negative.tolist()))
+        area = float((self.negative * above).sum())
+        return area / float(self.positive.sum() * self.negative.sum())
 
     @property
     def roc_auc_error(self) -> float:
@@ -147,16 +132,15 @@ class Curve:
         """
         if self.is_exact or not self._is_defined:
             return 0.0
-        pairs = math.fsum((self.positive * self.negative).tolist())
-        return pairs / 2 / (float(self.positive.sum()) * float(self.negative.sum()))
+        pairs = float((self.positive * self.negative).sum())
+        return pairs / 2 / float(self.positive.sum() * self.negative.sum())
 
     @property
     def average_precision(self) -> float:
         """Mean of the precisions, weighted by the increase in recall."""
         if not self._is_defined:
             return math.nan
-        total = math.fsum(self.positive.tolist())
-        return math.fsum((self.positive * self.precision).tolist()) / total
+        return float((self.positive * self.precision).sum() / self.positive.sum())
 
     @property
     def _is_defined(self) -> bool:
@@ -167,29 +151,23 @@ class Curve:
     def to_dict(self, points: int = 200) -> dict[str, Any]:
         """As plain values for JSON: the areas, and at most so many points of the curve."""
         chosen = np.unique(np.linspace(0, max(len(self.thresholds) - 1, 0), points).astype(int))
-        arrays: Mapping[str, np.ndarray] = {
+        arrays = {
             "threshold": self.thresholds,
             "true_positive_rate": self.true_positive_rate,
             "false_positive_rate": self.false_positive_rate,
             "precision": self.precision,
         }
-        numbers = {
-            name: getattr(self, name) for name in ("roc_auc", "roc_auc_error", "average_precision")
-        }
-        return {
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        values = {
+            "roc_auc": self.roc_auc,
+            "roc_auc_error": self.roc_auc_error,
+            "average_precision": self.average_precision,
             "is_exact": self.is_exact,
-            "points": {
-                name: _plain(values[chosen] if len(values) else values)
-                for name, values in arrays.items()
-            },
+            "points": {name: a[chosen[: len(a)]].tolist() for name, a in arrays.items()},
         }
+        plain: dict[str, Any] = finite(values)
+        return plain
 
 
 def _share(cumulated: np.ndarray) -> np.ndarray:
     total = cumulated[-1] if len(cumulated) else 0.0
     return cumulated / total if total > 0 else np.full_like(cumulated, np.nan)
-
-
-def _plain(values: Iterable[float]) -> list[float | None]:
-    return [float(value) if math.isfinite(value) else None for value in values]

@@ -1,7 +1,6 @@
-"""How good are predictions, given the sums that one pass over them yields?
+"""How good predictions are, given the sums over rows that `evaluate_rows` makes.
 
-Pure arithmetic; `measure` makes the sums. Every measure is a mean over rows, weighted if there are
-weights.
+This is pure arithmetic. Every measure is a mean over rows, weighted if there are weights.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import DataError, SparkDLError
+from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -79,7 +79,8 @@ class RegressionScores:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, which has no NaN."""
-        return {name: value if math.isfinite(value) else None for name, value in vars(self).items()}
+        plain: dict[str, Any] = finite(vars(self))
+        return plain
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -148,7 +149,8 @@ class Evaluation(Mapping[str, Any]):
             values |= self.scores.to_dict()
         if self.curves:
             values["curves"] = {str(number): c.to_dict() for number, c in self.curves.items()}
-        return {name: _finite(value) for name, value in values.items()}
+        plain: dict[str, Any] = finite(values)
+        return plain
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -206,14 +208,6 @@ BUILT_IN = frozenset(
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Row(dict[int, float]):

@@ -1,8 +1,8 @@
-"""How does the driver write down what happens in a run, and tell those who listen?
+"""The recorder writes down on the driver what happens in a run, and calls the run's listeners.
 
-It is told everything by the fit and by the supervisor, on the fit's thread, and keeps it in memory;
-another thread writes it to the storage. Where that fails, for whatever reason, the run goes on
-without a report, with one warning: hours of training are worth more than their record.
+The fit and the supervisor call it on the fit's thread, and it keeps everything in memory; another
+thread writes it to the storage. If that fails, for whatever reason, the run goes on without a
+report, with one warning: hours of training are worth more than their record.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, WorkerError
-from sparkdl.report.listeners.listener import Audience, Listener, RunStart
-from sparkdl.report.record import Event, RecordBuilder, RunRecord, presentable
-from sparkdl.report.run_folder import RunFolder, folder_name
-from sparkdl.report.time_spans import Span, Spans
+from sparkdl.report.listeners.listener import Listener, Listeners, RunStart
+from sparkdl.report.live.progress import Progress, View
+from sparkdl.report.page.report_page import page
+from sparkdl.report.record.run_folder import RunFolder, folder_name
+from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable
+from sparkdl.report.record.time_spans import Span, Spans
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ _SILENT_WRITES = 10
 _STEPS_KEPT = 500
 
 
-class Recorder:
-    """Writes down one run. Made by `recording`; fits the supervisor's `View`."""
+class Recorder(View):
+    """Writes down one run. Made by `recording`; the supervisor calls it as a `View`."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Recorder:
 
         Args:
             folder: where the record is left; None: it is kept in memory only.
-            began: what is known of the run, but for ``kind`` and ``at``.
+            began: fields of `RunRecord` that are known when the run begins.
         """
         self._started = time.time()
         self._clock = time.perf_counter()
@@ -55,7 +57,7 @@ class Recorder:
         self._waiting: list[Event] = []
         self._lock = threading.Lock()
         self._folder = folder
-        self._audience = Audience()
+        self._listeners = Listeners()
         self._spans = Spans(1)
         self._world_size = 1
         self._steps_per_epoch = 0
@@ -73,11 +75,11 @@ class Recorder:
             self._folder.append(self._taken())  # a place that cannot be written to ends the fit
             self._writer.start()
 
-    def listen(self, start: RunStart, listeners: Sequence[Listener]) -> None:
-        """Let others listen from now on; what one raises when it starts is raised."""
-        self._audience.start(start, listeners)
+    def start_listeners(self, start: RunStart, listeners: Sequence[Listener]) -> None:
+        """Call these listeners from now on; what one raises when it starts is raised."""
+        self._listeners.start(start, listeners)
 
-    # --- what the fit tells -------------------------------------------------------------------
+    # --- called by the fit ---------------------------------------------------------------------
 
     def phase(self, name: str) -> None:
         """Another phase of the fit begins, on the driver."""
@@ -93,17 +95,17 @@ class Recorder:
         self._steps_per_epoch = int(facts.get("steps_per_epoch", 0))
         shown = presentable({"workers": world_size, **facts})
         self._note("facts", facts=shown)
-        self._audience.tell(lambda listener: listener.facts(shown))
+        self._listeners.call(lambda listener: listener.facts(shown))
 
     def graph(self, graph: Mapping[str, Any]) -> None:
-        """What the module is made of; see `report.graph`."""
+        """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
 
     def trained(self, module: nn.Module) -> None:
         """The run has a module to show for it."""
         self._module = module
 
-    # --- what the supervisor tells ------------------------------------------------------------
+    # --- called by the supervisor -------------------------------------------------------------
 
     def attempt(self, number: int, start_step: int) -> None:
         """A gang, or a run in rounds, begins."""
@@ -114,10 +116,10 @@ class Recorder:
         self._note("attempt", number=number, start_step=start_step)
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What has failed is begun again, for the ``number``-th time in the run.
+        """What has failed is started again, for the ``number``-th time in the run.
 
         Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is begun again.
+        is repeated.
 
         Args:
             number: as in `attempt`.
@@ -130,21 +132,21 @@ class Recorder:
         self._flush()
         shown = presentable(reason)
         self._note("failure", reason=shown)
-        self._audience.tell(lambda listener: listener.failure(shown))
+        self._listeners.call(lambda listener: listener.failure(shown))
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """What a rank does now."""
-        if "seconds" in body:
-            self.spent(rank, body["seconds"])
-        if rank == 0 and body.get("step", 0) > self._step:
-            self._take_step(int(body["step"]), float(body["loss"]), float(body["rows"]))
+    def progress(self, rank: int, progress: Progress) -> None:
+        """A rank has sent how far it has come."""
+        if progress.seconds:
+            self.spent(rank, progress.seconds)
+        if rank == 0 and progress.step > self._step:
+            self._take_step(progress.step, progress.loss, progress.rows)
 
     def spent(self, rank: int, totals: Mapping[str, float]) -> None:
         """On what a rank has spent its time since the attempt began."""
         self._note_spans(self._spans.take(rank, totals, self._now()))
 
     def fact(self, rank: int, body: Mapping[str, Any]) -> None:
-        """What else a worker tells: its hardware, a confusion matrix."""
+        """Another event of a worker: its hardware, or a confusion matrix."""
         if body["kind"] == "hardware":
             self._note("hardware", rank=rank, hardware=body["hardware"])
         elif body["kind"] == "confusion":
@@ -161,7 +163,7 @@ class Recorder:
             step = int(record["report"])
         else:
             step = int((record["epoch"] - 1) * self._steps_per_epoch + record["steps"])
-        self._audience.tell(lambda listener: listener.epoch(step, record))
+        self._listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:
         """A rank logged a line; warnings are kept."""
@@ -171,11 +173,8 @@ class Recorder:
     def done(self, steps: int) -> None:
         """Training has succeeded."""
         self._flush()
-        if steps > self._step:  # no heartbeat has told of the last ones
+        if steps > self._step:  # the last ones came between two reports
             self._note("step", step=steps, loss=None, rows_per_second=None)
-
-    def close(self) -> None:
-        """The view is closed before the run has ended."""
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -198,9 +197,12 @@ class Recorder:
         if self._writer.is_alive():
             self._writer.join(timeout=60)
         if self._folder is not None and not self._is_left:
-            self._leave(self._folder, record)
+            try:
+                self._folder.finish(record, page(record))
+            except Exception as failure:
+                self._give_up(failure)
             self._is_left = True
-        self._audience.end(record, self._module)
+        self._listeners.end(record, self._module)
 
     @property
     def page_path(self) -> str | None:
@@ -211,14 +213,6 @@ class Recorder:
         """What is known so far."""
         with self._lock:
             return self._builder.record()
-
-    def _leave(self, folder: RunFolder, record: RunRecord) -> None:
-        from sparkdl.report.page.report_page import page
-
-        try:
-            folder.finish(record, page(record))
-        except Exception as error:
-            self._give_up(error)
 
     # --- how it is kept -----------------------------------------------------------------------
 
@@ -262,8 +256,8 @@ class Recorder:
         self._folder = None
         if not self._has_failed:
             self._has_failed = True
-            told = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
-            logger.warning("the run leaves no report: %s", told)
+            shown = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
+            logger.warning("the run leaves no report: %s", shown)
 
     def _take_step(self, step: int, loss: float, rows: float) -> None:
         now = self._now()
@@ -273,7 +267,7 @@ class Recorder:
         if before is not None and now > before[0] and rows >= before[1]:
             speed = (rows - before[1]) / (now - before[0])
         values = {"loss": loss} | ({} if speed is None else {"rows_per_second": speed})
-        self._audience.step(step, values)
+        self._listeners.step(step, values)
         self._unnoted = {"step": step, "loss": loss, "rows_per_second": speed}
         if now - self._step_noted >= now / _STEPS_KEPT:
             self._step_noted = now
@@ -286,7 +280,7 @@ class Recorder:
             self._note("step", **values)
 
     def _flush(self) -> None:
-        """Note what was heard, and is only noted now and then."""
+        """Note what is known but is only noted now and then."""
         self._note_step()
         self._note_spans(self._spans.rest())
 
@@ -331,7 +325,7 @@ def recording(
         name: what is run.
         params: as in `RunRecord.params`.
         storage: where the record is left; None: nowhere.
-        listeners: who else is told.
+        listeners: what else watches the run.
         known: other fields of `RunRecord`.
 
     Raises:
@@ -347,7 +341,7 @@ def recording(
     began = {"run_id": run_id, "name": name, "params": [dict(p) for p in params], **known}
     recorder = Recorder(None if storage is None else RunFolder(storage, start.folder), began)
     try:
-        recorder.listen(start, listeners)
+        recorder.start_listeners(start, listeners)
         yield recorder
     except BaseException as error:
         recorder.end(error)

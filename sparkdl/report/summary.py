@@ -1,7 +1,7 @@
-"""What happened during a fit? Plain values, kept with the fitted model.
+"""The summary of a fit: plain values, kept with the fitted model.
 
-Made on the driver from what the ranks reported; saved as JSON beside the model. Needs neither
-torch nor pyspark.
+The driver makes it from what the ranks reported; it is saved as JSON next to the model. It needs
+neither torch nor pyspark.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, StorageError
+from sparkdl.report.page.report_page import page
+from sparkdl.report.record.run_record import Line, RunRecord, curve_panels
+from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
     import matplotlib.figure
     import pandas as pd
-
-    from sparkdl.report.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,29 +133,39 @@ class TrainingSummary:
         Raises:
             StorageError: it cannot be written.
         """
-        from sparkdl.report.page.report_page import page
-        from sparkdl.report.record import of_summary
-
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(page(self.record or of_summary(self)), encoding="utf-8")
+            target.write_text(page(self.record or self._as_record()), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {target}: {error}; choose another path") from error
         return target
 
-    def curves(self) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
+    def _as_record(self) -> RunRecord:
+        """What a saved model still knows of the fit that made it."""
+        return RunRecord(
+            run_id="of a saved model",
+            name="fit",
+            started=0.0,
+            status="succeeded",
+            seconds=self.seconds,
+            facts={
+                "workers": self.world_size,
+                "rows": self.rows,
+                "validation_rows": self.validation_rows,
+                "steps": self.steps,
+            },
+            laps={
+                name.removeprefix("fit: "): seconds
+                for name, seconds in self.phase_seconds.items()
+                if name.startswith("fit: ")
+            },
+            history=[dict(record) for record in self.history],
+        )
+
+    def curves(self) -> dict[str, dict[str, Line]]:
         """Panel -> line -> (epochs, values): ``loss`` and ``val_loss`` share a panel, and so on."""
-        panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {"loss": {}}
-        for position, record in enumerate(self.history):
-            for key, value in record.items():
-                if key == "epoch":
-                    continue
-                lines = panels.setdefault(key.removeprefix("val_"), {})
-                epochs, values = lines.setdefault(key, ([], []))
-                epochs.append(record.get("epoch", position))
-                values.append(value)
-        return panels
+        return {"loss": {}, **curve_panels(self.history, has_costs=True)}
 
     def __repr__(self) -> str:
         return "TrainingSummary:\n" + "\n".join(
@@ -192,14 +203,3 @@ class TrainingSummary:
 
     def _phases(self) -> str:
         return ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
-
-
-def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity in it replaced by None, which JSON can hold."""
-    if isinstance(value, dict):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

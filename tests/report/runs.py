@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any
 
-from sparkdl.report.record import RecordBuilder, RunRecord
+from sparkdl.report.record.run_record import RecordBuilder, RunRecord
 
 GRAPH = {
     "nodes": [

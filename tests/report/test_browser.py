@@ -1,4 +1,4 @@
-"""What does a person see of a report? A real browser draws it."""
+"""A real browser draws a report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from sparkdl.report.page.report_page import page
 from tests.browser import dom, screenshot
 from tests.report.runs import record
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -28,6 +26,7 @@ def test_the_browser_finds_all_that_was_drawn(report: Path) -> None:
     assert "<script" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_is_readable_by_day_and_by_night(report: Path, tmp_path: Path, dark: bool) -> None:
     path = tmp_path / "page.png"

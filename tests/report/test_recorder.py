@@ -12,9 +12,10 @@ import pytest
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.record import RunRecord
+from sparkdl.report.live.progress import Progress
+from sparkdl.report.record.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.recorder import Recorder, described, recording
-from sparkdl.report.run_folder import RunReader
 from sparkdl.storage.storage import LocalStorage
 
 
@@ -49,7 +50,7 @@ def test_events_are_written_while_the_run_goes_on(
         (name,) = reader.names()
         recorder.facts(world_size=2, rows=10)
         recorder.attempt(0, 0)
-        recorder.heartbeat(0, {"step": 3, "loss": 0.5, "rows": 30, "seconds": {"compute": 2.0}})
+        recorder.progress(0, Progress(step=3, loss=0.5, rows=30, seconds={"compute": 2.0}))
 
         def steps() -> bool:
             found = reader.read(name)
@@ -189,13 +190,13 @@ def test_what_ended_well_stays_so_whatever_follows(tmp_path: Path) -> None:
 def test_an_end_that_is_torn_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave = Recorder._leave
+    finish = RunFolder.finish
 
     def torn(*_: Any) -> None:
-        monkeypatch.setattr(Recorder, "_leave", leave)
+        monkeypatch.setattr(RunFolder, "finish", finish)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Recorder, "_leave", torn)
+    monkeypatch.setattr(RunFolder, "finish", torn)
     with pytest.raises(KeyboardInterrupt), start(LocalStorage(tmp_path)) as recorder:
         recorder.end(None)
     (path,) = tmp_path.glob("*/run.json")
@@ -212,8 +213,8 @@ def test_the_last_step_is_kept(
 ) -> None:
     monkeypatch.setattr(module, "_STEPS_KEPT", 1)  # the first one, and no sample more
     with start() as recorder:
-        recorder.heartbeat(0, {"step": 1, "loss": 3.0, "rows": 1})
-        recorder.heartbeat(0, {"step": heard, "loss": 1.0, "rows": 5})
+        recorder.progress(0, Progress(step=1, loss=3.0, rows=1))
+        recorder.progress(0, Progress(step=heard, loss=1.0, rows=5))
         recorder.done(9)
         recorder.end(None)
     steps = [entry[1:3] for entry in recorder.record().steps]
@@ -275,8 +276,8 @@ def test_only_warnings_and_new_steps_are_kept() -> None:
         recorder.log(1, "hello", 20)
         recorder.log(1, "beware", 30)
         for step in (5, 5, 6):
-            recorder.heartbeat(0, {"step": step, "loss": 1.0, "rows": step})
-        recorder.heartbeat(1, {"step": 9, "loss": 1.0, "rows": 9})
+            recorder.progress(0, Progress(step=step, loss=1.0, rows=step))
+        recorder.progress(1, Progress(step=9, loss=1.0, rows=9))
         recorder.end(None)
     found = recorder.record()
     assert [entry["line"] for entry in found.logs] == ["beware"]

@@ -80,3 +80,11 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
             assert fact in text
     assert "<table" in summary._repr_html_()
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))
+
+
+def test_a_saved_model_has_a_page_of_its_curves(summary: TrainingSummary, tmp_path: Path) -> None:
+    path = summary.write_report(tmp_path / "deep" / "report.html")
+    text = path.read_text(encoding="utf-8")
+    assert "Learning curves" in text and "1,000" in text
+    with pytest.raises(StorageError, match="choose another path"):
+        summary.write_report(path / "below a file")

@@ -18,7 +18,7 @@ from sparkdl.cli.job_files.read_rows import read_training_data
 from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.cli.tune.study_storage import finished, first_number, import_optuna, open_study
 from sparkdl.errors import ConfigError, SparkDLError
-from sparkdl.report.summary import finite
+from sparkdl.runtime.json_values import finite
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.params.stage_metadata import check_place
 from sparkdl.storage.hadoop_storage import open_on_driver

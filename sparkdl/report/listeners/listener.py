@@ -1,4 +1,4 @@
-"""Who may watch a run from its driver? Listeners, such as TensorBoard and MLflow.
+"""Listeners, which watch a run from its driver, such as TensorBoard and MLflow.
 
 A listener is two objects, because one is a Param, which is copied, saved and used by several fits
 at once, and the other belongs to one run: `Listener` holds the options, `RunListener` is the
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.report.record import RunRecord
+    from sparkdl.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class RunStart:
 class RunListener:
     """Watches one run, on the driver; override what you need.
 
-    What a method raises does not end the run: it is logged, and the listener is told no more but
-    the end. The fit waits for what a method does.
+    What a method raises does not end the run: it is logged, and of the listener's methods only
+    `end` is called after that. The fit waits for what a method does.
     """
 
     def facts(self, facts: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class RunListener:
         """An attempt has failed, and perhaps another begins."""
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
-        """The run has ended, well or not: ``record.status`` tells.
+        """The run has ended; ``record.status`` is ``succeeded`` or ``failed``.
 
         Args:
             record: all that is known of it.
@@ -66,7 +66,7 @@ class RunListener:
 
 
 class Listener(ABC):
-    """Options of something that watches runs. Picklable, and described like other objects.
+    """Options of something that watches runs. It must be picklable, and importable like a callback.
 
     Example::
 
@@ -84,7 +84,7 @@ class Listener(ABC):
     def start(self, run: RunStart) -> RunListener:
         """Watch a run, which is about to begin; what this raises ends it.
 
-        Then the listeners that have started already hear of its end.
+        In that case `RunListener.end` of the listeners that have started already is called.
         """
 
 
@@ -97,53 +97,52 @@ _STEP_SHARE = 0.05
 
 
 @dataclass(kw_only=True)
-class _Ear:
+class _Entry:
     listener: RunListener
-    due: float = 0.0
-    """When it may be told of a step again."""
-    is_deaf: bool = False
+    next_step_at: float = 0.0
+    """When its `RunListener.step` may be called again."""
+    has_failed: bool = False
+
+    def call(self, what: Callable[[RunListener], None]) -> None:
+        try:
+            what(self.listener)
+        except Exception:  # whatever a listener of the user's raises
+            self.has_failed = True
+            logger.warning(
+                "%s has failed; of this run it is only told the end:\n%s",
+                type(self.listener).__name__,
+                traceback.format_exc().rstrip(),
+            )
 
 
-class Audience:
+class Listeners:
     """The listeners of one run."""
 
     def __init__(self) -> None:
-        """Of nobody yet."""
-        self._ears: list[_Ear] = []
+        """There are none yet."""
+        self._entries: list[_Entry] = []
 
     def start(self, start: RunStart, listeners: Sequence[Listener]) -> None:
-        """Have them listen; what one raises is raised, and those before it hear of the end."""
+        """Start them; what one raises is raised, and those before it are told of the end."""
         for listener in listeners:
-            self._ears.append(_Ear(listener=listener.start(start)))
+            self._entries.append(_Entry(listener=listener.start(start)))
 
-    def tell(self, what: Callable[[RunListener], None]) -> None:
+    def call(self, what: Callable[[RunListener], None]) -> None:
         """Call ``what`` with each that has not failed."""
-        for ear in self._ears:
-            if not ear.is_deaf:
-                _tell(ear, what)
+        for entry in self._entries:
+            if not entry.has_failed:
+                entry.call(what)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of a step those whose time for it has come."""
-        for ear in self._ears:
+        for entry in self._entries:
             began = time.monotonic()
-            if not ear.is_deaf and began >= ear.due:
-                _tell(ear, lambda listener: listener.step(step, values))
+            if not entry.has_failed and began >= entry.next_step_at:
+                entry.call(lambda listener: listener.step(step, values))
                 now = time.monotonic()
-                ear.due = now + max(_STEP_SECONDS, (now - began) / _STEP_SHARE)
+                entry.next_step_at = now + max(_STEP_SECONDS, (now - began) / _STEP_SHARE)
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """Tell all that the run has ended, each once."""
-        while self._ears:
-            _tell(self._ears.pop(0), lambda listener: listener.end(record, module))
-
-
-def _tell(ear: _Ear, what: Callable[[RunListener], None]) -> None:
-    try:
-        what(ear.listener)
-    except Exception:  # whatever a listener of the user's raises
-        ear.is_deaf = True
-        logger.warning(
-            "%s is told no more of this run but its end, since it failed:\n%s",
-            type(ear.listener).__name__,
-            traceback.format_exc().rstrip(),
-        )
+        while self._entries:
+            self._entries.pop(0).call(lambda listener: listener.end(record, module))

@@ -1,4 +1,4 @@
-"""How does MLflow track a run? The driver logs its Params, values by step, and what it leaves."""
+"""A listener that logs a run to MLflow: its Params, its values by step, and its page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.summary import finite
+from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.report.record import RunRecord
+    from sparkdl.report.record.run_record import RunRecord
 
 _LONGEST_VALUE = 500
 """Characters of a param's value; MLflow's own limit is larger, that of older servers is not."""

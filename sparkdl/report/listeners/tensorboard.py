@@ -1,4 +1,4 @@
-"""How does TensorBoard see a run? The driver writes its curves, wherever the workers are."""
+"""A listener that writes the curves of a run for TensorBoard, on the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparkdl.report.record import RunRecord
+    from sparkdl.report.record.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,48 +1,29 @@
-"""Which view shows a fit, or the run of a function? The one place where that is chosen."""
+"""The choice of the view that shows a fit, or the run of a function."""
 
 from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.report.live.progress import (
-    LinesView,
-    ProgressView,
-    ReportView,
-    SilentView,
-    View,
-    on_terminal,
-)
+from sparkdl.report.live.progress import LineView, ProgressView, SilentView, View, on_terminal
 
 
-def fit_view(plan: TrainPlan, verbose: int) -> View:
-    """Nothing, a notebook's curves, a terminal's bar, or lines for a file.
+def choose_view(plan: TrainPlan | None, verbose: int) -> View:
+    """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
     Args:
-        plan: of the fit.
+        plan: of a fit; None for a function, of which only its reports are known.
         verbose: 0, 1 or 2, as the Param says.
     """
     if not verbose:
         return SilentView()
+    shows_logs = shows_lines(verbose)
     if in_notebook():
-        return NotebookView(board_of_cell(), plan, shows_logs=verbose > 1)
-    if on_terminal():
-        return ProgressView(plan, shows_logs=verbose > 1)
-    return LinesView(plan, shows_logs=verbose > 1)
+        return NotebookView(board_of_cell(), plan, shows_logs=shows_logs)
+    if plan is None or not on_terminal():
+        return LineView(plan, shows_logs=shows_logs)
+    return ProgressView(plan, shows_logs=shows_logs)
 
 
 def shows_lines(verbose: int) -> bool:
-    """Whether the view shows all that workers print."""
-    return verbose > 1 or (verbose > 0 and in_notebook())
-
-
-def function_view(verbose: int) -> View:
-    """The same for a function, of which only what it reports is known.
-
-    Args:
-        verbose: 0, 1 or 2, as `TorchRunner` says.
-    """
-    if not verbose:
-        return SilentView()
-    if in_notebook():
-        return NotebookView(board_of_cell(), None, shows_logs=verbose > 1)
-    return ReportView(shows_logs=verbose > 1)
+    """True if the view shows all that workers print."""
+    return verbose > 1

@@ -1,26 +1,23 @@
-"""How do the learning curves of fits that still run become a picture, or text where there is none?
+"""The learning curves of runs that still go on, as a picture or as text.
 
-Needs neither a notebook nor Spark; matplotlib only for the picture.
+Only the picture needs matplotlib; neither needs a notebook or Spark.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparkdl.errors import SparkDLError
+from sparkdl.report.record.run_record import Line, curve_panels
 
-Line = tuple[list[float], list[float]]
-"""Positions, and the values there."""
-
-_NOT_DRAWN = ("epoch", "report", "steps", "seconds", "learning_rate")
 _MOST_POINTS = 1000
-"""Steps of a fit whose losses are kept; beyond, every second one is forgotten."""
+"""Steps of a run whose losses are kept; beyond, every second one is forgotten."""
 _MOST_PANELS = 4
 _MOST_NAMED = 6
-"""Fits up to which each has its line in the legend."""
+"""Runs up to which each has its line in the legend."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _PANEL_INCHES = (4.4, 2.9)
@@ -28,11 +25,11 @@ _PANEL_INCHES = (4.4, 2.9)
 
 @dataclass(kw_only=True)
 class Curves:
-    """What has been heard of one fit."""
+    """The losses and records of one run so far."""
 
     name: str
-    per_unit: int = 1
-    """Steps of an epoch, by which positions of steps become those of epochs."""
+    steps_per_epoch: int = 1
+    """By which positions of steps become those of epochs."""
     unit: str = "epoch"
     """What the records count."""
     records: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -42,7 +39,7 @@ class Curves:
     def add_step(self, step: int, loss: float) -> None:
         """The loss after ``step`` steps; those after it, of an attempt that was lost, are gone."""
         positions, values = self.steps
-        where = step / self.per_unit
+        where = step / self.steps_per_epoch
         while positions and positions[-1] >= where:
             positions.pop()
             values.pop()
@@ -56,25 +53,19 @@ class Curves:
         """An epoch's record, or what a function has reported."""
         self.records[int(record[self.unit])] = record
 
-    def names(self) -> list[str]:
-        """The values that have panels, in the order in which they came."""
-        keys = [key for record in self.records.values() for key in record if key not in _NOT_DRAWN]
-        panels = [key.removeprefix("val_") for key in keys]
-        return list(dict.fromkeys((["loss"] if self.steps[0] else []) + panels))
-
-    def line(self, key: str) -> Line:
-        """The values of the records that have ``key``."""
-        found = [(n, record[key]) for n, record in sorted(self.records.items()) if key in record]
-        return [float(number) for number, _ in found], [value for _, value in found]
+    def panels(self) -> dict[str, dict[str, Line]]:
+        """Panel -> line -> values; ``loss`` is the first one if the losses of steps are known."""
+        first: dict[str, dict[str, Line]] = {"loss": {}} if self.steps[0] else {}
+        return first | curve_panels([record for _, record in sorted(self.records.items())])
 
 
-def panels_of(fits: Sequence[Curves]) -> list[str]:
-    """What is drawn of several fits, each in a panel of its own."""
-    return list(dict.fromkeys(name for fit in fits for name in fit.names()))[:_MOST_PANELS]
+def panels_of(runs: Sequence[Curves]) -> list[str]:
+    """What is drawn of several runs, each in a panel of its own."""
+    return list(dict.fromkeys(name for run in runs for name in run.panels()))[:_MOST_PANELS]
 
 
-def picture(fits: Sequence[Curves]) -> bytes:
-    """The curves of all fits as PNG; fits of one panel have a colour each.
+def picture(runs: Sequence[Curves]) -> bytes:
+    """The curves of all runs as PNG; runs of one panel have a colour each.
 
     Raises:
         SparkDLError: matplotlib is not installed.
@@ -87,49 +78,44 @@ def picture(fits: Sequence[Curves]) -> bytes:
             "the picture of the learning curves needs matplotlib; install it with: "
             "pip install 'sparkdl-torch[plot]'"
         ) from error
-    panels = panels_of(fits)
+    panels = panels_of(runs)
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * len(panels), height), dpi=80, layout="constrained")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        num_labels = 0
-        for number, fit in enumerate(fits):
-            colour = f"C{number % 10}"
-            positions, values = fit.steps
-            if panel == "loss" and positions:
-                axis.plot(positions, values, color=colour, alpha=0.35, linewidth=0.8)
-            for label, dashes, line in _lines(fit, panel):
-                named = f"{fit.name}: {label}" if len(fits) > 1 else label
-                shown = named if len(fits) <= _MOST_NAMED else None
-                num_labels += shown is not None
-                axis.plot(*line, dashes, color=colour, marker="o", markersize=3, label=shown)
-        axis.set(title=panel, xlabel=fits[0].unit)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for number, run in enumerate(runs):
+        found, colour = run.panels(), f"C{number % 10}"
+        for axis, panel in zip(axes, panels, strict=True):
+            if panel == "loss" and run.steps[0]:
+                axis.plot(*run.steps, color=colour, alpha=0.35, linewidth=0.8)
+            for name, line in found.get(panel, {}).items():
+                label = f"{run.name}: {name}" if len(runs) > 1 else name
+                axis.plot(
+                    *line,
+                    "-" if name.startswith("val_") else "--",
+                    color=colour,
+                    marker="o",
+                    markersize=3,
+                    label=label if len(runs) <= _MOST_NAMED else None,
+                )
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.set(title=panel, xlabel=runs[0].unit)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-        if num_labels:
+        if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize="small")
     written = io.BytesIO()
     figure.savefig(written, format="png")
     return written.getvalue()
 
 
-def _lines(fit: Curves, panel: str) -> Iterator[tuple[str, str, Line]]:
-    """Label, style and values of a fit's lines in a panel."""
-    for key, dashes in ((panel, "--"), (f"val_{panel}", "-")):
-        line = fit.line(key)
-        if line[0]:
-            yield key, dashes, line
-
-
-def sketch(fits: Sequence[Curves]) -> str:
-    """The curves of all fits as text: one line of blocks for each."""
+def sketch(runs: Sequence[Curves]) -> str:
+    """The curves of all runs as text: one line of blocks for each."""
     lines = []
-    for fit in fits:
-        for name in panels_of([fit]):
-            found = [(label, line[1]) for label, _, line in _lines(fit, name)]
-            if not found:
-                found = [(name, fit.steps[1])]
-            title = f"{fit.name} " if len(fits) > 1 else ""
-            lines += [f"{title}{label:<16} {blocks(values)}" for label, values in found]
+    for run in runs:
+        for panel, found in list(run.panels().items())[:_MOST_PANELS]:
+            values = {name: line[1] for name, line in found.items()} or {panel: run.steps[1]}
+            title = f"{run.name} " if len(runs) > 1 else ""
+            lines += [f"{title}{name:<16} {blocks(line)}" for name, line in values.items()]
     return "\n".join(lines)
 
 

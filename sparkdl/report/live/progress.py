@@ -1,183 +1,219 @@
-"""What the driver shows while workers train.
+"""What the driver's console shows while workers train, and the base of all views of a run.
 
-On a terminal: a progress bar with epoch, step, loss, rows per second and worker, and time left;
-above it, the workers' log lines with their rank. Elsewhere: a line for each epoch. Whatever is
-asked for, their warnings are not lost. Notebooks have a view of their own (`notebook`).
+A terminal has a progress bar with epoch, step, loss, rows per second and worker, and time left;
+above it stand the workers' log lines with their rank. Without a terminal there is a line for each
+epoch. Warnings of the workers are always shown. Notebooks have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from sparkdl.data.plan import TrainPlan
+from sparkdl.report.record.run_record import curve_names
 
 logger = logging.getLogger(__name__)
 
 
-class View(Protocol):
-    """Where the supervisor shows what it hears. Called on the driver only."""
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far one rank has come."""
+
+    phase: str = "start"
+    """What it does: ``train``, ``evaluate`` ..."""
+    epoch: int = 0
+    """From 1; 0: training has not begun."""
+    step: int = 0
+    loss: float = math.nan
+    """Of the newest step."""
+    rows: int = 0
+    """Rows on which it has trained in this attempt."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What it has spent its time on since the attempt began."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Progress:
+        """The progress in a worker's event, which may have other entries as well."""
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        return cls(**{name: body[name] for name in names if name in body})
+
+
+class View:
+    """Shows a run; a subclass overrides what it shows. All calls come on the driver."""
 
     def attempt(self, number: int, start_step: int) -> None:
         """A gang starts at ``start_step``; ``number`` counts from 0."""
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """What a rank does now."""
+    def progress(self, rank: int, progress: Progress) -> None:
+        """A rank has sent how far it has come."""
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """An epoch ended; its history record."""
+        """An epoch ended, or a function has reported; ``record`` goes into the history."""
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """A rank logged or printed a line; ``level`` is logging's."""
+        """A rank logged or printed a line; ``level`` is that of the module logging."""
 
     def done(self, steps: int) -> None:
         """Training succeeded after ``steps`` steps in all."""
 
     def close(self) -> None:
-        """The fit ended, one way or the other."""
+        """The run ended, one way or the other."""
 
 
-class SilentView:
+class SilentView(View):
     """Shows nothing (``verbose=0``); the workers' warnings become the driver's."""
-
-    def attempt(self, number: int, start_step: int) -> None:
-        """Show nothing."""
-
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Show nothing."""
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        """Show nothing."""
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Log a warning."""
         if level >= logging.WARNING:
             logger.log(level, "[rank %d] %s", rank, line)
 
-    def done(self, steps: int) -> None:
-        """Show nothing."""
 
-    def close(self) -> None:
-        """Show nothing."""
+class EpochCallback(View):
+    """Calls a function with the record of each epoch."""
 
-
-class WatchedView:
-    """Another view, of whose epochs somebody else is told as well."""
-
-    def __init__(self, view: View, on_epoch: Callable[[Mapping[str, float]], None]) -> None:
-        self._view = view
+    def __init__(self, on_epoch: Callable[[Mapping[str, float]], None]) -> None:
         self._on_epoch = on_epoch
-        self.attempt, self.heartbeat, self.log = view.attempt, view.heartbeat, view.log
-        self.done, self.close = view.done, view.close
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Show it first."""
-        self._view.epoch(record)
+        """Call the function."""
         self._on_epoch(record)
 
 
-class SharedView:
-    """A view, and others that are told the same."""
+class SharedView(View):
+    """Several views of one run, which are called in their order."""
 
     def __init__(self, *views: View) -> None:
         self._views = views
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Tell all."""
+        """See `View.attempt`."""
         for view in self._views:
             view.attempt(number, start_step)
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Tell all."""
+    def progress(self, rank: int, progress: Progress) -> None:
+        """See `View.progress`."""
         for view in self._views:
-            view.heartbeat(rank, body)
+            view.progress(rank, progress)
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Tell all."""
+        """See `View.epoch`."""
         for view in self._views:
             view.epoch(record)
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Tell all."""
+        """See `View.log`."""
         for view in self._views:
             view.log(rank, line, level)
 
     def done(self, steps: int) -> None:
-        """Tell all."""
+        """See `View.done`."""
         for view in self._views:
             view.done(steps)
 
     def close(self) -> None:
-        """Tell all."""
+        """See `View.close`."""
         for view in self._views:
             view.close()
 
 
-class ReportView:
-    """What a function reports, line by line, with the workers' warnings or all their lines."""
+class RunStatus:
+    """How far a run has come, in the words that all views use."""
 
-    def __init__(self, *, shows_logs: bool) -> None:
-        self._least = logging.NOTSET if shows_logs else logging.WARNING
+    def __init__(self, plan: TrainPlan | None) -> None:
+        """``plan`` is that of a fit; a function has none."""
+        self.epochs = 0 if plan is None else plan.epochs
+        self.total_steps = 0 if plan is None else plan.total_steps
+        self.state = "starting"
+        self.has_ended = False
+        self.step = 0
+        self._loss = ""
+        self._restart = ""
+        self._first: dict[int, tuple[float, int]] = {}
+        self._speeds: dict[int, float] = {}
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Say that the function is begun again, and where it goes on."""
+        """Go back to where the gang starts; the ranks count their rows anew."""
+        self._restart = f", restart {number}" if number else ""
+        self.state, self.step = f"starting{self._restart}", start_step
+        self._first.clear()
+        self._speeds.clear()
+
+    def progress(self, rank: int, progress: Progress) -> bool:
+        """Take note of a rank; True if the run's state, which is that of rank 0, is a new one."""
+        if not progress.epoch:
+            return False
+        now = time.monotonic()
+        since, before = self._first.setdefault(rank, (now, progress.rows))
+        if now > since:
+            self._speeds[rank] = (progress.rows - before) / (now - since)
+        if rank != 0:
+            return False
+        phase = "" if progress.phase == "train" else f" ({progress.phase})"
+        self.state = f"epoch {progress.epoch} of {self.epochs}{phase}{self._restart}"
+        self._loss = f"loss {progress.loss:.4f}"
+        self.step = max(self.step, progress.step)
+        return True
+
+    def done(self, steps: int) -> None:
+        """Training may have ended before its last planned step."""
+        self.has_ended = True
+        self.state = ("stopped early" if steps < self.total_steps else "trained") + self._restart
+        self.step = self.total_steps = steps
+
+    def details(self) -> list[str]:
+        """Loss, and the ranks' mean speed, as far as they are known."""
+        speed = sum(self._speeds.values()) / max(1, len(self._speeds))
+        shown = [self._loss] if self._loss else []
+        return shown + [f"{speed:,.0f} rows/s per worker"] * (speed > 0)
+
+
+def record_text(record: Mapping[str, float]) -> str:
+    """An epoch's record, or a function's report, as a line: ``epoch 3: loss 0.1, val_loss 0.2``."""
+    unit = "report" if "report" in record else "epoch"
+    names = curve_names([record]) if unit == "epoch" else [n for n in record if n != unit]
+    values = ", ".join(f"{name} {record[name]:.5g}" for name in names)
+    return f"{unit} {int(record[unit])}: {values}"
+
+
+class LineView(View):
+    """A line for each epoch, where a bar would fill a file, or for each report of a function."""
+
+    def __init__(self, plan: TrainPlan | None, *, shows_logs: bool) -> None:
+        """``plan`` is that of a fit; a function has none."""
+        self._plan = plan
+        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Print that the gang is started again, and where it goes on."""
         if number > 0:
-            place = f"from checkpoint {start_step}" if start_step else "from the beginning"
+            unit = "checkpoint" if self._plan is None else "step"
+            place = f"from {unit} {start_step}" if start_step else "from the beginning"
             _write(f"restart {number}, {place}")
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """How far a function has come, only its reports tell."""
-
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Print what was reported."""
-        shown = [f"{key} {value:.6g}" for key, value in record.items() if key != "report"]
-        _write(f"report {int(record['report'])}: {', '.join(shown)}")
+        """Print the record."""
+        _write(record_text(record))
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Print a worker's line."""
-        if level >= self._least:
+        if level >= self._least_level:
             _write(f"[rank {rank}] {line}")
 
     def done(self, steps: int) -> None:
-        """Its value says so."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class LinesView(ReportView):
-    """A line for each epoch of a fit, where stderr is no terminal: a bar would fill a file."""
-
-    def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
-        super().__init__(shows_logs=shows_logs)
-        self._plan = plan
-
-    def attempt(self, number: int, start_step: int) -> None:
-        """Say that the gang is started again, and where it goes on."""
-        if number > 0:
-            _write(f"restart {number}, from step {start_step}")
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        """Print the epoch's record."""
-        _write(_epoch_line(record))
-
-    def done(self, steps: int) -> None:
-        """Say whether training ended before its last planned step."""
-        early = "stopped early" if steps < self._plan.total_steps else "trained"
-        _write(f"{early}: {steps}/{self._plan.total_steps} steps")
-
-
-def _epoch_line(record: Mapping[str, float]) -> str:
-    shown = [
-        f"{key} {value:.4f}"
-        for key, value in record.items()
-        if key not in ("epoch", "steps", "seconds", "learning_rate")
-    ]
-    return f"epoch {int(record['epoch'])}: {', '.join(shown)}"
+        """Print whether training ended before its last planned step."""
+        if self._plan is not None:
+            planned = self._plan.total_steps
+            state = "stopped early" if steps < planned else "trained"
+            _write(f"{state}: {steps}/{planned} steps")
 
 
 def _write(line: str) -> None:
@@ -202,38 +238,14 @@ def on_terminal() -> bool:
         os.close(output)
 
 
-class Speeds:
-    """Rows per second of every rank since it was first heard."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[float, int]] = {}
-        self._speeds: dict[int, float] = {}
-
-    def clear(self) -> None:
-        """Forget all: the ranks begin to count anew."""
-        self._first.clear()
-        self._speeds.clear()
-
-    def add(self, rank: int, rows: int) -> None:
-        """A rank has trained on so many rows by now."""
-        now = time.monotonic()
-        since, before = self._first.setdefault(rank, (now, rows))
-        if now > since:
-            self._speeds[rank] = (rows - before) / (now - since)
-
-    def mean(self) -> float:
-        """Over the ranks; 0 as long as nothing is known."""
-        return sum(self._speeds.values()) / max(1, len(self._speeds))
-
-
-class ProgressView:
+class ProgressView(View):
     """The bar, with the workers' warnings (``verbose=1``) or all their lines (``verbose=2``)."""
 
     def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
         from tqdm import tqdm
 
-        self._plan = plan
-        self._least = logging.NOTSET if shows_logs else logging.WARNING
+        self._status = RunStatus(plan)
+        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self._bar = tqdm(
             total=plan.total_steps,
             unit="step",
@@ -242,49 +254,38 @@ class ProgressView:
             mininterval=0.2,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps "
             "[{elapsed}<{remaining}{postfix}]",
-            desc="starting",
+            desc=self._status.state,
         )
-        self._speeds = Speeds()
 
     def attempt(self, number: int, start_step: int) -> None:
         """Put the bar where the gang starts."""
-        self._speeds.clear()
-        self._bar.reset(total=self._plan.total_steps)
-        self._bar.initial = start_step
-        self._bar.n = start_step
-        self._bar.set_description_str("starting" if number == 0 else f"restart {number}")
+        self._status.attempt(number, start_step)
+        self._bar.reset(total=self._status.total_steps)
+        self._bar.n = self._bar.initial = start_step
+        self._bar.set_description_str(self._status.state)
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Move the bar with rank 0; remember every rank's speed."""
-        if "step" not in body:
-            return
-        self._speeds.add(rank, int(body["rows"]))
-        if rank != 0:
-            return
-        phase = "" if body["phase"] == "train" else f" ({body['phase']})"
-        self._bar.set_description_str(f"epoch {body['epoch']}/{self._plan.epochs}{phase}")
-        speed = self._speeds.mean()
-        self._bar.set_postfix_str(
-            f"loss {body['loss']:.4f}" + f", {speed:,.0f} rows/s per worker" * (speed > 0),
-            refresh=False,
-        )
-        self._bar.update(max(0, int(body["step"]) - self._bar.n))
+    def progress(self, rank: int, progress: Progress) -> None:
+        """Move the bar with rank 0."""
+        if self._status.progress(rank, progress):
+            self._bar.set_description_str(self._status.state)
+            self._bar.set_postfix_str(", ".join(self._status.details()), refresh=False)
+            self._bar.update(max(0, progress.step - self._bar.n))
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """Print the epoch's record above the bar."""
-        self._bar.write(_epoch_line(record), file=sys.stderr)
+        self._bar.write(record_text(record), file=sys.stderr)
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Print a worker's line above the bar."""
-        if level >= self._least:
+        if level >= self._least_level:
             self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
 
     def done(self, steps: int) -> None:
-        """Fill the bar; training may have ended before its last planned step."""
-        early = steps < self._plan.total_steps
+        """Fill the bar."""
+        self._status.done(steps)
         self._bar.total = steps
         self._bar.update(steps - self._bar.n)
-        self._bar.set_description_str("stopped early" if early else "trained")
+        self._bar.set_description_str(self._status.state)
 
     def close(self) -> None:
         """Leave the bar on the screen."""

@@ -1,4 +1,4 @@
-"""How is a confusion matrix shown? As a table whose cells are darker where they hold more rows."""
+"""A confusion matrix as a table whose cells are darker where they hold more rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def confusion_matrix(counts: Sequence[Sequence[float]]) -> Markup:
         names = (tag("th", str(label)) for label in range(len(counts)))
         recall = tag("th", "right")
         head = tag("tr", tag("th", "label \\ predicted"), *names, recall)
-    told = f"{html.value(right)} of {html.value(total)} rows are right"
-    told += f" ({html.share(right, total)}). "
+    text = f"{html.value(right)} of {html.value(total)} rows are right"
+    text += f" ({html.share(right, total)}). "
     worst = _most_confused(counts)
     return joined(
-        tag("p", told + worst, class_="hint"),
+        tag("p", text + worst, class_="hint"),
         tag("table", head, *rows, class_="matrix dense" if is_dense else "matrix"),
     )
 

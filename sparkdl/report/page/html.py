@@ -1,4 +1,4 @@
-"""How is HTML put together so that no text of a run can become markup by accident?
+"""HTML is put together here so that no text of a run can become markup by accident.
 
 Whatever is not `Markup` is escaped, wherever it is put.
 """

@@ -1,4 +1,4 @@
-"""How does a run's record become a page? One file that needs nothing else, and no script.
+"""The page of a run: one HTML file that needs nothing else, and no script.
 
 Each section is a function of the record, and is left out where there is nothing to show.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparkdl.report.module_graph import condensed
 from sparkdl.report.page import html
 from sparkdl.report.page.confusion_table import confusion_matrix
 from sparkdl.report.page.html import Content, Markup, joined, tag
 from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import Curve, line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
-from sparkdl.report.record import RunRecord, counted
+from sparkdl.report.record.module_graph import condensed
+from sparkdl.report.record.run_record import RunRecord, curve_names, curve_panels
 
 _FACTS = {
     "mode": "mode", "strategy": "strategy", "workers": "workers", "slots": "slots",
@@ -46,7 +46,7 @@ def document(title: str, content: Markup, head: Markup | None = None) -> str:
 
 
 def body(record: RunRecord) -> Markup:
-    """What is on the page."""
+    """The content of the page."""
     return joined(
         _header(record),
         _tiles(record),
@@ -110,8 +110,7 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
 
 
 def _headline(last: Mapping[str, Any]) -> list[str]:
-    left_out = ("epoch", "report", "steps", "seconds", "learning_rate")
-    names = [key for key in last if key not in left_out]
+    names = curve_names([last])
     return [
         *[n for n in names if not n.startswith("val_")],
         *[n for n in names if n[:4] == "val_"],
@@ -146,7 +145,7 @@ def _training(total: Mapping[str, float]) -> float:
 
 def _error(record: RunRecord) -> Markup:
     if record.status == "lost":
-        text = "Its driver has not been heard for long: it was killed, or cannot write here."
+        text = "Its driver has written nothing for long: it was killed, or cannot write here."
         return tag("section", tag("h2", "Lost"), tag("p", text), class_="trouble")
     if record.error is None:
         return Markup("")
@@ -162,13 +161,13 @@ def _error(record: RunRecord) -> Markup:
 
 def _curves(record: RunRecord) -> Markup:
     charts = [_step_chart(record)]
-    for title, lines in panels(record.history).items():
+    for title, lines in curve_panels(record.history, has_costs=True).items():
         style = {name: f"c{place % 6}" for place, name in enumerate(lines)}
         curves = [
             Curve(name=name, xs=xs, ys=ys, style=style[name]) for name, (xs, ys) in lines.items()
         ]
         x_label = "report" if "report" in record.history[0] else "epoch"
-        charts.append(line_chart(title, curves, x_label))
+        charts.append(line_chart(title.replace("_", " "), curves, x_label))
     shown = [chart for chart in charts if chart]
     if not shown:
         return Markup("")
@@ -181,29 +180,6 @@ def _step_chart(record: RunRecord) -> Markup:
     xs = [float(step or 0) for _, step, _, _ in record.steps]
     ys = [loss for _, _, loss, _ in record.steps]
     return line_chart("loss by step", [Curve(name="loss", xs=xs, ys=ys)], "step")
-
-
-def panels(
-    history: Sequence[Mapping[str, Any]],
-) -> dict[str, dict[str, tuple[list[float], list[float | None]]]]:
-    """Panel -> line -> values by epoch; ``loss`` and ``val_loss`` share one, and so on."""
-    found: dict[str, dict[str, tuple[list[float], list[float | None]]]] = {}
-    for place, record in enumerate(history):
-        number = counted(record)
-        x = float(place + 1 if number is None else number)
-        for key, value in record.items():
-            if key in ("epoch", "report", "steps"):
-                continue
-            title = key.removeprefix("val_").replace("_", " ")
-            xs, ys = found.setdefault(title, {}).setdefault(key, ([], []))
-            xs.append(x)
-            ys.append(value)
-    # Times and rates are the least of it.
-    last = ("learning rate", "seconds")
-    return {
-        k: found[k]
-        for k in [*(k for k in found if k not in last), *(k for k in last if k in found)]
-    }
 
 
 def _time(record: RunRecord) -> Markup:
@@ -221,8 +197,8 @@ def _time(record: RunRecord) -> Markup:
         hints.append(f"{hidden} more ranks are in the table; shown are those that waited least.")
     if len(totals) > 1 and not any(total.get("waiting") for total in totals.values()):
         hints.append(
-            "Waiting cannot be told from communication here: the rank with the least of it is the "
-            "one that the others waited for."
+            "Waiting and communication cannot be measured apart here. The rank with the least "
+            "communication is the one that the others waited for."
         )
     return tag(
         "section",
@@ -272,7 +248,7 @@ def _failures(record: RunRecord) -> Markup:
         what = "the run ended"
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
-            what = f"begun again after {after}{_from(attempt['start_step'])}"
+            what = f"started again after {after}{_from(attempt['start_step'])}"
         cells = (html.duration(failure["at"]), failure["reason"], what)
         rows.append(tag("tr", *(tag("td", cell, class_="text") for cell in cells)))
     head = tag("tr", tag("th", "after"), tag("th", "what was lost"), tag("th", "what followed"))

@@ -1,4 +1,4 @@
-"""How do reports look, by day and by night, on screen and on paper?"""
+"""The style sheet of reports: bright and dark, on screen and on paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a module's graph drawn? In layers from top to bottom; what skips layers goes around."""
+"""Drawings of a page: line charts, and a module's graph in layers from top to bottom."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layers_of(graph: Mapping[str, Any]) -> list[list[int]]:
 
 
 def model_graph(graph: Mapping[str, Any]) -> Markup:
-    """The graph as SVG; see `report.graph`."""
+    """The graph as SVG; see `record.module_graph`."""
     layers = layers_of(graph)
     widest = max(map(len, layers), default=0)
     width = widest * (_BOX + _ACROSS) + 2 * _SIDE
@@ -66,11 +66,11 @@ def _node(node: Mapping[str, Any], place: tuple[float, float]) -> Markup:
         f"{size:,} parameters" * bool(size),
         f"{inside} parts" * bool(inside),
     ]
-    told = [node["name"], f"{node['op']}({node.get('detail', '')})", *filter(None, facts)]
+    lines = [node["name"], f"{node['op']}({node.get('detail', '')})", *filter(None, facts)]
     head = node["op"] if node["op"] in ("input", "output") else f"{node['op']}  {node['name']}"
     return tag(
         "g",
-        tag("title", "\n".join(told)),
+        tag("title", "\n".join(lines)),
         tag("rect", x=x, y=y, width=_BOX, height=_HIGH, rx=7, class_=f"node {kind}"),
         tag("text", _cut(head, 29), x=x + 10, y=y + 16, class_="name"),
         tag("text", _cut(_line(facts[0], size), 34), x=x + 10, y=y + 30, class_="small"),

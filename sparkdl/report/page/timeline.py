@@ -1,4 +1,4 @@
-"""How is it drawn what each rank's time was spent on, and when? Lanes of stacked shares."""
+"""A drawing of what each rank's time was spent on, and when, as lanes of stacked shares."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, number, tag
 from sparkdl.report.page.svg import ticks
-from sparkdl.report.record import RunRecord
+from sparkdl.report.record.run_record import RunRecord
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
-"""In the order in which they are stacked; those of `train.clock`, which needs torch."""
+"""In the order in which they are stacked; those of `train.time_spent`, which needs torch."""
 MOST_LANES = 24
 
 _WIDTH = 980.0

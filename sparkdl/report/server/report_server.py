@@ -1,4 +1,4 @@
-"""How are the runs of a directory served to a browser? A list, and each run's page, both live.
+"""A server that shows the runs of a directory in a browser: a list, and each run's page, both live.
 
 The standard library's server, for one person on their own machine. It reads, and nothing else; the
 only names that it looks up are those that the directory has.
@@ -19,9 +19,9 @@ from sparkdl.errors import SparkDLError
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, number, tag
 from sparkdl.report.page.report_page import badge, body, document
-from sparkdl.report.record import RunRecord
-from sparkdl.report.run_folder import RunReader
-from sparkdl.report.summary import finite
+from sparkdl.report.record.run_folder import RunReader
+from sparkdl.report.record.run_record import RunRecord
+from sparkdl.runtime.json_values import finite
 
 LIVE = "live"
 """Last part of the path of what a page asks for to be up to date."""

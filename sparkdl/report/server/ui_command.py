@@ -1,4 +1,4 @@
-"""How is the server of runs started from the command line? ``sparkdl ui DIR``."""
+"""The command ``sparkdl ui DIR``, which starts the server of runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sparkdl.errors import SparkDLError
 
 _PORT = 4050
-"""Beside those of Spark's own pages, 4040 and up."""
+"""Next to those of Spark's own pages, 4040 and up."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def serve(directory: str, host: str, port: int) -> int:
     Raises:
         SparkDLError: the directory cannot be opened, or the address cannot be listened at.
     """
-    from sparkdl.report.run_folder import RunReader
+    from sparkdl.report.record.run_folder import RunReader
     from sparkdl.report.server.report_server import RunServer
     from sparkdl.storage.storage import open_storage
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from sparkdl.comm.channel import Event
 from sparkdl.errors import ClusterError, TrainingFailed
+from sparkdl.report.live.progress import Progress
 from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch, Limits
 from sparkdl.spark.session.cancel import end_job
@@ -252,7 +253,7 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
     attempt.last_event[event.rank] = event.received
     kind = event.body["kind"]
     if kind == "heartbeat":
-        run.view.heartbeat(event.rank, event.body)
+        run.view.progress(event.rank, Progress.of(event.body))
     elif kind == "log":
         for level, line in event.body["lines"]:
             run.view.log(event.rank, line, level)

@@ -16,7 +16,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
-from sparkdl.report.module_graph import traced
+from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest

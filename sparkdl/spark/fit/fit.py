@@ -18,8 +18,8 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
-from sparkdl.report.live.choose_view import fit_view, shows_lines
-from sparkdl.report.live.progress import SharedView, View, WatchedView
+from sparkdl.report.live.choose_view import choose_view, shows_lines
+from sparkdl.report.live.progress import EpochCallback, SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
@@ -203,8 +203,8 @@ def _make_plan(
 
 
 def _view(plan: TrainPlan, request: FitRequest) -> View:
-    view = fit_view(plan, request.verbose)
-    return view if request.on_epoch is None else WatchedView(view, request.on_epoch)
+    view = choose_view(plan, request.verbose)
+    return view if request.on_epoch is None else SharedView(view, EpochCallback(request.on_epoch))
 
 
 def _train(run: Run) -> Trained:

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.report.live.choose_view import function_view, shows_lines
+from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
@@ -142,7 +142,7 @@ def _run(
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings),
         )
-        view: View = SharedView(function_view(request.verbose), recorder)
+        view: View = SharedView(choose_view(None, request.verbose), recorder)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
         job = FunctionJob(

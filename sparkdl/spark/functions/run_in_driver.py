@@ -22,7 +22,7 @@ from sparkdl.data.plan import Shard
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
-from sparkdl.report.live.choose_view import function_view
+from sparkdl.report.live.choose_view import choose_view
 from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
@@ -77,7 +77,7 @@ def _run(
     spark: SparkSession | None, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
-    view = SharedView(function_view(request.verbose), recorder)
+    view = SharedView(choose_view(None, request.verbose), recorder)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.callback(view.close)
         storage = _storage(spark, request, folder)

@@ -1,7 +1,7 @@
-"""How is a column added that Python computes from others, Arrow arrays in and out?
+"""A column that Python computes from others, Arrow arrays in and out.
 
-By an ``arrow_udf``, which Spark has since 4.1. Before (petastorm needs Spark 4.0), all columns of
-the DataFrame travel through Python and back.
+It is an ``arrow_udf``, which Spark has since 4.1. Before (petastorm needs Spark 4.0), all columns
+of the DataFrame travel through Python and back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_column(
 
 @dataclass(frozen=True, kw_only=True)
 class WithColumn:
-    """Puts what a function computes beside the columns that were there. Runs on executors."""
+    """Puts what a function computes next to the columns that were there. Runs on executors."""
 
     function: Function
     name: str

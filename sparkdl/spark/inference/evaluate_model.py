@@ -1,13 +1,12 @@
-"""How does a model's evaluation run on Spark? One pass over the rows, and a stage that adds up.
+"""A model's evaluation on Spark: one pass over the rows, and a stage that adds up.
 
-Each task evaluates its partition and gives one row: its `measure.Part`. A second stage adds up
-groups of parts, so that the driver gets few of them, however many partitions there are.
+Each task evaluates its partition and gives one row, which holds its `evaluate_rows.Part`. A second
+stage adds up the parts, so that the driver gets few of them, however many partitions there are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,13 +28,11 @@ from sparkdl.inference.evaluate_rows import (
     Evaluator,
     Measures,
     Part,
-    alone,
-    check_listed,
     evaluation,
     row_losses,
     united,
 )
-from sparkdl.inference.evaluation_labels import Beside, NamedLabel
+from sparkdl.inference.evaluation_labels import LabelColumn
 from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inference.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.inference.scores import BUILT_IN, Evaluation
@@ -46,17 +43,8 @@ from sparkdl.spark.session.compat import described
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.train.objective.training_step import taken
 
-_GROUPS = 16
-"""Groups in which parts are added up."""
-_SCHEMA = "part int, kind string, listed map<string, bigint>, payload binary"
-_ARROW_SCHEMA = pa.schema(
-    [
-        ("part", pa.int32()),
-        ("kind", pa.string()),
-        ("listed", pa.map_(pa.string(), pa.int64())),
-        ("payload", pa.binary()),
-    ]
-)
+_ADDING_TASKS = 16
+_SCHEMA = "part int, kind string, payload binary"
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "DataError": DataError}
 
 
@@ -67,15 +55,13 @@ class EvaluateTask(ModuleTask):
     measures: Measures
     predicted: Output
     """Of which of the module's outputs ``transform`` makes the prediction."""
-    label: Beside | None
-    """None: there are several, or the loss compares with the inputs."""
-    labels: tuple[NamedLabel, ...] = ()
-    """Several labels."""
-    weight: Beside | None
+    labels: tuple[LabelColumn, ...]
+    """One, several with an argument each, or none: then the loss compares with the inputs."""
+    weight: LabelColumn | None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Evaluate one partition's rows, in the columns inputs, label, weight."""
-        yield from _told(partial(self._part, batches))
+        """Evaluate one partition's rows, in the columns inputs, labels, weight."""
+        yield from _as_row(partial(self._part, batches))
 
     def _part(self, batches: Iterator[pa.RecordBatch]) -> Part:
         evaluator: Evaluator | None = None
@@ -84,11 +70,10 @@ class EvaluateTask(ModuleTask):
                 if evaluator is None:  # a partition without rows makes none
                     evaluator = Evaluator(self.measures, device)
                 for run, output, target, weight in self.compared(module, device, batch.columns):
-                    if run.arguments is None:
-                        continue
-                    num_rows = run.arguments.num_rows
-                    predicted = self._predicted(output, num_rows)
-                    evaluator.update(output, predicted, target, weight, num_rows)
+                    if run.arguments is not None:
+                        num_rows = run.arguments.num_rows
+                        predicted = self._predicted(output, num_rows)
+                        evaluator.update(output, predicted, target, weight, num_rows)
                 evaluator.check()
         return Part() if evaluator is None else evaluator.part()
 
@@ -98,30 +83,27 @@ class EvaluateTask(ModuleTask):
         """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         num_inputs = len(self.columns)
         inputs = input_rows(arrays[:num_inputs], self.columns)
-        others = self._others(arrays[num_inputs:])
+        columns = (*self.labels, *([] if self.weight is None else [self.weight]))
+        pairs = zip(columns, arrays[num_inputs:], strict=True)
+        values: list[Any] = [column.read(array) for column, array in pairs]
         start = 0
         for run in inputs.runs(self.batch_size, device):
-            stop = start + run.num_rows
-            beside = [run.chosen(values[start:stop]) for values in others]
-            start = stop
+            kept = [run.chosen(rows[start : start + run.num_rows]) for rows in values]
+            start += run.num_rows
             if run.arguments is None:
                 yield run, None, None, None
                 continue
             output = self.forward.module_output(module, run.arguments)
-            target = self._target(run.arguments, beside, device)
-            yield run, output, target, beside[-1] if self.weight is not None else None
+            weight = None if self.weight is None else kept.pop()
+            yield run, output, self._target(run.arguments, kept, device), weight
 
-    def _target(self, inputs: Arguments, beside: Sequence[Any], device: torch.device) -> Any:
+    def _target(self, inputs: Arguments, rows: Sequence[Any], device: torch.device) -> Any:
         """What the loss compares with."""
-        if self.labels:
-            pairs = zip(self.labels, beside, strict=False)  # the weight may come behind them
-            return {label.name: label.tensor(rows).to(device) for label, rows in pairs}
-        return inputs.packed() if self.label is None else beside[0].to(device)
-
-    def _others(self, arrays: Sequence[pa.Array]) -> list[Any]:
-        values: list[Any] = [] if self.label is None else [self.label.read(arrays[0])]
-        values += [label.read(array) for label, array in zip(self.labels, arrays, strict=False)]
-        return values if self.weight is None else [*values, self.weight.read_weights(arrays[-1])]
+        pairs = zip(self.labels, rows, strict=True)
+        by_argument = {label.argument: label.padded(values).to(device) for label, values in pairs}
+        if not by_argument:
+            return inputs.packed()
+        return by_argument.get(None, by_argument)
 
     def _predicted(self, output: Any, num_rows: int) -> Any:
         if self.measures.task == "custom":
@@ -133,64 +115,55 @@ class EvaluateTask(ModuleTask):
 
 @dataclass(frozen=True)
 class AddTask:
-    """Adds up the parts of each group, in the order of the partitions; passes errors on."""
+    """Adds up the parts in a partition, in the order of their numbers; passes errors on."""
 
     measures: Measures
-    num_groups: int
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row per group."""
-        groups: dict[int, list[Mapping[str, Any]]] = {}
-        for batch in batches:
-            heads = batch.select(["part", "kind", "listed"]).to_pylist()
-            for head, payload in zip(heads, batch["payload"], strict=True):  # not copied yet
-                groups.setdefault(head["part"] % self.num_groups, []).append(
-                    {**head, "payload": payload}
-                )
-        for group in sorted(groups):
-            yield from _told(partial(_sum, groups.pop(group), self.measures), group)
+        """Yield one row."""
+        yield from _as_row(lambda: _sum(_rows_of(batches), self.measures))
 
 
-def _sum(rows: Sequence[Mapping[str, Any]], measures: Measures) -> Part:
-    """The sum of parts as rows.
+def _rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, bytes]]:
+    for batch in batches:
+        for kind, payload in zip(batch["kind"], batch["payload"], strict=True):
+            yield kind.as_py(), payload.as_py()  # which copies one part only
+
+
+def _sum(rows: Iterable[tuple[str, bytes]], measures: Measures) -> Part:
+    """The sum of parts, given as kinds and payloads, which are unpacked one by one.
 
     Raises:
         SparkDLError: what went wrong in the first that failed, or they are too large in all.
     """
-    rows = sorted(rows, key=lambda row: row["part"])
-    for row in rows:
-        if row["kind"] in _ERRORS:
-            raise _ERRORS[row["kind"]](_bytes(row["payload"]).decode())
-    sizes: Counter[str] = Counter()
-    for row in rows:
-        sizes.update(dict(row["listed"]))  # a map is pairs in Arrow
-    check_listed(sizes)  # before any of them is unpacked
-    return united([Part.from_bytes(_bytes(row["payload"])) for row in rows], measures)
+
+    def parts() -> Iterator[Part]:
+        for kind, payload in rows:
+            if kind in _ERRORS:
+                raise _ERRORS[kind](bytes(payload).decode())
+            yield Part.from_bytes(payload)
+
+    return united(parts(), measures)
 
 
-def _bytes(payload: Any) -> bytes:
-    return bytes(payload.as_py() if isinstance(payload, pa.Scalar) else payload)
-
-
-def _told(work: Callable[[], Part], number: int | None = None) -> Iterator[pa.RecordBatch]:
-    """One row: a part, or the error of ours that kept it from being made.
+def _as_row(work: Callable[[], Part]) -> Iterator[pa.RecordBatch]:
+    """One row: a part, or the error of ours that kept it from being made; none without rows.
 
     Spark would run a task that raises several times, and hide what it says among its own words.
     """
-    listed: dict[str, int] = {}
     try:
         part = work()
-        kind, listed, payload = "part", part.listed_bytes(), part.to_bytes()
         if not part.rows:
             return
+        kind, payload = "part", part.to_bytes()
     except (ConfigError, DataError) as error:
-        kind, payload = type(error).__name__, str(error).encode()
-        kind = kind if kind in _ERRORS else "ConfigError"
-    if number is None:
-        context = TaskContext.get()
-        number = context.partitionId() if context is not None else 0
-    row = {"part": number, "kind": kind, "listed": list(listed.items()), "payload": payload}
-    yield pa.RecordBatch.from_pylist([row], schema=_ARROW_SCHEMA)
+        kind = "DataError" if isinstance(error, DataError) else "ConfigError"
+        payload = str(error).encode()
+    context = TaskContext.get()
+    number = context.partitionId() if context is not None else 0
+    yield pa.RecordBatch.from_pydict(
+        {"part": pa.array([number], pa.int32()), "kind": [kind], "payload": [payload]}
+    )
 
 
 def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColumn]) -> Evaluation:
@@ -199,7 +172,7 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     Args:
         task: what to do.
         dataset: the rows.
-        columns: inputs, label and weight, as the task takes them.
+        columns: inputs, labels and weight, as the task takes them.
     """
     measures = task.measures
     for name in measures.metrics:
@@ -207,19 +180,15 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
             raise ConfigError(f"a metric cannot be called {name!r}: evaluate has that name itself")
     measures.make_metrics(measures.make_loss())  # as the tasks will
     named = [column.alias(f"_{number}") for number, column in enumerate(columns)]
-    parts = dataset.select(*named).mapInArrow(task, _SCHEMA)
-    added = _added(parts, measures, _GROUPS)
-    if measures.metrics:  # whose states may be large: the driver gets one part
-        added = _added(added, measures, 1)
+    added = dataset.select(*named).mapInArrow(task, _SCHEMA)
+    # States of metrics may be large: then the driver gets one part.
+    for num_tasks in (_ADDING_TASKS, 1) if measures.metrics else (_ADDING_TASKS,):
+        together = added.repartition(num_tasks, "part").sortWithinPartitions("part")
+        added = together.mapInArrow(AddTask(measures), _SCHEMA)
     spark = dataset.sparkSession
     with interruptible(spark), described(spark, "sparkdl: evaluate"):
-        rows = [row.asDict() for row in added.collect()]
-    return evaluation(_sum(rows, measures), measures)
-
-
-def _added(parts: DataFrame, measures: Measures, num_groups: int) -> DataFrame:
-    rows = parts.repartition(num_groups, F.col("part") % num_groups)
-    return rows.mapInArrow(AddTask(measures, num_groups), _SCHEMA)
+        rows = sorted(added.collect(), key=lambda row: int(row["part"]))
+    return evaluation(_sum(((row["kind"], row["payload"]) for row in rows), measures), measures)
 
 
 def row_scores(
@@ -229,12 +198,12 @@ def row_scores(
     keys: Sequence[str],
     name: str,
 ) -> DataFrame:
-    """The loss of each row, beside the columns ``keys``; see `TorchModel.scores`."""
+    """The loss of each row, next to the columns ``keys``; see `TorchModel.scores`."""
     task.measures.make_loss()  # as the tasks will
     packed, marker = (f"sparkdl_{task.digest[:16]}_{part}" for part in ("loss", "partition"))
-    rows, seal = by_rows(dataset, dataset.schema, marker)
+    rows, pinned = by_rows(dataset, dataset.schema, marker)
     computed = with_column(rows, packed, columns, _loss_udf(task), T.DoubleType())
-    scored = computed.withColumn(name, seal(F.col(quoted(packed))))
+    scored = computed.withColumn(name, pinned(F.col(quoted(packed))))
     return scored.select(*map(quoted, keys), quoted(name))
 
 
@@ -258,19 +227,22 @@ def _loss_udf(task: EvaluateTask) -> Callable[..., Iterator[pa.Array]]:
     def losses_of_columns(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return losses_of(batches)
 
-    is_one = len(task.columns) == 1 and task.label is None and not task.labels
+    is_one = len(task.columns) == 1 and not task.labels
     return losses_of_inputs if is_one else losses_of_columns
 
 
 def _row_losses(loss: Any, output: Any, target: Any, measures: Measures) -> pa.Array:
-    rows = row_losses(loss, output, target, measures)
-    if rows is None:
+    """The loss of a batch of each row alone; null where the row counts for nothing."""
+    found = row_losses(loss, output, target, measures)
+    if found is None:
         raise ConfigError(
             "the loss gives one number for a whole batch, so single rows have no loss; let it "
             "return the loss of each sample, (batch,)"
         )
-    losses = alone(*rows)
-    return pa.array(losses, mask=np.isnan(losses) & (rows[1] == 0))
+    losses, counts = (values.numpy() for values in found)
+    counts = np.broadcast_to(counts, losses.shape)
+    alone = np.divide(losses, counts, out=np.full_like(losses, np.nan), where=counts > 0)
+    return pa.array(alone, mask=counts == 0)
 
 
 def num_classes(

@@ -1,4 +1,4 @@
-"""How do the tensors that a module computes become columns of a DataFrame?
+"""The tensors that a module computes become columns of a DataFrame.
 
 The executors give flat Arrow columns, one for each tensor (`predict.Leaf`); Catalyst puts structs
 and vectors together. The module is run once on zeros, on the driver, to see what there is.

@@ -1,4 +1,4 @@
-"""How does a model's module get to the executors? Large ones are sent once per session."""
+"""Sending a model's module to the executors; a large one is sent once per session."""
 
 from __future__ import annotations
 

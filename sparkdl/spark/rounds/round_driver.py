@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
+from sparkdl.report.live.progress import Progress
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
@@ -206,8 +207,11 @@ class Rounds:
                 learning_rate=self.replicas.learning_rate,
             )
         )
-        body = {"phase": "train", "epoch": state.epoch + 1, "step": state.step}
-        self.run.view.heartbeat(0, {**body, "loss": loss, "rows": totals.rows[0]})
+        rows = totals.rows[0]
+        progress = Progress(
+            phase="train", epoch=state.epoch + 1, step=state.step, loss=loss, rows=rows
+        )
+        self.run.view.progress(0, progress)
 
     def _evaluate(self) -> Evaluation | None:
         if not self.run.plan.num_validation_rows:

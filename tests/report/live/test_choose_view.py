@@ -1,33 +1,32 @@
-"""Silent if asked for, a notebook's view in a kernel, a bar on a terminal, lines elsewhere."""
+"""Silent if asked for, a notebook's view in a kernel, a console's elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
-from sparkdl.report.live import choose_view
-from sparkdl.report.live.choose_view import fit_view, function_view, shows_lines
+from sparkdl.report.live import choose_view as module
+from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.notebook import Board, NotebookView
-from sparkdl.report.live.progress import LinesView, ProgressView, ReportView, SilentView
-from tests.report.live.test_notebook import FakeScreen
+from sparkdl.report.live.progress import LineView, ProgressView, SilentView
+from tests.report.live.test_notebook import FakeCell
 from tests.report.live.test_progress import PLAN
 
 
-@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LinesView)])
+@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LineView)])
 def test_on_a_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: type) -> None:
-    monkeypatch.setattr(choose_view, "on_terminal", lambda: terminal)
+    monkeypatch.setattr(module, "on_terminal", lambda: terminal)
     for verbose, expected in ((0, SilentView), (1, shown), (2, shown)):
-        view = fit_view(PLAN, verbose)
+        view = choose_view(PLAN, verbose)
         view.close()
         assert type(view) is expected
-    assert [type(function_view(n)) for n in range(3)] == [SilentView, ReportView, ReportView]
+    assert [type(choose_view(None, n)) for n in range(3)] == [SilentView, LineView, LineView]
     assert [shows_lines(n) for n in range(3)] == [False, False, True]
 
 
 def test_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_view, "in_notebook", lambda: True)
-    board = Board(FakeScreen())
-    monkeypatch.setattr(choose_view, "board_of_cell", lambda: board)
+    monkeypatch.setattr(module, "in_notebook", lambda: True)
+    board = Board(FakeCell())
+    monkeypatch.setattr(module, "board_of_cell", lambda: board)
     expected = [SilentView, NotebookView, NotebookView]
-    assert [type(fit_view(PLAN, n)) for n in range(3)] == expected
-    assert [type(function_view(n)) for n in range(3)] == expected
-    assert [shows_lines(n) for n in range(3)] == [False, True, True]
+    assert [type(choose_view(PLAN, n)) for n in range(3)] == expected
+    assert [type(choose_view(None, n)) for n in range(3)] == expected

@@ -13,7 +13,7 @@ from sparkdl.report.live.learning_curves import Curves, blocks, panels_of, pictu
 
 
 def fit(name: str = "fit 1") -> Curves:
-    curves = Curves(name=name, per_unit=10)
+    curves = Curves(name=name, steps_per_epoch=10)
     for step in range(1, 21):
         curves.add_step(step, 1 / step)
     for epoch in (1, 2):
@@ -35,7 +35,7 @@ def test_a_restart_takes_back_what_was_lost() -> None:
     assert curves.steps[0][-2:] == [1.5, 1.6]
     assert curves.steps[1][-1] == 0.5
     curves.add_record({"epoch": 2, "loss": 0.25})
-    assert curves.line("loss") == ([1.0, 2.0], [1.0, 0.25])
+    assert curves.panels()["loss"]["loss"] == ([1.0, 2.0], [1.0, 0.25])
 
 
 def test_a_step_that_is_told_again_counts_once_and_one_without_a_loss_not_at_all() -> None:
@@ -95,7 +95,7 @@ def test_the_sketch_has_a_line_for_each_curve() -> None:
 
 
 def test_the_sketch_of_a_first_epoch_shows_steps() -> None:
-    curves = Curves(name="fit 1", per_unit=10)
+    curves = Curves(name="fit 1", steps_per_epoch=10)
     curves.add_step(1, 2.0)
     curves.add_step(2, 1.0)
     assert sketch([curves]).split() == ["loss", "█▁", "1"]

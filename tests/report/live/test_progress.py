@@ -1,7 +1,4 @@
-"""The bar shows what rank 0 does, every rank's speed, and the workers' lines above it.
-
-Without a terminal there is a line for each epoch.
-"""
+"""The bar shows what rank 0 does, every rank's speed, and the workers' lines above it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import pytest
 
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
-from sparkdl.report.live.progress import LinesView, ProgressView, SilentView, View
+from sparkdl.report.live.progress import LineView, Progress, ProgressView, SilentView, View
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -70,28 +67,25 @@ def console(capsys: pytest.CaptureFixture[str]) -> Console:
     return Console(capsys)
 
 
-def beat(step: int, rows: int, phase: str = "train") -> dict[str, object]:
-    return {
-        "kind": "heartbeat", "phase": phase, "epoch": 1 + step // 10, "step": step,
-        "loss": 0.25, "rows": rows,
-    }  # fmt: skip
+def at(step: int, rows: int, phase: str = "train") -> Progress:
+    return Progress(phase=phase, epoch=1 + step // 10, step=step, loss=0.25, rows=rows)
 
 
 def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
     view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
-    view.heartbeat(0, {"kind": "heartbeat", "phase": "setup"})
+    view.progress(0, Progress.of({"kind": "heartbeat", "phase": "setup"}))
     for rank in (0, 1):
-        view.heartbeat(rank, beat(1, 10))
+        view.progress(rank, at(1, 10))
     clock.now += 2
-    view.heartbeat(1, beat(12, 430))  # this rank runs at 210 rows/s
-    view.heartbeat(0, beat(12, 130, "evaluate"))  # and this one at 60
+    view.progress(1, at(12, 430))  # this rank runs at 210 rows/s
+    view.progress(0, at(12, 130, "evaluate"))  # and this one at 60
     view._bar.refresh()
     shown = console.bar()
-    assert "epoch 2/2 (evaluate)" in shown
+    assert "epoch 2 of 2 (evaluate)" in shown
     assert "12/20 steps" in shown
     assert "loss 0.2500, 135 rows/s per worker" in shown
-    view.heartbeat(0, beat(20, 200))
+    view.progress(0, at(20, 200))
     view.close()
     last = console.bar()
     assert "100%" in last
@@ -101,9 +95,9 @@ def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
 def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
     view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
-    view.heartbeat(0, beat(5, 50))
-    view.heartbeat(1, beat(9, 90))
-    view.heartbeat(0, beat(4, 40))
+    view.progress(0, at(5, 50))
+    view.progress(1, at(9, 90))
+    view.progress(0, at(4, 40))
     assert view._bar.n == 5
     view.close()
 
@@ -111,15 +105,15 @@ def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: 
 def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> None:
     view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
-    view.heartbeat(0, beat(15, 150))
+    view.progress(0, at(15, 150))
     view.attempt(1, 10)
     view._bar.refresh()
     shown = console.bar()
     assert "restart 1" in shown
     assert "10/20 steps" in shown
-    view.heartbeat(0, beat(11, 10))
+    view.progress(0, at(11, 10))
     clock.now += 1
-    view.heartbeat(0, beat(12, 20))  # rows count from the restart: the old speed is forgotten
+    view.progress(0, at(12, 20))  # rows count from the restart: the old speed is forgotten
     view._bar.refresh()
     assert "10 rows/s per worker" in console.bar()
     view.close()
@@ -134,14 +128,14 @@ def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -
     )
     view.close()
     assert "[rank 1] hello" in console.lines()
-    assert "epoch 1: loss 0.5000, val_f1 0.7500" in console.lines()
+    assert "epoch 1: loss 0.5, val_f1 0.75" in console.lines()
 
 
 @pytest.mark.parametrize(("steps", "shown"), [(20, "trained"), (14, "stopped early")])
 def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: str) -> None:
     view = ProgressView(PLAN, shows_logs=True)
     view.attempt(0, 0)
-    view.heartbeat(0, beat(11, 110))
+    view.progress(0, at(11, 110))
     view.done(steps)
     view.close()
     assert f"{shown} 100%" in console.bar()
@@ -151,7 +145,7 @@ def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: st
 def test_the_silent_view_shows_nothing(console: Console) -> None:
     view: View = SilentView()
     view.attempt(0, 0)
-    view.heartbeat(0, beat(1, 1))
+    view.progress(0, at(1, 1))
     view.epoch({"epoch": 1})
     view.log(0, "line", logging.INFO)
     view.done(1)
@@ -175,16 +169,27 @@ def test_the_silent_view_passes_warnings_on(caplog: pytest.LogCaptureFixture) ->
     assert caplog.records[0].levelno == logging.WARNING
 
 
+def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console) -> None:
+    view = LineView(None, shows_logs=False)
+    view.attempt(0, 0)
+    view.attempt(1, 7)
+    view.epoch({"report": 2.0, "epoch": 1.0, "loss": 0.5})
+    view.log(0, "hello", logging.INFO)
+    view.log(1, "beware", logging.WARNING)
+    expected = ["restart 1, from checkpoint 7", "report 2: epoch 1, loss 0.5", "[rank 1] beware"]
+    assert console.lines() == expected
+
+
 @pytest.mark.parametrize(
     ("steps", "last"), [(20, "trained: 20/20 steps"), (14, "stopped early: 14/20 steps")]
 )
 def test_without_a_terminal_there_is_a_line_for_each_epoch(
     console: Console, steps: int, last: str
 ) -> None:
-    view = LinesView(PLAN, shows_logs=False)
+    view = LineView(PLAN, shows_logs=False)
     view.attempt(0, 0)
     for step in range(steps):
-        view.heartbeat(0, beat(step, 10 * step))
+        view.progress(0, at(step, 10 * step))
     view.epoch({"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5})
     view.attempt(1, 10)
     view.log(0, "hello", logging.INFO)
@@ -193,10 +198,10 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
     view.done(steps)
     view.close()
     assert console.text().splitlines() == [
-        "epoch 1: loss 0.5000",
+        "epoch 1: loss 0.5",
         "restart 1, from step 10",
         "[rank 1] beware",
-        "epoch 2: loss 0.2500",
+        "epoch 2: loss 0.25",
         last,
     ]
 

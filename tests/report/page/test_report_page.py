@@ -9,10 +9,10 @@ import pytest
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, tag
-from sparkdl.report.page.report_page import page, panels
+from sparkdl.report.page.report_page import page
 from sparkdl.report.page.svg import Curve, layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, binned
-from sparkdl.report.record import RunRecord
+from sparkdl.report.record.run_record import RunRecord, curve_panels
 from sparkdl.train import time_spent
 from tests.report.runs import GRAPH, record
 
@@ -56,7 +56,7 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
         assert title in text
     assert "a worker was lost (executor 1 <lost>)" in text
     assert "ranks 2" not in text and "rank 0\u20131" in text  # two machines of two ranks each
-    assert "begun again after 5.4 s, from step 1,000" in text
+    assert "started again after 5.4 s, from step 1,000" in text
     assert found.loads == []
     assert "script" not in found.tags
     assert "url(" not in page(record()) and "@import" not in page(record())
@@ -139,7 +139,7 @@ def test_what_followed_each_failure() -> None:
     assert tile(text, "restarts") == "2"
     told = text[text.index("Failures and restarts") :]
     places = [told.index(what) for what in (
-        "reason 1", "begun again after 2.0 s<", "reason 2", "after 3.0 s, from step 640",
+        "reason 1", "started again after 2.0 s<", "reason 2", "after 3.0 s, from step 640",
         "reason 3", "the run ended",
     )]  # fmt: skip
     assert places == sorted(places)
@@ -147,7 +147,7 @@ def test_what_followed_each_failure() -> None:
 
 def test_reports_of_a_function_that_counts_epochs_too_stand_side_by_side() -> None:
     history = [{"report": k, "epoch": (k + 1) // 2, "loss": 1.0 / k} for k in (1, 2, 3, 4)]
-    assert panels(history)["loss"]["loss"][0] == [1.0, 2.0, 3.0, 4.0]
+    assert curve_panels(history)["loss"]["loss"][0] == [1.0, 2.0, 3.0, 4.0]
     assert ">report<" in page(replace(record(), history=history, steps=[]))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparkdl.report.page.report_page import page
-from sparkdl.report.run_folder import RunFolder, RunReader, folder_name
+from sparkdl.report.record.run_folder import RunFolder, RunReader, folder_name
 from sparkdl.report.server.report_server import RunServer
 from sparkdl.storage.storage import LocalStorage
 from tests.browser import dom

@@ -28,6 +28,7 @@ from sparkdl.errors import (
     TrainingFailed,
     WorkerError,
 )
+from sparkdl.report.live.progress import Progress, View
 from sparkdl.spark.cluster import supervisor as module
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
@@ -68,7 +69,7 @@ class FakeSpark:
         self.sparkContext = FakeContext()
 
 
-class FakeView:
+class FakeView(View):
     """Remembers what it was shown; ``on_heartbeat`` is called with every heartbeat."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class FakeView:
     def attempt(self, number: int, start_step: int) -> None:
         raise AssertionError("the one who submits says where an attempt starts")
 
-    def heartbeat(self, rank: int, body: Mapping[str, Any]) -> None:
+    def progress(self, rank: int, progress: Progress) -> None:
         self.shown.append(("heartbeat", rank))
         self.on_heartbeat()
 
@@ -87,10 +88,6 @@ class FakeView:
 
     def log(self, rank: int, line: str, level: int) -> None:
         self.shown.append(("log", rank, line, level))
-
-    def done(self, steps: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Stage:

@@ -22,8 +22,8 @@ from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.record import RunRecord
-from sparkdl.report.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runner import TorchRunner
 from sparkdl.storage.storage import LocalStorage
 from sparkdl.train.callbacks import Callback, CallbackState
@@ -269,7 +269,7 @@ def test_a_restart_is_recorded(df: DataFrame, tmp_path: Path, mode: str) -> None
     assert found.restarts == summary.restarts == 1
     assert [attempt["number"] for attempt in found.attempts] == [0, 1]
     assert len(found.failures) == 1
-    assert "begun again after" in text
+    assert "started again after" in text
     assert "the run ended" not in text
     assert found.steps[-1][1] == summary.steps
 

@@ -30,7 +30,7 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.jobs import load_model, run_train
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.report.run_folder import RunReader
+from sparkdl.report.record.run_folder import RunReader
 from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.storage.storage import open_storage
 from tests import s3

@@ -1,6 +1,6 @@
-"""How do totals that grow become a timeline of limited size?
+"""Totals of seconds that grow become a timeline of limited size.
 
-Workers tell how many seconds they have spent on what since they began. The difference between two
+Workers report how many seconds they have spent on what since they began. The difference between two
 reports belongs to the time between them. Spans become longer as the run goes on, so that a run of
 days leaves no more than some hundreds of each rank.
 """
@@ -29,8 +29,8 @@ class Span:
 @dataclass(kw_only=True)
 class _Rank:
     start: float
-    """When its totals were zero, by the clock of the one who listens."""
-    told: dict[str, float] = field(default_factory=dict)
+    """When its totals were zero, by the driver's clock."""
+    reported: dict[str, float] = field(default_factory=dict)
     """Totals at the end of the last span."""
     newest: dict[str, float] = field(default_factory=dict)
     end: float = 0.0
@@ -56,7 +56,7 @@ class Spans:
         # Reports come late, by different times: the earliest start is the least wrong.
         seen.start = min(seen.start, now - sum(totals.values()))
         seen.newest = dict(totals)
-        if sum(totals.values()) - sum(seen.told.values()) >= max(
+        if sum(totals.values()) - sum(seen.reported.values()) >= max(
             SHORTEST_SECONDS, now / self._share
         ):
             yield self._span(rank, seen)
@@ -64,14 +64,14 @@ class Spans:
     def rest(self) -> Iterator[Span]:
         """What no span was given for yet."""
         for rank, seen in self._ranks.items():
-            if sum(seen.newest.values()) > sum(seen.told.values()):
+            if sum(seen.newest.values()) > sum(seen.reported.values()):
                 yield self._span(rank, seen)
 
     def _span(self, rank: int, seen: _Rank) -> Span:
-        begin = max(seen.end, seen.start + sum(seen.told.values()))
+        begin = max(seen.end, seen.start + sum(seen.reported.values()))
         seen.end = max(begin, seen.start + sum(seen.newest.values()))
-        spent = {name: value - seen.told.get(name, 0.0) for name, value in seen.newest.items()}
-        seen.told = seen.newest
+        spent = {name: value - seen.reported.get(name, 0.0) for name, value in seen.newest.items()}
+        seen.reported = seen.newest
         return Span(
             rank=rank,
             begin=begin,

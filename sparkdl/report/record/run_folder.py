@@ -1,8 +1,8 @@
-"""Where does a run leave its record, and how is it read again, also while it grows?
+"""The folder in which a run leaves its record, and a reader of such folders.
 
-A run has a folder. While it goes on, its events lie there in numbered files of JSON lines, which
-never change once they are written: so any storage will do, also one that cannot append. At its end
-there are ``run.json`` and ``report.html`` in their place.
+While the run goes on, its events lie there in numbered files of JSON lines, which never change
+once they are written: so any storage will do, also one that cannot append. At its end there are
+``run.json`` and ``report.html`` in their place.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.errors import StorageError
-from sparkdl.report.record import Event, RecordBuilder, RunRecord
-from sparkdl.report.summary import finite
+from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord
+from sparkdl.runtime.json_values import finite
 from sparkdl.storage.storage import Storage
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
@@ -63,7 +63,7 @@ class RunReader:
     """Reads the records of all runs in a storage; what cannot change any more it reads once."""
 
     def __init__(self, storage: Storage) -> None:
-        """``storage`` is the directory that runs were told to leave their records in."""
+        """``storage`` is the directory that runs leave their records in."""
         self._storage = storage
         self._ended: dict[str, RunRecord] = {}
         self._growing: dict[str, _Growing] = {}
@@ -138,7 +138,7 @@ class _Growing:
     builder: RecordBuilder = field(default_factory=RecordBuilder)
     num_parts: int = 0
     is_new: bool = True
-    """Whether it is read for the first time; it may have ended long ago then."""
+    """True if it is read for the first time; it may have ended long ago then."""
     first_read: float = field(default_factory=time.monotonic)
     last_part: float | None = None
     """When a part was new, by our own clock; None as long as none was."""
@@ -151,12 +151,12 @@ class _Growing:
         if not self.is_new:
             self.last_part = time.monotonic()
 
-    def silence(self, heard: float) -> float:
-        """Seconds since its driver was heard, which itself says that this was at ``heard``.
+    def silence(self, alive_at: float) -> float:
+        """Seconds since its driver last wrote, which was at ``alive_at`` by the driver's own clock.
 
         Its clock and ours may differ, so ours counts as soon as a part was new to us.
         """
         now = time.monotonic()
         if self.last_part is not None:
             return now - self.last_part
-        return max(time.time() - heard, now - self.first_read)
+        return max(time.time() - alive_at, now - self.first_read)

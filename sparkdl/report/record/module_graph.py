@@ -1,4 +1,4 @@
-"""What is a module made of, and what flows through it? A graph of what a call of it did.
+"""The graph of a module: its layers, and what flowed between them in one call.
 
 Hooks see the layers that a call runs through, and a torch function mode what happens between them;
 both belong to this thread and these modules, unlike the tracing of torch.fx, which for its time

@@ -9,7 +9,7 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.report.page.report_page import page
-from sparkdl.report.run_folder import PAGE, RECORD, RunFolder, RunReader, folder_name
+from sparkdl.report.record.run_folder import PAGE, RECORD, RunFolder, RunReader, folder_name
 from sparkdl.storage.storage import LocalStorage
 from tests.report.runs import events, record
 

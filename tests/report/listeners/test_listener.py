@@ -1,4 +1,4 @@
-"""Listeners can neither end nor delay a run, and all of them hear of its end."""
+"""Listeners can neither end nor delay a run, and `end` of each is called."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 from sparkdl.report.listeners import listener as module
-from sparkdl.report.listeners.listener import Audience, Listener, RunListener, RunStart
-from sparkdl.report.record import RunRecord
+from sparkdl.report.listeners.listener import Listener, Listeners, RunListener, RunStart
+from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.recorder import recording
 from tests.report.runs import record
 
@@ -20,72 +20,72 @@ START = RunStart(run_id="r", name="Test", folder="f", params={})
 
 
 @dataclass
-class Ear(RunListener):
+class Noted(RunListener):
     seconds: float = 0.0
     fails: bool = False
-    heard: list[Any] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
 
-    def _hear(self, what: Any) -> None:
-        self.heard.append(what)
+    def _note(self, what: Any) -> None:
+        self.calls.append(what)
         time.sleep(self.seconds)
         if self.fails:
-            raise RuntimeError("deaf")
+            raise RuntimeError("broken")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        self._hear(step)
+        self._note(step)
 
     def epoch(self, step: int, record: Mapping[str, float]) -> None:
-        self._hear(record)
+        self._note(record)
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
-        self._hear("end")
+        self._note("end")
 
 
 @dataclass(frozen=True)
 class Options(Listener):
-    ear: Ear | None
+    listener: Noted | None
 
     def start(self, run: RunStart) -> RunListener:
-        if self.ear is None:
+        if self.listener is None:
             raise OSError("no server")
-        return self.ear
+        return self.listener
 
 
-def audience(*ears: Ear) -> Audience:
-    made = Audience()
-    made.start(START, [Options(ear) for ear in ears])
+def started(*listeners: Noted) -> Listeners:
+    made = Listeners()
+    made.start(START, [Options(listener) for listener in listeners])
     return made
 
 
 def test_steps_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STEP_SECONDS", 0.2)
-    slow, quick = Ear(seconds=0.1), Ear()
-    told = audience(slow, quick)
+    slow, quick = Noted(seconds=0.1), Noted()
+    told = started(slow, quick)
     began = time.monotonic()
     step = 0
     while time.monotonic() - began < 0.9:
         step += 1
         told.step(step, {"loss": 1.0})
         time.sleep(0.001)
-    assert slow.heard == [1]
-    assert 3 <= len(quick.heard) <= 5
+    assert slow.calls == [1]
+    assert 3 <= len(quick.calls) <= 5
     assert step > 20
 
 
-def test_who_fails_hears_of_the_end_and_of_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    bad, good = Ear(fails=True), Ear()
-    told = audience(bad, good)
+def test_a_listener_that_fails_is_only_told_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Noted(fails=True), Noted()
+    told = started(bad, good)
     for _ in range(3):
-        told.tell(lambda listener: listener.epoch(1, {}))
+        told.call(lambda listener: listener.epoch(1, {}))
     told.end(record(), None)
     told.end(record(), None)
-    assert bad.heard == [{}, "end"]
-    assert good.heard == [{}, {}, {}, "end"]
-    assert caplog.text.count("Ear is told no more of this run but its end") == 2
+    assert bad.calls == [{}, "end"]
+    assert good.calls == [{}, {}, {}, "end"]
+    assert caplog.text.count("Noted has failed; of this run it is only told the end") == 2
 
 
-def test_those_that_have_started_hear_of_the_end_if_another_cannot() -> None:
-    first = Ear()
+def test_those_that_have_started_are_told_the_end_if_another_cannot_start() -> None:
+    first = Noted()
     with (
         pytest.raises(OSError, match="no server"),
         recording(
@@ -93,4 +93,4 @@ def test_those_that_have_started_hear_of_the_end_if_another_cannot() -> None:
         ),
     ):
         raise AssertionError("the run must not begin")
-    assert first.heard == ["end"]
+    assert first.calls == ["end"]

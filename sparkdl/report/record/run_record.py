@@ -1,4 +1,4 @@
-"""What is known of a run? Plain values, which follow from the events that its driver wrote down.
+"""The record of a run: plain values, which follow from the events that its driver wrote down.
 
 An event is a dict with ``kind`` and ``at``, the seconds since the run began. The same events give
 the same record, whether they come from memory, or from the files of a run that is still going on.
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sparkdl.errors import StorageError
 from sparkdl.storage.storage import without_password
-
-if TYPE_CHECKING:
-    from sparkdl.report.summary import TrainingSummary
-
 
 FORMAT = 1
 """Of ``run.json``; raised when a reader of the last one could not make sense of it."""
@@ -46,7 +42,7 @@ class RunRecord:
     heard: float = 0.0
     """When its driver last said that it is alive: seconds since the epoch, by its own clock."""
     params: list[dict[str, Any]] = field(default_factory=list)
-    """``name``, ``value`` as text, ``is_set``: whether the user gave it."""
+    """``name``, ``value`` as text, ``is_set``: True if the user gave it."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What was found out before it began: rows, steps, parameters, mode."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -68,7 +64,7 @@ class RunRecord:
     steps: list[list[float | None]] = field(default_factory=list)
     """``[at, step, loss, rows per second of rank 0]``, sampled."""
     spent: dict[str, list[list[Any]]] = field(default_factory=dict)
-    """Rank -> ``[begin, end, {what: seconds}]``, one after the other; see `train.clock`."""
+    """Rank -> ``[begin, end, {what: seconds}]``, one after the other; see `train.time_spent`."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     """``at``, ``rank``, ``level``, ``line``: warnings of the workers."""
     num_logs: int = 0
@@ -76,13 +72,13 @@ class RunRecord:
     confusion: dict[str, Any] | None = None
     """``epoch``, and ``counts``: label by prediction, over the validation rows."""
     graph: dict[str, Any] | None = None
-    """The module, see `report.graph`."""
+    """The module, see `module_graph`."""
     error: dict[str, str] | None = None
     """``type``, ``message``, and perhaps ``traceback``: what ended a run that failed."""
 
     @property
     def restarts(self) -> int:
-        """How often the run was begun again."""
+        """How often the run was started again."""
         return max((attempt["number"] for attempt in self.attempts), default=0)
 
     def totals(self) -> dict[str, dict[str, float]]:
@@ -109,36 +105,47 @@ class RunRecord:
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
-def of_summary(summary: TrainingSummary) -> RunRecord:
-    """What a saved model still knows of the fit that made it."""
-    return RunRecord(
-        run_id="of a saved model",
-        name="fit",
-        started=0.0,
-        status="succeeded",
-        seconds=summary.seconds,
-        facts={
-            "workers": summary.world_size,
-            "rows": summary.rows,
-            "validation_rows": summary.validation_rows,
-            "steps": summary.steps,
-        },
-        laps={
-            name.removeprefix("fit: "): seconds
-            for name, seconds in summary.phase_seconds.items()
-            if name.startswith("fit: ")
-        },
-        history=[dict(record) for record in summary.history],
-    )
-
-
-def counted(record: Mapping[str, Any]) -> float | None:
+def count_of(record: Mapping[str, Any]) -> float | None:
     """Which epoch or report of its run a history's record is of.
 
     Functions count their reports, among whose values may be an ``epoch`` of their own.
     """
     number: float | None = record.get("report", record.get("epoch"))
     return number
+
+
+_COUNTS = ("epoch", "report", "steps")
+_COSTS = ("learning_rate", "seconds")
+
+
+def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False) -> list[str]:
+    """The values of a history that are drawn as curves, in the order in which they came.
+
+    Args:
+        history: the records.
+        has_costs: whether learning rate and seconds come as well, at the end.
+    """
+    names = dict.fromkeys(name for record in history for name in record if name not in _COUNTS)
+    own = [name for name in names if name not in _COSTS]
+    return own + [name for name in _COSTS if has_costs and name in names]
+
+
+Line = tuple[list[float], list[float]]
+"""Positions, and the values there."""
+
+
+def curve_panels(
+    history: Sequence[Mapping[str, Any]], *, has_costs: bool = False
+) -> dict[str, dict[str, Line]]:
+    """Panel -> line -> values by epoch or report; ``loss`` and ``val_loss`` share a panel."""
+    numbers = [count_of(record) for record in history]
+    positions = [float(k + 1 if n is None else n) for k, n in enumerate(numbers)]
+    panels: dict[str, dict[str, Line]] = {}
+    for name in curve_names(history, has_costs=has_costs):
+        found = [(x, r[name]) for x, r in zip(positions, history, strict=True) if name in r]
+        line = [x for x, _ in found], [value for _, value in found]
+        panels.setdefault(name.removeprefix("val_"), {})[name] = line
+    return panels
 
 
 def _added(spans: Iterable[list[Any]]) -> dict[str, float]:
@@ -159,7 +166,7 @@ class RecordBuilder:
         )
 
     def take(self, event: Event) -> None:
-        """Add what an event tells; a kind that is not known, of a later version, is passed over."""
+        """Add an event; a kind that is not known, of a later version, is passed over."""
         self._values["seconds"] = max(self._values["seconds"], event["at"])
         take = getattr(self, f"_take_{event['kind']}", None)
         if take is not None:
@@ -192,7 +199,7 @@ class RecordBuilder:
     def _take_attempt(self, event: dict[str, Any]) -> None:
         attempts = self._values["attempts"]
         if attempts and attempts[-1]["number"] == event["number"]:
-            attempts.pop()  # it was told that it would begin
+            attempts.pop()  # it was announced before it began
         attempts.append(event)
 
     def _take_failure(self, event: dict[str, Any]) -> None:
@@ -200,9 +207,9 @@ class RecordBuilder:
 
     def _take_epoch(self, event: dict[str, Any]) -> None:
         record, history = event["record"], self._values["history"]
-        number = counted(record)
-        # After a restart epochs come again that had been told of before, in their order.
-        while number is not None and history and (counted(history[-1]) or 0) >= number:
+        number = count_of(record)
+        # After a restart epochs come again, in their order.
+        while number is not None and history and (count_of(history[-1]) or 0) >= number:
             history.pop()
         history.append(record)
 

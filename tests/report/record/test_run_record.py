@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 
 import pytest
 
 from sparkdl.errors import StorageError
-from sparkdl.report.record import RecordBuilder, RunRecord, of_summary
-from sparkdl.report.summary import TrainingSummary, finite
+from sparkdl.report.record.run_record import RecordBuilder, RunRecord, curve_names, curve_panels
 from tests.report.runs import events, record
 
 
@@ -99,10 +97,14 @@ def test_a_record_does_not_change_with_its_builder() -> None:
     assert len(before.history) == length
 
 
-def test_of_a_saved_model_its_summary_is_left() -> None:
-    summary = TrainingSummary(
-        history=[{"epoch": 1, "loss": math.nan}], seconds=5.0, phase_seconds={"fit: train": 4.0}
-    )
-    found = of_summary(summary)
-    assert found.laps == {"train": 4.0}
-    assert finite(found.to_dict())["history"] == [{"epoch": 1, "loss": None}]
+def test_curves_of_a_history_share_panels_and_leave_out_counts() -> None:
+    history = [
+        {"epoch": 1, "steps": 9, "seconds": 2.0, "loss": 3.0, "val_loss": 4.0},
+        {"epoch": 2, "steps": 9, "seconds": 2.5, "loss": 2.0, "val_f1": 0.5},
+    ]
+    assert curve_names(history) == ["loss", "val_loss", "val_f1"]
+    assert curve_panels(history, has_costs=True) == {
+        "loss": {"loss": ([1.0, 2.0], [3.0, 2.0]), "val_loss": ([1.0], [4.0])},
+        "f1": {"val_f1": ([2.0], [0.5])},
+        "seconds": {"seconds": ([1.0, 2.0], [2.0, 2.5])},
+    }

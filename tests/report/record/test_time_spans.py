@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from sparkdl.report.time_spans import Span, Spans
+from sparkdl.report.record.time_spans import Span, Spans
 
 
 def test_spans_follow_each_other_and_add_up() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sparkdl.report.module_graph import condensed, traced
 from sparkdl.report.page.svg import model_graph
+from sparkdl.report.record.module_graph import condensed, traced
 
 
 class Residual(nn.Module):
