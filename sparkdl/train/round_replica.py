@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
@@ -76,7 +77,7 @@ class RoundReplica:
         self._loss = objective_of(config, module)
         self._loss.to(device)
         make_optimizer = resolve_optimizer(config, self._module)
-        self._synchronizer = ApartSynchronizer(self._module, make_optimizer)
+        self._synchronizer = ApartSynchronizer(self._module, make_optimizer, LocalCommunicator())
         self._format = NumberFormat(config.precision, device)
         self._schedule = make_scheduler(
             config, self._synchronizer.optimizer, make_optimizer, plan.steps_per_epoch

@@ -41,8 +41,9 @@ def timer(rows: Sequence[int], rank: int = 0, **changes: Any) -> StepTimer:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 15, 16, 17, 40, 200])
-@pytest.mark.parametrize("batch_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("rows", "batch_size"), [(1, 16), (2, 4), (15, 16), (16, 16), (17, 4), (200, 1), (200, 16)]
+)
 def test_steps_are_timed_however_few_the_rows(rows: int, batch_size: int) -> None:
     steps = timer([rows])
     steps.warm_up(batch_size)
