@@ -4,6 +4,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
+DEV_LOCK := requirements-dev.lock
 PETASTORM := .venv-petastorm
 PETASTORM_LOCK := requirements-petastorm.txt
 CONFIG ?= conf/digits.toml
@@ -16,8 +17,9 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test lint format types docs unit connect cluster notebooks
-.PHONY: test-hdfs standalone petastorm package bench lock clean prerequisites
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
+.PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
+.PHONY: package bench lock clean prerequisites
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -26,20 +28,28 @@ prerequisites:
 	@.ci/check_prerequisites.sh >/dev/null
 
 # Each step leaves a copy of what it was made from, so a second run does nothing, also offline.
-setup: prerequisites ## make .venv with the versions of requirements.lock
+# uv installs, or else pip (.ci/install.py); INSTALLER=pip takes pip at once.
+setup: prerequisites ## make .venv with what training needs: the versions of requirements.lock
 	@if [ ! -x $(BIN)/python ]; then \
 		echo "making $(VENV)"; \
 		"$$(.ci/check_prerequisites.sh)" -m venv $(VENV); \
 	fi
 	@if ! cmp -s $(LOCK) $(VENV)/installed.lock; then \
-		echo "installing the packages of $(LOCK) into $(VENV); this takes some minutes"; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) \
-			&& cp $(LOCK) $(VENV)/installed.lock; \
+		echo "installing the packages of $(LOCK) into $(VENV)"; \
+		$(BIN)/python .ci/install.py -r $(LOCK) && cp $(LOCK) $(VENV)/installed.lock; \
 	fi
 	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
-		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-			--no-build-isolation --no-deps --editable . \
+		PYTHONWARNINGS=ignore $(BIN)/python .ci/install.py --no-build-isolation --no-deps \
+			--editable . \
 			&& cp setup.py $(VENV)/installed.setup; \
+	fi
+
+# These are compiled: pytest would take what a first import warns of for an error.
+tools: setup ## add what tests and development need: the versions of requirements-dev.lock
+	@if ! cmp -s $(DEV_LOCK) $(VENV)/installed-dev.lock; then \
+		echo "installing the packages of $(DEV_LOCK) into $(VENV); this takes some minutes"; \
+		$(BIN)/python .ci/install.py --compile -r $(DEV_LOCK) \
+			&& cp $(DEV_LOCK) $(VENV)/installed-dev.lock; \
 	fi
 
 data/digits: | setup
@@ -54,42 +64,71 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-# unit takes about as long as all that follows it; make -j2 test runs the two side by side.
-test: lint types docs unit connect cluster notebooks test-hdfs standalone petastorm package ## lint, types, documentation and all tests
+# Tests run in parts, JOBS of them at a time and the longest first; tests/suite.py runs them and
+# says in the end how long each took. Leaving out what is slow but proves no promise of the README
+# leaves what a change can break; HDFS=skip leaves out what needs Hadoop's jars.
+JOBS ?= 2
+SELECT ?= not bench and (promise or not slow)
+PYTEST := $(BIN)/python -m pytest
+PARTS := spark plain pages cluster gangs notebooks connect test-hdfs docs types package lint
+MORE := standalone petastorm cluster-gpu
 
-lint: setup ## ruff: rules and format
+test: tools ## what a change can break, in ten minutes; JOBS=1 one part at a time
+	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
+
+test-all: tools ## every test there is, in forty minutes
+	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(MORE) $(PARTS)
+
+promises: tools ## what the README promises, and the test that proves it
+	@$(BIN)/python -m tests.promises
+
+lint: tools ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: setup ## ruff: repair what can be repaired
+format: tools ## ruff: repair what can be repaired
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: setup ## mypy, strict, on the package
+types: tools ## mypy, strict, on the package
 	@$(BIN)/mypy
 
 # Every warning fails the build; -E, since what comes from docstrings is not told to be new.
-docs: setup ## the documentation as a site in docs/_build/html
+docs: tools ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-unit: setup ## most tests; TESTS=tests/sync chooses some
-	@-.ci/get_chromium.sh >/dev/null
-	@$(BIN)/python -m pytest -m "not bench" $(TESTS)
+unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
+	@$(PYTEST) -m "not bench" $(TESTS)
 
-connect: setup ## what Spark Connect may do otherwise, on Spark Connect
-	@SPARKDL_TEST_SPARK=connect $(BIN)/python -m pytest tests/test_connect.py \
-		tests/test_estimator.py tests/test_model.py tests/spark/inference/test_evaluate_model.py tests/spark/inference/test_output_columns.py \
-		tests/spark/rounds/test_averaging_rounds.py tests/test_runner.py tests/test_multiplefits.py
+plain: tools ## the tests that need neither Spark nor several processes
+	@-.ci/get_chromium.sh >/dev/null
+	@$(PYTEST) -m "not spark and not gang and ($(SELECT))" $(TESTS)
+
+gangs: tools ## the tests with several processes, without Spark
+	@$(PYTEST) -m "gang and not spark and ($(SELECT))" $(TESTS)
+
+spark: tools ## the tests in a Spark session of two slots
+	@$(PYTEST) -m "spark and ($(SELECT))" $(addprefix --ignore=,$(PAGES)) $(TESTS)
+
+PAGES := tests/docs tests/models
+pages: tools ## the pages' code blocks and commands, and what networks learn, in another session
+	@$(PYTEST) -m "spark and ($(SELECT))" $(PAGES)
+
+connect: tools ## what Spark Connect may do otherwise, on Spark Connect
+	@SPARKDL_TEST_SPARK=connect $(PYTEST) -m "$(SELECT)" tests/test_connect.py \
+		$$($(BIN)/python -m tests.on_connect)
 
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
-cluster: setup ## lost executors, and GPUs that do not exist, on local clusters
-	@$(BIN)/python -m pytest tests/cluster
-	@$(BIN)/python -m pytest tests/cluster_gpu
+cluster: tools ## lost workers and executors, on a local cluster of two executors
+	@$(PYTEST) -m "$(SELECT)" tests/cluster
+
+cluster-gpu: tools ## GPUs that do not exist, on a local cluster
+	@$(PYTEST) -m "$(SELECT)" tests/cluster_gpu
 
 # Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
-notebooks: setup ## the notebooks, and the tests that need a kernel of Jupyter
-	@$(BIN)/python -m pytest tests/notebooks
+notebooks: tools ## the notebooks, and the tests that need a kernel of Jupyter
+	@$(PYTEST) -m "$(SELECT)" tests/notebooks
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
 # that the package works with the oldest pyarrow and numpy of setup.py, and with Spark 4.0.
@@ -102,43 +141,34 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 	if ! cmp -s $(PETASTORM_LOCK) $(PETASTORM)/installed.lock; then \
 		echo "installing the packages of $(PETASTORM_LOCK) into $(PETASTORM)"; \
 		"$$python" -m venv --clear $(PETASTORM) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				-r $(PETASTORM_LOCK) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				--no-deps petastorm==0.13.1 \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile -r $(PETASTORM_LOCK) \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile --no-deps petastorm==0.13.1 \
 			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
-		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider tests/petastorm tests/data \
-		tests/train/test_loop.py tests/inference/test_predict.py tests/worker/test_round_task.py
+		$(PETASTORM)/bin/python -m pytest -p no:cacheprovider -m "not bench and not slow" \
+		tests/petastorm tests/data/sources/test_parquet.py tests/data/test_arrow_arrays.py \
+		tests/inference/test_predict.py
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
-test-hdfs: setup ## the tests against a real HDFS; HDFS=skip leaves them out
-ifeq ($(HDFS),skip)
-	@echo "the tests against HDFS are left out, as HDFS=skip says"
-else
-	@$(BIN)/python -m pytest tests/hdfs
-endif
+test-hdfs: tools ## the tests against a real HDFS
+	@$(PYTEST) -m "$(SELECT)" tests/hdfs
 
 # Its environment, .venv-package, gets the core's dependencies with the first run.
-package: setup ## build wheel and sdist, and try the wheel in an environment of its own
-	@$(BIN)/python -m pytest tests/packaging
+package: tools ## build wheel and sdist, and try the wheel in an environment of its own
+	@$(PYTEST) -m "$(SELECT)" tests/packaging
 
 # The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
-standalone: setup ## a job on a real standalone cluster; HDFS=skip leaves it out too
-ifeq ($(HDFS),skip)
-	@echo "the tests on a standalone cluster need HDFS: they are left out, as HDFS=skip says"
-else
-	@$(BIN)/python -m pytest tests/standalone
-endif
+standalone: tools ## a job on a real standalone cluster
+	@$(PYTEST) -m "$(SELECT)" tests/standalone
 
-bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
+bench: tools ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
 		rounds strategies networks runner explain; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/networks.py --workers 1
 
-lock: setup ## write requirements.lock anew from the ranges of setup.py
-	@$(BIN)/python .ci/lock.py $(LOCK)
+lock: tools ## write both locks anew from the ranges of setup.py
+	@$(BIN)/python .ci/lock.py $(LOCK) $(DEV_LOCK)
 
 clean: ## remove what was built, trained and written, and .venv
 	rm -rf $(VENV) $(PETASTORM) .venv-package build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache

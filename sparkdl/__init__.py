@@ -10,20 +10,19 @@ from __future__ import annotations
 from importlib import import_module
 
 from sparkdl.runtime.installation import refuse_mixed_installation
-from sparkdl.runtime.public_names import public_names
+from sparkdl.runtime.public_names import MODULE_OF
 
 __version__ = "0.1.0.dev0"
 
-_MODULE_OF = public_names()
-__all__ = sorted({*_MODULE_OF, "__version__"})
+__all__ = sorted({*MODULE_OF, "__version__"})
 
 refuse_mixed_installation(__file__)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in MODULE_OF:
         raise AttributeError(f"module 'sparkdl' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

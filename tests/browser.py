@@ -1,4 +1,4 @@
-"""How do tests look at a page? With a real Chromium, which a script installs where it may."""
+"""A real Chromium with which tests look at a page; a script installs it where it may."""
 
 from __future__ import annotations
 

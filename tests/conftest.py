@@ -1,4 +1,4 @@
-"""What do all tests share? Settings that must be made before torch or Spark is imported."""
+"""What all tests share: settings made before torch or Spark is imported, markers, fixtures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import s3
 from tests.gang import Gang, started_gang
+from tests.on_connect import AGAIN
+from tests.promises import PROMISES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,23 +37,56 @@ os.environ.update(s3.ENVIRONMENT)
 # Sessions are short: the JVM's second compiler would take as much CPU time as it spares later.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
-# A process has one Spark context: these directories bring their own and are named on the command
-# line, as `make unit` does. So is the one that builds the package, as `make package` does.
+# A process has one Spark context: these directories bring their own, so each is named on a command
+# line of its own, as the parts of the Makefile do. So is the one that builds the package.
 _OWN_CONTEXT = ["cluster", "cluster_gpu", "hdfs", "notebooks", "packaging", "standalone"]
 collect_ignore = [
     name for name in _OWN_CONTEXT if not any(f"tests/{name}" in word for word in sys.argv)
 ]
 
-
 ON_CONNECT = os.environ.get("SPARKDL_TEST_SPARK") == "connect"
+# Who asks for one of these fixtures needs a JVM, or several processes, and need not say so.
+_MARKS = {
+    "spark": {"spark", "cluster", "gpu_cluster", "kernel", "topology"},
+    "gang": {"gang", "gang3", "gang4"},
+}
+_PROOFS = {proof: promise for promise, proof in PROMISES.items()}
+_SLOW_SECONDS = 5.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of the other kind of session."""
+    """Mark tests by what they need and prove; leave out those of the other kind of session."""
     other = "classic" if ON_CONNECT else "connect"
     left_out = [item for item in items if item.get_closest_marker(other)]
+    for item in items:
+        needs = set(getattr(item, "fixturenames", ()))
+        for mark, fixtures in _MARKS.items():
+            if needs & fixtures:
+                item.add_marker(mark)
+        if ON_CONNECT and not item.get_closest_marker("connect"):
+            if item.nodeid.partition("[")[0] in AGAIN:
+                item.add_marker("slow")  # it is a second time
+            else:
+                left_out.append(item)
+        elif item.nodeid in _PROOFS:
+            item.add_marker(pytest.mark.promise(_PROOFS[item.nodeid]))
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the tests that take long and do not say so, which `make test` would not leave out."""
+    long = [
+        report
+        for report in terminalreporter.stats.get("passed", [])
+        if report.duration > _SLOW_SECONDS and not {"slow", "promise"} & set(report.keywords)
+    ]
+    if long:
+        terminalreporter.section(f"over {_SLOW_SECONDS:g} s and not marked slow")
+    for report in sorted(long, key=lambda report: -report.duration):
+        terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What do the tests of descriptions import by name?"""
+"""What the tests of descriptions import by name."""
 
 from __future__ import annotations
 

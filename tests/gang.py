@@ -1,4 +1,4 @@
-"""How do tests run a function on several ranks? Processes, started once, with gloo between them.
+"""A gang on which tests run functions: processes, started once, with gloo between them.
 
 A function of a test module, and its arguments, must be picklable; it gets the communicator first.
 """

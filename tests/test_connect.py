@@ -45,6 +45,7 @@ def digest(model: Any) -> str:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["KillWorker", "StopWorker"])
 def test_a_lost_worker_changes_no_bit(points: DataFrame, tmp_path: Path, fault: str) -> None:
     from tests.cluster import faults
@@ -54,8 +55,10 @@ def test_a_lost_worker_changes_no_bit(points: DataFrame, tmp_path: Path, fault: 
     model = fitted(points, callbacks=[strike])
     assert model.summary.restarts == 1
     assert digest(model) == digest(undisturbed)
+    assert model.transform(points).count() == 600
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_executors_that_do_not_reach_the_client(
     spark: SparkSession, points: DataFrame, tmp_path: Path

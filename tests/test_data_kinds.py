@@ -1,4 +1,4 @@
-"""Can every kind of column be trained on, and does the model see rows as training did?"""
+"""Every kind of column can be trained on, and the model sees rows as training did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do models load that earlier versions have saved? Every format that there was, for ever.
+"""Models load that earlier versions have saved: every format that there was, for ever.
 
 ``tests/golden/format-N`` was written when N was the newest format: a described module with a
 summary, one that a factory makes, an exported program, and an estimator. Never write these files

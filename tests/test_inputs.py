@@ -1,4 +1,4 @@
-"""Do specifications refuse what makes no sense, and travel as JSON?"""
+"""Specifications refuse what makes no sense, and travel as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sparkdl import Image, Sequence, Sparse, Tensor
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, check_names, named
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 
 
 def made(batch: Any) -> Any:

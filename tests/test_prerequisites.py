@@ -1,4 +1,4 @@
-"""Does a machine that lacks something hear about it in one sentence, before anything is made?"""
+"""A machine that lacks something hears about it in one sentence, before anything is made."""
 
 from __future__ import annotations
 

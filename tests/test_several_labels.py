@@ -1,4 +1,4 @@
-"""Is a model with several labels evaluated as training compares them?"""
+"""A model with several labels is evaluated as training compares them."""
 
 from __future__ import annotations
 

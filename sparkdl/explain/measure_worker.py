@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
-from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.runtime.versions import WorkerEnvironment
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 
@@ -233,7 +235,7 @@ class StepTimer:
             ),
             plan=plan,
             shards=self._source.open(plan, shards, "train"),
-            validation=[],
+            validation=MappedRows([], plan),
             comm=LocalCommunicator(),
             device=self._device,
             checkpoints=None,

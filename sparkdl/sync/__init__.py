@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from sparkdl.errors import ConfigError
-from sparkdl.runtime.public_names import public_names
+from sparkdl.runtime.public_names import MODULE_OF, make_named
 from sparkdl.sync.strategy import Synchronizer, SyncStrategy
 
 __all__ = ["STRATEGIES", "SyncStrategy", "Synchronizer", "known_strategies", "resolve"]
@@ -17,7 +14,7 @@ def _stem(module: str) -> str:
 
 STRATEGIES = {
     name.lower(): f"sparkdl:{name}"
-    for name, module in public_names().items()
+    for name, module in MODULE_OF.items()
     if module.startswith(f"{__name__}.") and _stem(module) == name.lower()
 }
 """Name -> where the class is, of each public class whose file has its name.
@@ -43,34 +40,5 @@ def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStr
     Raises:
         ConfigError: there is no such strategy.
     """
-    if strategy is None:
-        strategy = "allreduce"
-    if isinstance(strategy, SyncStrategy):
-        return strategy
-    found: object = strategy
-    if isinstance(strategy, str):
-        found = _import(STRATEGIES.get(strategy.lower().replace("_", ""), strategy))
-    if not (isinstance(found, type) and issubclass(found, SyncStrategy)):
-        raise ConfigError(f"syncStrategy must be a SyncStrategy or its name; received {strategy!r}")
-    try:
-        return found()
-    except TypeError as error:
-        raise ConfigError(
-            f"strategy {strategy!r} cannot be made without options ({error}); "
-            "pass an object instead of its name"
-        ) from error
-
-
-def _import(path: str) -> object:
-    module, _, name = path.partition(":")
-    if not name:
-        known = ", ".join(sorted(STRATEGIES))
-        raise ConfigError(
-            f"unknown strategy {path!r}; known: {known}, or name a class of your own as "
-            "'package.module:Class'"
-        )
-    try:
-        found: object = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"strategy {path!r} cannot be imported: {error}") from error
-    return found
+    made: SyncStrategy = make_named(strategy or "allreduce", SyncStrategy, STRATEGIES, "strategy")
+    return made

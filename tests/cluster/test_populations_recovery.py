@@ -26,10 +26,10 @@ pytestmark = [
 
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
-POPULATIONS = {
-    "tournament": sparkdl.Tournament(period=4),
-    "population-based": sparkdl.PopulationBasedTraining(period=4),
-    "one shot": sparkdl.OneShotAveraging(),
+CASES = {
+    "tournament": (sparkdl.Tournament(period=4), faults.KillWorker),
+    "population-based": (sparkdl.PopulationBasedTraining(period=4), faults.KillExecutor),
+    "one shot": (sparkdl.OneShotAveraging(), faults.KillWorker),
 }
 
 
@@ -44,16 +44,13 @@ def under(strategy: Any, *callbacks: faults.Fault) -> FitRequest:
     return replace(wanted, config=replace(wanted.config, sync_strategy=strategy, epochs=1))
 
 
-@pytest.mark.parametrize("fault", [faults.KillWorker, faults.KillExecutor])
-@pytest.mark.parametrize("name", POPULATIONS)
-def test_a_lost_task_changes_no_bit(
-    df: DataFrame, tmp_path: Path, name: str, fault: type[faults.Fault]
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_lost_task_changes_no_bit(df: DataFrame, tmp_path: Path, name: str) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    undisturbed = fit(df, under(POPULATIONS[name]))
-    strike = fault(str(tmp_path / "struck"), 1, 6)
-    result = fit(df, under(POPULATIONS[name], strike))
+    strategy, fault = CASES[name]
+    undisturbed = fit(df, under(strategy))
+    result = fit(df, under(strategy, fault(str(tmp_path / "struck"), 1, 6)))
     assert (tmp_path / "struck").exists()
     assert result.summary.restarts == 0  # no job had to be submitted again
     assert digest(result) == digest(undisturbed)

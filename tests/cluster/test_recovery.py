@@ -177,18 +177,15 @@ def test_too_many_losses_end_the_fit(df: DataFrame, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_the_user_ends_the_fit_at_once(
-    df: DataFrame, tmp_path: Path, rank: int
-) -> None:
+def test_an_error_of_the_user_ends_the_fit_at_once(df: DataFrame, tmp_path: Path) -> None:
     from sparkdl.spark.fit.fit import fit
 
-    fault = faults.Fail(marker=str(tmp_path / "struck"), rank=rank, step=12)
+    fault = faults.Fail(marker=str(tmp_path / "struck"), rank=1, step=12)
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         fit(df, request(fault))
     assert time.monotonic() - began < 30
-    assert caught.value.rank == rank
+    assert caught.value.rank == 1
     assert caught.value.error_type == "ArithmeticError"
     assert "the user's own mistake" in str(caught.value)
     assert "in strike" in caught.value.worker_traceback

@@ -1,4 +1,4 @@
-"""Which settings stand in conf/clusters/*.conf? Also those that are off."""
+"""The settings of conf/clusters/*.conf, also those that are off."""
 
 from __future__ import annotations
 

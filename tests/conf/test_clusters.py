@@ -1,4 +1,4 @@
-"""Do the configurations of clusters hold together?"""
+"""The configurations of clusters hold together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the GPU discovery script tell Spark what nvidia-smi sees, and say why where it sees none?"""
+"""The GPU discovery script tells Spark what nvidia-smi sees, and says why where it sees none."""
 
 from __future__ import annotations
 

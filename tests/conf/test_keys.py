@@ -1,4 +1,4 @@
-"""Does Spark know every key of conf/clusters/, and take every value? Also of those that are off.
+"""Spark knows every key of conf/clusters/ and takes every value, also of those that are off.
 
 Spark ignores a key that it does not know, so a misspelt one would never be noticed. Its keys
 register themselves as the objects that hold them are loaded.

@@ -1,4 +1,4 @@
-"""Which pods does Spark make of the settings for Kubernetes? No cluster is asked."""
+"""The pods that Spark makes of the settings for Kubernetes. No cluster is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does `docker build` see? What .dockerignore lets through and the Dockerfile copies."""
+"""What `docker build` sees: what .dockerignore lets through and the Dockerfile copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the compose file describe a cluster that can start?"""
+"""The compose file describes a cluster that can start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the image's entrypoint run? Spark and Java are scripts that print their arguments.
+"""What the image's entrypoint runs; Spark and Java are scripts that print their arguments.
 
 The parts master, worker, history and folders are run for real in tests/standalone.
 """

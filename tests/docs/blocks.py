@@ -1,4 +1,4 @@
-"""Which code blocks do README and the pages have, and which of them say that they are not run?
+"""The code blocks of README and the pages, and which of them say that they are not run.
 
 A block that cannot run here has a comment in front, which readers do not see::
 

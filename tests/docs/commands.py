@@ -1,4 +1,4 @@
-"""What is wrong with a shell command of the pages, as far as can be told without running it?"""
+"""What is wrong with a shell command of the pages, as far as can be told without running it."""
 
 from __future__ import annotations
 

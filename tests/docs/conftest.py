@@ -1,4 +1,4 @@
-"""Where do the pages' blocks run? In a folder that looks like a fresh clone after `make train`."""
+"""The folder in which the pages' blocks run; it looks like a fresh clone after `make train`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do several pages' blocks work on? The digits, and models that need no training."""
+"""What several pages' blocks work on: the digits, and models that need no training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which texts does the package's source hold, with placeholders where values are put in?"""
+"""The texts that the package's source holds, with placeholders where values are put in."""
 
 from __future__ import annotations
 

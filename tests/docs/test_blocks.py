@@ -1,3 +1,5 @@
+"""Code blocks are found, and say their language and why they are not run."""
+
 from __future__ import annotations
 
 import ast

@@ -1,3 +1,5 @@
+"""Shell commands of the pages name what is there, and every job runs."""
+
 from __future__ import annotations
 
 import itertools
@@ -12,6 +14,11 @@ from tests.docs.blocks import ROOT, Block, blocks
 from tests.docs.commands import commands_of, problem, runnable
 
 SHELL = [block for block in blocks("bash") if block.excuse is None]
+JOBS = [
+    ["spark-submit", f"jobs/{job}.py", "--config", f"conf/{job}.toml"]
+    for job in ("evaluate", "predict", "prepare", "tune")
+]
+"""Jobs with job files of the repository, which run whether or not a page shows the command."""
 
 
 def _block(text: str) -> Block:
@@ -20,7 +27,8 @@ def _block(text: str) -> Block:
 
 def _to_run() -> list[tuple[str, ...]]:
     """Each command once, with the most that pages set; those that others read from come first."""
-    found = [runnable(command) for block in SHELL for command in commands_of(block)]
+    shown = [command for block in SHELL for command in commands_of(block)]
+    found = [runnable(command) for command in [*JOBS, *shown]]
     by_job: dict[tuple[str, ...], tuple[str, ...]] = {}
     for words in sorted((tuple(one) for one in found if one is not None), key=len):
         by_job[_without_settings(words)] = words
@@ -31,6 +39,12 @@ def _to_run() -> list[tuple[str, ...]]:
 def _without_settings(words: tuple[str, ...]) -> tuple[str, ...]:
     pairs = itertools.pairwise(("", *words))
     return tuple(word for before, word in pairs if "--set" not in (before, word))
+
+
+def _name_of(words: tuple[str, ...]) -> str:
+    """The job, its file, and what else is asked."""
+    stems = [Path(word).stem for word in words[1:] if word.endswith((".py", ".toml"))]
+    return " ".join([*stems, *(word for word in words if word in ("--explain", "--files"))])
 
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
@@ -97,7 +111,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 @pytest.mark.classic
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("command", _to_run(), ids=lambda words: " ".join(words[1:]))
+@pytest.mark.parametrize("command", _to_run(), ids=_name_of)
 def test_jobs_run(command: tuple[str, ...], workspace: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {

@@ -1,3 +1,5 @@
+"""The numbers that the pages compare were measured."""
+
 from __future__ import annotations
 
 import json

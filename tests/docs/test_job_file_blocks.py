@@ -1,3 +1,5 @@
+"""Blocks of TOML are read by the jobs' own reader."""
+
 from __future__ import annotations
 
 import tomllib

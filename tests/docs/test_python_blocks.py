@@ -1,3 +1,5 @@
+"""The Python blocks of every page run from top to bottom."""
+
 from __future__ import annotations
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Do ranks agree on metrics, early stopping and buffers, also where one has no rows?"""
+"""Ranks agree on metrics, early stopping and buffers, also where one has no rows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hdfs.daemons import Hdfs
-from tests.hdfs.jars import cached_jars
+from tests.hdfs.jars import cached_jars, skip_if_told
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     """Every block lies on both data nodes."""
+    skip_if_told()
     with Hdfs(tmp_path_factory.mktemp("hdfs"), cached_jars(), num_data_nodes=2) as running:
         yield running
 

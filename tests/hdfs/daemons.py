@@ -1,4 +1,4 @@
-"""How does a small real HDFS run on one machine? A name node and data nodes on the loopback."""
+"""A small real HDFS on one machine: a name node and data nodes on the loopback."""
 
 from __future__ import annotations
 

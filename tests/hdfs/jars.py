@@ -1,4 +1,4 @@
-"""Where do the jars of a real HDFS come from? From packages that pip and apt can fetch, once.
+"""The jars of a real HDFS, fetched once by pip and apt.
 
 The last pyspark with Hadoop 2.7 carries the classes of name node and data node; the name node's
 web server, which answers WebHDFS, also needs the old Jersey 1, which Debian packages. Nothing is
@@ -13,6 +13,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+import pytest
 
 CACHE = "SPARKDL_TEST_CACHE"
 """Environment variable that names the folder for what tests fetch."""
@@ -39,6 +41,12 @@ _FETCH_SECONDS = 600
 
 class CannotFetch(RuntimeError):
     """pip or apt does not give the packages; says how to do without."""
+
+
+def skip_if_told() -> None:
+    """Leave out the test that needs the jars, if ``HDFS=skip`` says so."""
+    if os.environ.get("HDFS") == "skip":
+        pytest.skip("left out, as HDFS=skip says")
 
 
 def cached_jars() -> list[Path]:

@@ -1,4 +1,4 @@
-"""Do workers read Parquet on HDFS by themselves, where there is no libhdfs?"""
+"""Workers read Parquet on HDFS by themselves, where there is no libhdfs."""
 
 from __future__ import annotations
 

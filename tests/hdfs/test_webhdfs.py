@@ -1,4 +1,4 @@
-"""Does ``webhdfs://``, the way of Spark Connect clients, behave as every storage does?"""
+"""``webhdfs://``, the way of Spark Connect clients, behaves as every storage does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a network of every family learn, by way of the estimators, what it is for?
+"""A network of every family learns, by way of the estimators, what it is for.
 
 Each test states the quality that it reaches on rows which it has never seen; each of the seeds 1 to
 3 reached it. ``docs/networks.md`` has the worst of the three.

@@ -1,4 +1,4 @@
-"""Does every reference network keep what docs/networks.md promises of all of them?"""
+"""Every reference network keeps what docs/networks.md promises of all of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from sparkdl.cli.toml_values import build
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import read_program, write_program
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.onnx_export import export_onnx
 from sparkdl.serialization.saved_module import load_module_from, save_module
 from sparkdl.storage.storage import LocalStorage
@@ -62,6 +62,13 @@ NETWORKS: dict[str, tuple[dict[str, Any], Any, tuple[int, ...], int]] = {
 SLOW = {"FCNR", "ResNet20", "ResNet50", "ResNet56"}  # others are of the same code
 every = pytest.mark.parametrize("name", NETWORKS)
 quick = pytest.mark.parametrize("name", sorted(NETWORKS.keys() - SLOW))
+exported = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("CifarResNet", "MLP") else pytest.mark.slow)
+        for name in sorted(NETWORKS.keys() - SLOW)
+    ],
+)
 
 
 def factory(name: str) -> functools.partial[nn.Module]:
@@ -120,7 +127,7 @@ def test_a_saved_one_computes_the_same(name: str, tmp_path: Path) -> None:
         assert torch.equal(call(loaded, batch), call(net, batch))
 
 
-@quick
+@exported
 def test_one_can_become_a_program(name: str) -> None:
     batch = NETWORKS[name][1]
     net = factory(name)().eval()
@@ -129,7 +136,7 @@ def test_one_can_become_a_program(name: str) -> None:
         torch.testing.assert_close(call(program, batch), call(net, batch))
 
 
-@quick
+@exported
 def test_one_can_become_an_onnx_file(name: str, tmp_path: Path) -> None:
     batch = NETWORKS[name][1]
     given = batch if isinstance(batch, dict) else (batch,)

@@ -1,4 +1,4 @@
-"""How do the tests run cells in a real kernel, and see what comes while a cell still runs?"""
+"""A real kernel whose cells tests run, and whose messages they see while a cell still runs."""
 
 from __future__ import annotations
 

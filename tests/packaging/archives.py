@@ -1,4 +1,4 @@
-"""Which archives are built, and how is a program run outside of the repository?"""
+"""The archives that are built, and how a program is run outside of the repository."""
 
 from __future__ import annotations
 

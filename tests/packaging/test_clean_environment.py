@@ -1,4 +1,4 @@
-"""Does the wheel work where nothing else is, and say what is missing?"""
+"""The wheel works where nothing else is, and says what is missing."""
 
 from __future__ import annotations
 

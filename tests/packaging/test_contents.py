@@ -1,4 +1,4 @@
-"""Is in the wheel and in the sdist what must be, and nothing else?"""
+"""In the wheel and in the sdist is what must be, and nothing else."""
 
 from __future__ import annotations
 

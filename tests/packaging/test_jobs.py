@@ -1,4 +1,4 @@
-"""Does the installed wheel do the whole way, from a starter to an exported model?"""
+"""The installed wheel goes the whole way, from a starter to an exported model."""
 
 from __future__ import annotations
 

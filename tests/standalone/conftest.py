@@ -12,13 +12,14 @@ import pytest
 
 from tests.docker.context import lay_out
 from tests.hdfs.daemons import Hdfs
-from tests.hdfs.jars import cached_jars
+from tests.hdfs.jars import cached_jars, skip_if_told
 from tests.standalone.topology import COMPOSE, ROOT, Topology
 
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     """As many data nodes as the compose file has."""
+    skip_if_told()
     nodes = COMPOSE["services"]["datanode"]["deploy"]["replicas"]
     with Hdfs(tmp_path_factory.mktemp("hdfs"), cached_jars(), num_data_nodes=nodes) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Does a job train on a standalone cluster as docs/clusters.md says, and survive its losses?"""
+"""A job trains on a standalone cluster as docs/clusters.md says, and survives its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the cluster of docker/compose.yaml run without containers? As processes on the loopback.
+"""The cluster of docker/compose.yaml as processes on the loopback, without containers.
 
 Commands are those of the compose file and of docker/entrypoint.sh; only addresses, sizes and the
 image's paths are replaced. HDFS is the one of tests/hdfs.

@@ -68,8 +68,8 @@ def test_default_object_class_and_path() -> None:
     ("wrong", "message"),
     [
         ("alreduce", r"unknown strategy 'alreduce'; known: adasum, allreduce"),
-        ("no.such.module:X", "cannot be imported"),
-        (f"{__name__}:Missing", "cannot be imported"),
+        ("no.such.module:X", "cannot import 'no.such.module:X'"),
+        (f"{__name__}:Missing", "cannot import"),
         ("json:dumps", "must be a SyncStrategy"),
         (7, "must be a SyncStrategy"),
         (NeedsOption, "cannot be made without options"),

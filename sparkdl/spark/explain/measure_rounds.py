@@ -19,7 +19,7 @@ from sparkdl.runtime.versions import versions
 from sparkdl.spark.cluster.attempt import verdict
 from sparkdl.spark.cluster.supervisor import Attempt
 from sparkdl.spark.rounds.round_stages import PATH, STATE, merge_states, run_stage
-from sparkdl.worker.round_task import RoundOrder, pack_payload
+from sparkdl.worker.round_task import RoundOrder, pack_payload, train_or_evaluate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,6 +94,7 @@ class RoundsToMeasure:
             threads=self.threads,
             versions=versions(),
             source=self.table.reader,
+            work=train_or_evaluate,
         )
         began = time.perf_counter()
         data = b"".join(encode(snapshot(state)))

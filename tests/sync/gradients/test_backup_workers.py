@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.backup_workers import (
@@ -109,7 +110,7 @@ def reference(
     losses, num_rows, step = [], 0, 0
     for epoch in range(config.epochs):
         parts = [
-            Batches([shard], plan, rank, seed=config.seed, epoch=epoch)
+            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum, count = 0.0, 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.sync.population.population import drawn
 from sparkdl.sync.population.population_based_training import Around, PopulationBasedTraining, Range
 from tests.sync.population.test_population import plan_of

@@ -1,0 +1,58 @@
+"""Which tests of a classic session run a second time on Spark Connect.
+
+They are what Connect may do otherwise: another client plans the query, artifacts replace
+broadcasts, jobs are cancelled by tag. What only Connect has is marked ``connect``.
+"""
+
+from __future__ import annotations
+
+AGAIN = frozenset(
+    f"tests/{file}::{name}"
+    for file, names in {
+        "test_estimator.py": (
+            "test_fit_and_transform",
+            "test_regressor_learns_a_line",
+            "test_evaluate_repeats_the_validation_of_training",
+            "test_param_maps",
+            "test_pipeline_with_save_and_load",
+            "test_cross_validator_in_parallel",
+            "test_wrong_values_are_refused_before_any_job",
+        ),
+        "test_multiplefits.py": (
+            "test_threads_train_at_the_same_time",
+            "test_an_error_in_one_leaves_the_others_and_nothing_behind",
+        ),
+        "test_model.py": (
+            "test_classifier_adds_three_columns",
+            "test_several_inputs_of_several_dtypes",
+            "test_vectors_dense_and_sparse",
+            "test_bad_rows_are_refused_by_name",
+            "test_inside_a_pipeline_model",
+            "test_streaming",
+        ),
+        "test_runner.py": (
+            "test_a_function_trains_on_the_rows_of_a_data_frame",
+            "test_several_data_sets_reach_the_same_workers",
+            "test_columns_become_what_is_asked_for",
+            "test_an_error_comes_with_rank_and_traceback",
+            "test_what_is_reported_is_shown",
+            "test_arguments_of_any_size_arrive",
+        ),
+        "spark/inference/test_evaluate_model.py": (
+            "test_a_classifier_is_evaluated_as_scikit_learn_does",
+            "test_wrong_labels_are_named",
+            "test_each_row_has_its_loss",
+        ),
+        "spark/inference/test_output_columns.py": ("test_every_kind_of_output_at_once",),
+        "spark/rounds/test_averaging_rounds.py": (
+            "test_rounds_are_what_a_gang_does",
+            "test_a_run_goes_on_where_the_last_one_stopped",
+            "test_the_users_error_comes_once_and_the_next_fit_works",
+        ),
+    }.items()
+    for name in names
+)
+FILES = sorted({name.partition("::")[0] for name in AGAIN})
+
+if __name__ == "__main__":
+    print(*FILES)
