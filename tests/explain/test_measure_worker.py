@@ -12,6 +12,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.explain.measure_worker import StepTimer, at_work, for_measuring
 from tests.train.runs import NUM_FEATURES, make_data, plan_for
 
@@ -25,7 +26,7 @@ class Kept:
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: str) -> Any:
         found = [self.data[shard.shard_id] for shard in shards]
         assert [one.num_rows for one in found] == [shard.num_rows for shard in shards]
-        return found
+        return MappedRows(found, plan)
 
     def is_here(self, shard: Shard) -> bool:
         return True
