@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sparkdl.explain.explanation import Explanation
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(300)]
 
 ROWS = 120
 PLAN_ONLY = ExplainOptions(calibrate=False)
