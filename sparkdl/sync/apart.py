@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.collective import counting_anew
 from sparkdl.sync.gradients.buckets import FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 
@@ -22,14 +24,20 @@ class ApartSynchronizer(Synchronizer):
 
     trains_apart = True
 
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator) -> None:
         self.model = model
+        self._comm = counting_anew(comm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters)
         self.round_sums = torch.zeros(2, dtype=torch.float64)
         """Weighted losses and weights of the samples of the present round, ``(2,)``."""
         self.round_steps = 0
         self._gradients: FlatGradients | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """See `Synchronizer.bytes_sent`."""
+        return self._comm.bytes_sent
 
     def zero_gradients(self) -> None:
         """See `Synchronizer.zero_gradients`."""

@@ -13,11 +13,13 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
@@ -68,7 +70,8 @@ class RoundReplica:
     ) -> None:
         # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
         config = dataclasses.replace(config, divergence_factor=None)
-        self._replica = make_replica(module, config, plan, device, ApartSynchronizer)
+        setup = partial(ApartSynchronizer, comm=LocalCommunicator())
+        self._replica = make_replica(module, config, plan, device, setup)
         self._first = copy.deepcopy(self._replica.state_dict())
 
     def train(

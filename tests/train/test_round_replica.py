@@ -128,7 +128,7 @@ def _copied(state: Any) -> Any:
 def test_a_round_is_what_the_loop_does_apart() -> None:
     class Apart(SyncStrategy):
         def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Any:
-            return ApartSynchronizer(model, make_optimizer)
+            return ApartSynchronizer(model, make_optimizer, comm)
 
     shards = make_data([14])
     config = CONFIG.__class__(**{**vars(CONFIG), "epochs": 1})

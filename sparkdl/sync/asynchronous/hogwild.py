@@ -110,7 +110,7 @@ class HogwildSynchronizer(ApartSynchronizer):
         comm: Communicator,
         averaging_period: int,
     ) -> None:
-        super().__init__(model, make_optimizer)
+        super().__init__(model, make_optimizer, comm)
         _check_device(self.parameters)
         check_learning_rates(self.optimizer)
         self._period = averaging_period

@@ -26,7 +26,6 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
@@ -100,17 +99,11 @@ class AdasumSynchronizer(ApartSynchronizer):
         comm: Communicator,
         averaging_period: int,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._period = averaging_period
         self._kinds = by_kind(self.parameters)
         self._anchors: list[torch.Tensor] = []
         self._set_anchors()
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""

@@ -24,9 +24,9 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -116,7 +116,7 @@ class AveragingStrategy(CollectiveStrategy):
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> ApartSynchronizer:
+    ) -> Synchronizer:
         """See `SyncStrategy.setup`."""
         return AveragingSynchronizer(model, make_optimizer, comm, self)
 
@@ -166,8 +166,7 @@ class AveragingSynchronizer(ApartSynchronizer):
         comm: Communicator,
         strategy: AveragingStrategy,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._strategy = strategy
         self.keeps_optimizer = strategy.optimizer_state == "keep"
         self._period = strategy.make_period()
@@ -181,16 +180,16 @@ class AveragingSynchronizer(ApartSynchronizer):
         self._round_length = 0
         self._round_began = 0.0
 
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
-
     def zero_gradients(self) -> None:
         """See `Synchronizer.zero_gradients`."""
         super().zero_gradients()
         if self.round_steps == 0:
             self._round_began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin to train apart where the model is; buffers differ until the first round ends."""
+        self._set_anchor()
+        self.buffers_agree = False
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""
@@ -244,6 +243,7 @@ class AveragingSynchronizer(ApartSynchronizer):
 
     def _agree(self, shares: Sequence[float]) -> None:
         self._take_mean(self._mean, shares)
+        self.buffers_agree = True
         if self._outer is not None:
             with torch.no_grad():
                 self._outer.step(self._anchor, self.parameters, self._mean.learning_rate)

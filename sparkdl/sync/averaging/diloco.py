@@ -14,7 +14,6 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
-from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
@@ -25,7 +24,7 @@ from sparkdl.sync.averaging.streaming_diloco import (
     fragments_of,
 )
 from sparkdl.sync.collective import exchange_bytes
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,7 @@ class DiLoCo(AveragingStrategy):
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> ApartSynchronizer:
+    ) -> Synchronizer:
         """See `SyncStrategy.setup`.
 
         Raises:

@@ -6,12 +6,9 @@ warm-up (post-local SGD) and their levels; `period.AdaptivePeriod` for the adapt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
@@ -25,8 +22,9 @@ from sparkdl.sync.averaging.averaging import (
 )
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
+from sparkdl.sync.averaging.warm_up import WarmUp
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.comm.topology.topology import Topology
@@ -112,9 +110,14 @@ class LocalSGD(AveragingStrategy):
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
-    ) -> LocalSGDSynchronizer:
+    ) -> Synchronizer:
         """See `SyncStrategy.setup`."""
-        return LocalSGDSynchronizer(model, make_optimizer, comm, self)
+        made = LocalSGDSynchronizer(model, make_optimizer, comm, self)
+        if self.warmup_steps == 0:
+            return made
+        exchange = AllReduce(compression=self.compression)
+        first = exchange.setup(model, lambda _: made.optimizer, comm)
+        return WarmUp(first, made, self.warmup_steps)
 
 
 class LocalSGDSynchronizer(AveragingSynchronizer):
@@ -134,49 +137,15 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         self._inside_weight = 0.0
         if self._inside_period is not None and comm.world_size > 1:
             self._join_node(comm, strategy.topology)
-        self._warmup_steps = strategy.warmup_steps
-        self._warmup_bytes = 0
-        self._warmup: Synchronizer | None = None
-        if self._warmup_steps > 0:
-            exchange = AllReduce(compression=strategy.compression)
-            self._warmup = exchange.setup(model, lambda _: self.optimizer, comm)
-            self.trains_apart = self.buffers_agree = False
 
     @property
     def bytes_sent(self) -> int:
         """See `Synchronizer.bytes_sent`."""
-        warmup = 0 if self._warmup is None else self._warmup.bytes_sent
         inside = 0 if self._inside_comm is None else self._inside_comm.bytes_sent
-        return super().bytes_sent + self._warmup_bytes + warmup + inside
-
-    def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
-        if self._warmup is None:
-            super().zero_gradients()
-        else:
-            self._warmup.zero_gradients()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`."""
-        return super().no_sync() if self._warmup is None else self._warmup.no_sync()
-
-    def start_sums(self, sums: torch.Tensor) -> None:
-        """See `Synchronizer.start_sums`."""
-        if self._warmup is not None:
-            self._warmup.start_sums(sums)
-
-    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
-        if self._warmup is None:
-            return super().reduce_gradients(sums, divisor)
-        return self._warmup.reduce_gradients(sums, divisor)
+        return super().bytes_sent + inside
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""
-        if self._warmup is not None:
-            if step + 1 >= self._warmup_steps:
-                self._end_warmup()
-            return True
         is_closed = super().after_step(step)
         if self._inside_period is not None and self.round_steps % self._inside_period == 0:
             self._agree_inside()
@@ -190,53 +159,18 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
 
     def close(self) -> None:
         """See `Synchronizer.close`."""
-        if self._warmup is not None:
-            self._warmup.close()
         if self._inside_comm is not None:
             self._inside_comm.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`."""
-        return {
-            **super().state_dict(),
-            "warmup": None if self._warmup is None else self._warmup.state_dict(),
-            "buffers_agree": self.buffers_agree,
-        }
+        return {**super().state_dict(), "buffers_agree": self.buffers_agree}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Synchronizer.load_state_dict`."""
-        if self._warmup is not None:
-            if state["warmup"] is None:
-                self._end_warmup()
-            else:
-                self._warmup.load_state_dict(state["warmup"])
         super().load_state_dict(state)
         self.buffers_agree = state["buffers_agree"]
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
-        warmup = None if self._warmup is None else self._warmup.rank_state_dict()
-        return {**super().rank_state_dict(), "warmup": warmup}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
-        super().load_rank_state_dict(state)
-        if self._warmup is not None:
-            self._warmup.load_rank_state_dict(state["warmup"])
-
-    def _agree(self, shares: Sequence[float]) -> None:
-        super()._agree(shares)
-        self.buffers_agree = True
-
-    def _end_warmup(self) -> None:
-        """Begin to train apart; buffers differ until the first round ends."""
-        assert self._warmup is not None
-        self._warmup_bytes = self._warmup.bytes_sent
-        self._warmup.close()
-        self._warmup = None
-        self.trains_apart = True
-        self._set_anchor()
 
     def _join_node(self, comm: Communicator, topology: str) -> None:
         nodes = [

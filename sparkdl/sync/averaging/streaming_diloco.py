@@ -21,7 +21,6 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas
-from sparkdl.sync.collective import counting_anew
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.sync.weight_changes import Changes
 
@@ -116,16 +115,10 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         comm: Communicator,
         options: Streaming,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._options = options
         self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
         self._fragments = self._make_fragments()
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""

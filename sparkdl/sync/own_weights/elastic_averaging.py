@@ -17,7 +17,7 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.sync.weight_changes import Changes
@@ -101,17 +101,11 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
         comm: Communicator,
         strategy: ElasticAveraging,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._period = strategy.averaging_period
         self._elasticity = strategy.elasticity_of(comm.world_size)
         self._center = [parameter.detach().clone() for parameter in self.parameters]
         self._pulls = Changes(self.parameters, self._comm, strategy.resolved_compression())
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""

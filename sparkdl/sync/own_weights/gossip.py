@@ -20,7 +20,6 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
-from sparkdl.sync.collective import counting_anew
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
@@ -108,17 +107,11 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         comm: Communicator,
         strategy: Gossip,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._strategy = strategy
         self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
         self._weight = 0.0
         self._has_trained = False
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
 
     def after_step(self, step: int) -> bool:
         """See `Synchronizer.after_step`."""

@@ -17,7 +17,6 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import Weighting, check_weighting
 from sparkdl.sync.averaging.mean import MeanOfReplicas
-from sparkdl.sync.collective import counting_anew
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import MakeOptimizer
 
@@ -61,15 +60,9 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
         comm: Communicator,
         strategy: OneShotAveraging,
     ) -> None:
-        super().__init__(model, make_optimizer)
-        self._comm = counting_anew(comm)
+        super().__init__(model, make_optimizer, comm)
         self._weighting = strategy.weighting
         self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
-        return self._comm.bytes_sent
 
     def zero_gradients(self) -> None:
         """See `Synchronizer.zero_gradients`."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from sparkdl.explain.explanation import Explanation
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(300)]
 
 ROWS = 120
 PLAN_ONLY = ExplainOptions(calibrate=False)
@@ -101,8 +101,7 @@ def test_the_plan_is_the_one_of_fit(df: DataFrame) -> None:
     assert plan.parameters == 3 * 8 + 8 + 2 * 8 + 8 * 3 + 3
 
 
-@pytest.mark.parametrize("num_shards", [2, 5])
-def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None:
+def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 
     from sparkdl.explain.calibrate import shard_rows
@@ -113,8 +112,8 @@ def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None
     prepared = [prepare(many.schema, "features", "feature", float_dtype="float32")]
     sample = take_sample(many, prepared, None, 60.0)
     assert sample.is_all
-    expected = shard_rows(sample.hashes, 1000, num_shards, is_all=True)
-    spec = TableSpec(columns=tuple(prepared), num_shards=num_shards, is_gang=False)
+    expected = shard_rows(sample.hashes, 1000, 5, is_all=True)
+    spec = TableSpec(columns=tuple(prepared), num_shards=5, is_gang=False)
     table = ShardTable(many, spec, run_id="skew")
     try:
         found = [part.shard.num_rows for part in table.collect()]
@@ -128,14 +127,9 @@ def test_skew_is_that_of_the_spool(spark: SparkSession, num_shards: int) -> None
     ("sql", "changes", "kind"),
     [
         ("IF(label = 2, NULL, label)", {}, DataError),
-        ("label * 2", {}, DataError),
-        ("label - 1", {}, DataError),
         ("label", {"label_col": "none"}, DataError),
-        ("label", {"feature_cols": ("text",)}, DataError),
         ("label", {"num_workers": 64}, ClusterError),
-        ("label", {"module": lambda: 1}, ConfigError),
         ("label", {"strategy": "alreduce"}, ConfigError),
-        ("label", {"validation_col": "label"}, DataError),
     ],
 )
 def test_what_cannot_be_fitted_cannot_be_explained(
@@ -151,12 +145,6 @@ def test_what_cannot_be_fitted_cannot_be_explained(
     # The numbers of partitions and rows differ where rows are counted shard by shard.
     first = str(by_fit.value).split("(first", maxsplit=1)[0]
     assert str(by_explain.value).split("(first", maxsplit=1)[0] == first
-
-
-def test_no_rows(df: DataFrame) -> None:
-    for call in (lambda d: fit(d, request()), lambda d: explain(d, request(), PLAN_ONLY)):
-        with pytest.raises(DataError, match="no rows"):
-            call(df.where("label > 5"))
 
 
 def test_module_that_fails_on_the_workers(df: DataFrame) -> None:
@@ -179,7 +167,8 @@ class Broken(nn.Module):
 
 @pytest.fixture(scope="module")
 def explained(spark: SparkSession) -> Explanation:
-    return explain(rows(spark, 5000), request(), QUICK)
+    """Measured with all that training has; a callback that refuses is left out."""
+    return explain(rows(spark, 5000), request(callbacks=(Refusing(),)), QUICK)
 
 
 def test_all_that_was_measured_has_times(explained: Explanation, spark: SparkSession) -> None:
@@ -197,9 +186,6 @@ def test_all_that_was_measured_has_times(explained: Explanation, spark: SparkSes
     trained = 3 * 8 + 8 + 2 * 8 + 8 * 3 + 3
     assert explained.plan.optimizer_bytes == 4 * (2 * trained + 6)
     assert spools(spark) == []
-
-
-def test_it_can_be_shown_and_kept(explained: Explanation) -> None:
     assert "recommended" in str(explained)
     assert "<table>" in explained._repr_html_()
     assert json.loads(json.dumps(explained.to_dict(), allow_nan=False))["plan"]["rows"] == 5000
@@ -244,15 +230,13 @@ def with_executors(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
     monkeypatch.setattr(explain_fit, "check_request", checked)
 
 
-@pytest.mark.parametrize("calibrate", [True, False])
 def test_a_cluster_whose_executors_come_with_the_first_job(
-    df: DataFrame, monkeypatch: pytest.MonkeyPatch, calibrate: bool
+    df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_executors(monkeypatch, 0)
-    options = replace(QUICK, calibrate=calibrate)
-    found = explain(df, request(strategy="parameter_averaging"), options)
+    found = explain(df, request(strategy="parameter_averaging"), PLAN_ONLY)
     assert found.plan.slots == 2
-    assert bool(found.scaling) is calibrate
+    assert found.scaling == ()
 
 
 def test_a_cluster_that_does_not_tell_its_slots(
@@ -284,24 +268,15 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
     assert spools(spark) == []
 
 
-def test_a_source_needs_no_sample(spark: SparkSession, tmp_path: Path) -> None:
-    from sparkdl import ParquetSource
-
-    rows(spark, 3000).select("features", "label").write.parquet(str(tmp_path / "rows"))
-    found = explain(ParquetSource(str(tmp_path / "rows")), request(), QUICK)
-    assert found.plan.rows == 3000
-    assert sum(found.plan.rows_by_shard) == 3000
-    assert found.scaling[0].step_seconds > 0
-    assert any("ParquetSource" in note for note in found.notes)
-
-
 def test_a_source_with_fewer_rows_than_a_batch(spark: SparkSession, tmp_path: Path) -> None:
     from sparkdl import ParquetSource
 
     rows(spark, 20).select("features", "label").write.parquet(str(tmp_path / "rows"))
     found = explain(ParquetSource(str(tmp_path / "rows")), request(), QUICK)
     assert found.plan.steps_per_epoch == 1
+    assert sum(found.plan.rows_by_shard) == found.plan.rows == 20
     assert found.scaling[0].step_seconds > 0
+    assert any("ParquetSource" in note for note in found.notes)
 
 
 def test_equal_rows_leave_a_rank_without_any(spark: SparkSession) -> None:
@@ -325,10 +300,10 @@ def test_rows_are_counted_unless_their_number_is_given(spark: SparkSession) -> N
     assert given.plan.steps_per_epoch >= 50_000 / 2 / 16
 
 
-@pytest.mark.parametrize("count", [2000, 10_000])
-def test_rows_are_held_out_once(spark: SparkSession, count: int) -> None:
+def test_rows_are_held_out_once(spark: SparkSession) -> None:
     from sparkdl.sync.population.tournament import Tournament
 
+    count = 10_000
     strategy = Tournament(holdout_fraction=0.1)
     plan = explain(rows(spark, count), request(strategy=strategy), PLAN_ONLY).plan
     assert plan.rows + plan.validation_rows == count
@@ -356,10 +331,6 @@ def test_a_given_number_of_rows_is_divided_as_the_sample_is(spark: SparkSession)
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         ExplainOptions(**wrong)
-
-
-def test_callbacks_do_not_see_what_is_measured(df: DataFrame) -> None:
-    explain(df, request(callbacks=(Refusing(),)), QUICK)
 
 
 class Refusing(Callback):

@@ -82,7 +82,7 @@ def train_apart(comm: Any, config: TrainConfig, rows: list[int]) -> tuple[dict[s
 
     class Apart(ParameterAveraging):
         def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Any:
-            made.append(Endless(model, make_optimizer))
+            made.append(Endless(model, make_optimizer, comm))
             return made[0]
 
     run(net, but(config, sync_strategy=Apart()), make_data(rows), comm=comm)

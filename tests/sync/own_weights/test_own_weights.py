@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from tests.sync.apart import make_net
 from tests.train.runs import weights
@@ -20,7 +21,9 @@ class Halved(OwnWeightsSynchronizer):
 
 
 def make() -> Halved:
-    return Halved(make_net(), lambda parameters: torch.optim.SGD(parameters, 0.1))
+    return Halved(
+        make_net(), lambda parameters: torch.optim.SGD(parameters, 0.1), LocalCommunicator()
+    )
 
 
 def test_own_weights_come_back_with_the_next_step() -> None:
