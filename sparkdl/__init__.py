@@ -7,31 +7,22 @@ command line each pay only for what they need.
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
-from pkgutil import get_data
 
 from sparkdl.runtime.installation import refuse_mixed_installation
+from sparkdl.runtime.public_names import MODULE_OF
 
 __version__ = "0.1.0.dev0"
 
-
-def _listed(stub: bytes) -> dict[str, str]:
-    """Public names and their modules, from the imports of ``__init__.pyi``."""
-    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_MODULE_OF = _listed(get_data(__name__, "__init__.pyi") or b"")
-__all__ = sorted({*_MODULE_OF, "__version__"})
+__all__ = sorted({*MODULE_OF, "__version__"})
 
 refuse_mixed_installation(__file__)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in MODULE_OF:
         raise AttributeError(f"module 'sparkdl' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    value = getattr(import_module(MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

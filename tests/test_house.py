@@ -53,16 +53,20 @@ SPARK_FLOORS = [
     "params",
 ]
 UPWARD: set[tuple[str, str]] = {
-    ("sparkdl.runtime.json_objects", "sparkdl.serialization.rebuild"),
-    ("sparkdl.runtime.versions", "sparkdl.comm.channel"),
     ("sparkdl.spark.frames.choose_windows", "sparkdl.spark.run.run"),
     ("sparkdl.spark.frames.source_table", "sparkdl.spark.run.run_key"),
     ("sparkdl.spark.params.save_stage", "sparkdl.model"),
-    ("sparkdl.storage.locate", "sparkdl.spark.session.hadoop_storage"),
-    (
-        "sparkdl.sync.population.population_based_training",
-        "sparkdl.train.optimizers.optimizers",
-    ),
+}
+# Pairs of folders that still import each other.
+MUTUAL = {
+    ("sparkdl.cli", "sparkdl.cli.doctor"),
+    ("sparkdl.cli", "sparkdl.cli.images"),
+    ("sparkdl.cli", "sparkdl.cli.tune"),
+    ("sparkdl.report", "sparkdl.report.listeners"),
+    ("sparkdl.report", "sparkdl.report.page"),
+    ("sparkdl.spark.frames", "sparkdl.spark.run"),
+    ("sparkdl.sync", "sparkdl.sync.gradients"),
+    ("sparkdl.sync.averaging", "sparkdl.sync.own_weights"),
 }
 # Rooms whose files may import pyspark; all others work without a JVM.
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
@@ -139,6 +143,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
 
 
+def test_parts_of_sync_do_not_import_each_other() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, target in own_imports():
+        parts = (room(name, 2), room(target, 2))
+        is_inside = room(name) == room(target) == "sync" and name.count(".") == target.count(".")
+        if is_inside and name.count(".") == 3 and parts[0] != parts[1]:
+            graph.setdefault(parts[0], set()).add(parts[1])
+    assert graph
+    TopologicalSorter(graph).prepare()
+
+
 def test_rooms_are_few_and_say_what_they_are_for() -> None:
     packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
     modules = [path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]
@@ -164,6 +179,29 @@ def test_pyspark_and_torch_stay_on_their_sides() -> None:
         is_light = (LIGHT & parts and not IMPORTED_LATE & parts) or path.name == "__init__.py"
         if is_light and name != "sparkdl.models":
             assert not HEAVY & top, name
+
+
+def test_folders_do_not_import_each_other() -> None:
+    pairs = {(folder(name), folder(target)) for name, target in own_imports()}
+    mutual = {(a, b) for a, b in pairs if a < b and (b, a) in pairs and a != "sparkdl"}
+    assert mutual <= MUTUAL
+
+
+def folder(module: str) -> str:
+    return ".".join(("sparkdl", *MODULES[module].parent.relative_to(PACKAGE).parts))
+
+
+def test_a_method_without_a_docstring_has_the_name_of_one_that_has() -> None:
+    documented, others = set(), set()
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                        where = f"{name}.{node.name}.{method.name}"
+                        (documented if ast.get_docstring(method) else others).add(where)
+    names = {where.rpartition(".")[2] for where in documented}
+    assert [where for where in sorted(others) if where.rpartition(".")[2] not in names] == []
 
 
 def test_the_walk_sees_what_runs_on_import_and_nothing_else() -> None:

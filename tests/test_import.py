@@ -58,10 +58,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = sparkdl.TorchClasifier
 
 
-def test_the_lazy_names_are_all_names() -> None:
-    assert sorted({*sparkdl._MODULE_OF, "__version__"}) == sorted(sparkdl.__all__)
-
-
 @pytest.mark.parametrize("metadata", ["sparkdl-0.2.2.dist-info", "sparkdl-1.0.egg-info"])
 def test_a_mixed_installation_is_refused(tmp_path: Path, metadata: str) -> None:
     package_file = tmp_path / "sparkdl" / "__init__.py"

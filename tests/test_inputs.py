@@ -10,7 +10,7 @@ import pytest
 from sparkdl import Image, Sequence, Sparse, Tensor
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, check_names, named
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 
 
 def made(batch: Any) -> Any:

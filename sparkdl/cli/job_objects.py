@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.cli.job_file import ObjectRef, TrainJob, check_reference
 from sparkdl.cli.toml_values import build
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.public_names import current_path
+from sparkdl.runtime import public_names
 
 if TYPE_CHECKING:
     from pyspark.ml import Estimator
@@ -49,14 +48,9 @@ def import_object(reference: str) -> Any:
         ConfigError: the module is not importable or has no such name.
     """
     check_reference(reference, "an object")
-    module, _, attribute = current_path(reference).partition(":")
-    try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"cannot import '{reference}': {error}; a module of your own travels to driver and "
-            f"workers with spark-submit --py-files"
-        ) from error
+    return public_names.import_object(
+        reference, "a module of your own travels to driver and workers with spark-submit --py-files"
+    )
 
 
 _FUNCTIONS = ("scheduler", "augmentation", "training_step")

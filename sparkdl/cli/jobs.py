@@ -30,7 +30,7 @@ from sparkdl.spark.frames.columns import find, hashable, quoted
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
 from sparkdl.spark.session.compat import is_case_sensitive
-from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:

@@ -104,6 +104,12 @@ class Hub:
             self._changed.notify_all()
             return value
 
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        """Return when all keys are set; TimeoutError if they are not in time."""
+        missing = self.missing(keys, timeout_seconds)
+        if missing:
+            raise TimeoutError(f"{len(missing)} keys not set after {timeout_seconds:g} s")
+
     def missing(self, keys: Sequence[str], timeout_seconds: float) -> list[str]:
         """Wait until all keys are there; returns those that are not when time is up."""
         with self._changed:

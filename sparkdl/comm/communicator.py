@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.comm.process_group import peer_errors
-from sparkdl.runtime.versions import numbered
+from sparkdl.comm.worker_environment import numbered
 
 
 class Communicator(Protocol):
@@ -215,11 +215,9 @@ class ProcessGroupCommunicator:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `Communicator.all_reduce`."""
         self.all_reduce_async(tensor).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """See `Communicator.all_reduce_async`."""
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
         with peer_errors("all_reduce"):
             return _PendingWork(
@@ -227,27 +225,23 @@ class ProcessGroupCommunicator:
             )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_gather`."""
         out = tensor.new_empty((self.world_size, *tensor.shape))
         self.all_gather_async(tensor, out).wait()
         return out
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """See `Communicator.all_gather_async`."""
         self.bytes_sent += (self.world_size - 1) * tensor.nbytes
         with peer_errors("all_gather"):
             work = dist.all_gather(list(out.unbind(0)), tensor, group=self._group, async_op=True)
             return _PendingWork("all_gather", work)
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """See `Communicator.all_to_all_async`."""
         self.bytes_sent += (self.world_size - 1) * tensor[0].nbytes
         with peer_errors("all_to_all"):
             work = dist.all_to_all_single(out, tensor, group=self._group, async_op=True)
             return _PendingWork("all_to_all", work)
 
     def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """See `Communicator.exchange`."""
         theirs = torch.empty_like(tensor)
         self.bytes_sent += tensor.nbytes
         with peer_errors("exchange"):
@@ -259,25 +253,21 @@ class ProcessGroupCommunicator:
         return theirs
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """See `Communicator.send`."""
         self.bytes_sent += tensor.nbytes
         with peer_errors("send"):
             dist.send(tensor, group=self._group, group_dst=to)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """See `Communicator.receive`."""
         with peer_errors("receive"):
             dist.recv(tensor, group=self._group, group_src=source)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """See `Communicator.broadcast`."""
         if self.rank == source:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
         with peer_errors("broadcast"):
             dist.broadcast(tensor, group=self._group, group_src=source)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """See `Communicator.broadcast_bytes`."""
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self._device)
         self.broadcast(size, source)
         if self.rank == source:
@@ -289,7 +279,6 @@ class ProcessGroupCommunicator:
         return data or b"" if self.rank == source else _bytes(buffer, int(size.item()))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `Communicator.all_gather_bytes`."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
         sizes[self.rank] = len(data)
         self.all_reduce(sizes)
@@ -301,11 +290,9 @@ class ProcessGroupCommunicator:
         return [_bytes(part, int(size)) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def barrier(self) -> None:
-        """See `Communicator.barrier`."""
         self.all_reduce(torch.zeros(1, device=self._device))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """See `Communicator.split`."""
         assert self._group is None, "parts cannot be split again"
         assert sorted(rank for group in groups for rank in group) == list(range(self.world_size))
         mine = next(group for group in groups if self.rank in group)

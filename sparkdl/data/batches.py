@@ -1,4 +1,4 @@
-"""How do a rank's rows become the batches of an epoch?
+"""The batches of an epoch, made of a rank's rows.
 
 Rows are gathered for several steps at once into buffers that are used again and again: one
 large gather costs less than many small ones, and fresh memory costs page faults.
@@ -19,10 +19,7 @@ from sparkdl.data.collate import Arguments, Rows
 from sparkdl.data.gather import Buffer
 from sparkdl.data.plan import TrainPlan, batch_bounds
 from sparkdl.data.source import ShardRows
-from sparkdl.data.spool.mapped import MappedRows, ShardData
 
-Shards = Sequence[ShardData] | ShardRows
-"""A rank's rows: shards that are mapped into memory, or what another source gives."""
 Inputs = tuple[torch.Tensor, ...]
 Target = torch.Tensor | Inputs | dict[str, torch.Tensor]
 
@@ -95,7 +92,7 @@ class Batches:
     mixed in windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
 
     Args:
-        shards: the rank's training rows: its shards in the plan's order, or what its source opened.
+        rows: the rank's training rows, as its source has opened them.
         plan: the run's plan.
         rank: whose batches.
         seed: the run's seed.
@@ -108,7 +105,7 @@ class Batches:
 
     def __init__(
         self,
-        shards: Shards,
+        rows: ShardRows,
         plan: TrainPlan,
         rank: int,
         *,
@@ -119,7 +116,7 @@ class Batches:
         prefetch: bool = True,
         pin_memory: bool = False,
     ) -> None:
-        self._rows = _rows_of(shards, plan)
+        self._rows = rows
         self._plan = plan
         self._rank = rank
         self._seed = seed
@@ -158,15 +155,11 @@ class Batches:
                 yield cut(plan, columns, [high - low for low, high in together])
 
 
-def sequential_batches(shards: Shards, plan: TrainPlan) -> Iterator[Batch]:
+def sequential_batches(rows: ShardRows, plan: TrainPlan) -> Iterator[Batch]:
     """All rows in their order, at most ``plan.batch_size`` at once; for evaluation."""
-    for columns in _rows_of(shards, plan).in_order(plan.batch_size):
+    for columns in rows.in_order(plan.batch_size):
         num_rows = len(next(iter(columns.values())))
         yield from cut(plan, columns, [num_rows])
-
-
-def _rows_of(shards: Shards, plan: TrainPlan) -> ShardRows:
-    return shards if isinstance(shards, ShardRows) else MappedRows(shards, plan)
 
 
 def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""How do rows become the tensors that ``forward`` takes? For batches, and for ``transform``.
+"""Rows put together to the tensors that ``forward`` takes, for batches and for ``transform``.
 
 Sequences are padded, sparse vectors filled in, encoded images decoded; all at the last moment, so
 that what is kept and moved around stays small.
@@ -17,7 +17,6 @@ import torch
 from sparkdl.data.images import decode_rows
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool.writer import stored_parts
 from sparkdl.inputs import Image, Sparse
 from sparkdl.inputs import Sequence as SequenceInput
 
@@ -135,7 +134,7 @@ def copied(rows: Rows) -> Rows:
 def no_rows(column: Column) -> Rows:
     """A column without rows."""
     if column.kind.num_parts:
-        parts = [np.empty((0, *inner), dtype) for dtype, inner in stored_parts(column)]
+        parts = [np.empty((0, *inner), dtype) for dtype, inner in column.stored_parts]
         return Ragged(tuple(parts), np.zeros(1, dtype=np.int64), column.shape)
     return torch.from_numpy(np.empty((0, *column.shape), dtype=column.dtype))
 

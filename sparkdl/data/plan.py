@@ -1,4 +1,4 @@
-"""Which numbers of a run follow from its data and configuration, before anything is launched?
+"""The numbers of a run that follow from its data and configuration, before anything is launched.
 
 Everything here is pure: rows per shard in, steps and batch boundaries out. The driver makes the
 plan, logs it and sends it to the workers, so all ranks agree on it without talking.
@@ -6,16 +6,16 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.inputs import Specification, Tensor
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.inputs import Image, Specification, Tensor
 
 Role = Literal["feature", "label", "weight"]
+Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,33 @@ class Column:
         """Tells the column apart from the plan's others, of which one may be of the same name."""
         return f"{self.role} {self.name if self.argument is None else self.argument}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """As values of JSON.
+    @property
+    def kind(self) -> Specification:
+        """The specification, also where the user gave none."""
+        return self.specification or Tensor(self.name)
 
-        Raises:
-            DescribeError: the specification's transform cannot be imported by name.
-        """
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**values, "specification": describe(self.specification)}
+    @property
+    def stored_parts(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtype and inner shape of each array of values, where rows may differ in length."""
+        if self.kind.num_parts == 2:
+            return [("int32", ()), (self.dtype, ())]
+        return [(self.dtype, () if isinstance(self.kind, Image) else self.shape)]
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Column:
-        """Inverse of `to_dict`; also of what was written before there were specifications.
 
-        Raises:
-            ConfigError: the specification's transform cannot be imported here.
-        """
-        specification = restore(values.get("specification"))
-        shape = tuple(values["shape"])
-        return cls(**{**values, "shape": shape, "specification": specification})
+@dataclass(frozen=True, kw_only=True)
+class SpoolColumn:
+    """A column as it is asked for: its shape is found while spooling."""
+
+    name: str
+    role: Role
+    dtype: str
+    """Of the values; for the result of a transform that of floating ones."""
+    as_classes: bool = False
+    """Values must be whole, non-negative numbers."""
+    specification: Specification | None = None
+    """None: a tensor, named in the simple way."""
+    shape: tuple[int, ...] | None = None
+    """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
 
     @property
     def kind(self) -> Specification:

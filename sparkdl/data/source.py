@@ -1,6 +1,6 @@
-"""Where can a fit's rows come from, and what must such a place be able to do?
+"""The protocols of a source, which is where a fit's rows come from.
 
-Two protocols. On the driver a `Source` says what it holds and cuts it into shards; on a worker a
+On the driver a `Source` says what it holds and cuts it into shards; on a worker a
 `ShardSource` opens a rank's shards, and `ShardRows` give the rows of an epoch in its order. The
 spool, which `fit` makes of a DataFrame, is one implementation; others are given to ``fit`` in place
 of a DataFrame.
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from sparkdl.data.plan import Column, Shard, TrainPlan
-from sparkdl.data.spool.writer import Split, SpoolColumn, open_spool
+from sparkdl.data.plan import Column, Shard, Split, SpoolColumn, TrainPlan
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
@@ -143,26 +141,6 @@ class Source(Protocol):
         Raises:
             DataError: there are no rows, or they cannot be used.
         """
-
-
-@dataclass(frozen=True)
-class SpoolSource:
-    """The default: shards that a Spark task has written to a disk of this host."""
-
-    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `ShardSource.open`: maps the files into memory."""
-        from sparkdl.data.spool.mapped import MappedRows, ShardData
-
-        opened = []
-        for shard in shards:
-            num_rows = rows_of(shard, split)
-            spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
-            opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
-        return MappedRows(opened, plan).begin()
-
-    def is_here(self, shard: Shard) -> bool:
-        """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
-        return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
 
 
 def with_shapes(wanted: Sequence[SpoolColumn], found: Sequence[Column]) -> tuple[SpoolColumn, ...]:

@@ -1,4 +1,4 @@
-"""What follows from the ranks' measurements? The cost model's numbers, by medians and lines."""
+"""Turns the ranks' measurements into the cost model's numbers, by medians and lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class GangFound:
     copy_byte_seconds: float
     device: str
     num_nodes: int
-    model_bytes: int
     optimizer_bytes: int
     peak_bytes: int
     worker_seconds: float
@@ -63,7 +62,6 @@ def found_by(reports: Sequence[Report], gradient_bytes: int) -> GangFound:
         copy_byte_seconds=statistics.median(report["copy"] for report in reports),
         device=reports[0]["device"],
         num_nodes=layout.num_nodes,
-        model_bytes=state["model"],
         optimizer_bytes=state["optimizer"],
         peak_bytes=max(report["peak_bytes"] for report in reports),
         worker_seconds=max(report["seconds"] for report in reports),

@@ -1,4 +1,4 @@
-"""What would other numbers of workers and other strategies give? Tables of predictions."""
+"""Tables of predictions: other numbers of workers, and other strategies."""
 
 from __future__ import annotations
 
@@ -11,43 +11,15 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.explain.cost_model import Calibration, Layout
 from sparkdl.explain.explanation import ScalingRow, StrategyRow
-from sparkdl.explain.predict_times import Prediction, Workload, predict
+from sparkdl.explain.predict_times import Prediction, Steps, Workload, predict
 from sparkdl.explain.recommend import SMALL_SHARE, Option
-from sparkdl.explain.traffic import ModelSize, pattern_of
-from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
-from sparkdl.sync.asynchronous.hogwild import Hogwild
-from sparkdl.sync.averaging.adasum import Adasum
-from sparkdl.sync.averaging.block_momentum import BlockMomentum
-from sparkdl.sync.averaging.diloco import DiLoCo
+from sparkdl.sync import known_strategies
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
-from sparkdl.sync.averaging.slowmo import SlowMo
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
-from sparkdl.sync.own_weights.gossip import Gossip
-from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.population.tournament import Tournament
 from sparkdl.sync.strategy import SyncStrategy
-
-PLAIN = (
-    AllReduce(),
-    AllReduce(compression="bf16"),
-    AllReduce(compression="powersgd"),
-    LocalSGD(averaging_period=16),
-    BlockMomentum(),
-    SlowMo(),
-    DiLoCo(),
-    ElasticAveraging(),
-    Gossip(),
-    AsyncSGD(),
-    AsyncSGD(staleness_bound=4),
-    Hogwild(),
-    Adasum(),
-    ParameterAveraging(averaging_period="auto"),
-    OneShotAveraging(),
-    Tournament(),
-)
-"""What is compared, besides the strategy that was asked for."""
+from sparkdl.train.modules.sync_batch_norm import check_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +39,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class Predictor:
     """All that predictions need."""
 
     calibration: Calibration
@@ -91,7 +63,9 @@ class Outlook:
         return predict(
             self.calibration,
             self.workload,
-            pattern_of(strategy, self.size, world_size, in_rounds=in_rounds),
+            strategy.stages_pattern(self.size)
+            if in_rounds
+            else strategy.pattern(self.size, world_size),
             self.places.layout(world_size),
             num_slots=self.places.slots if in_rounds else None,
             batch_size=batch_size,
@@ -99,8 +73,6 @@ class Outlook:
 
     def why_not(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> str | None:
         """Why a fit with the strategy would be refused; None if it would not."""
-        from sparkdl.train.modules.sync_batch_norm import check_strategy
-
         try:
             strategy.check(self.config, world_size)
             if self.config.sync_batch_norm:
@@ -144,16 +116,16 @@ class Outlook:
 
     def _local_sgd(self, world_size: int) -> LocalSGD:
         """With as long a round as holds agreeing at a small share of the time."""
-        from sparkdl.explain.predict_times import with_period
-
         if not self.can(LocalSGD(), world_size, in_rounds=False) or world_size == 1:
             return LocalSGD()
-        pattern = pattern_of(LocalSGD(), self.size, world_size, in_rounds=False)
-        free = dataclasses.replace(pattern, period=None, target_share=SMALL_SHARE)
-        rows = self.workload.rows_per_step(world_size, self.workload.batch_size)
-        found = with_period(self.calibration, free, self.places.layout(world_size), rows)
-        assert found.period is not None
-        return LocalSGD(averaging_period=max(2, round(found.period)))
+        pattern = LocalSGD().pattern(self.size, world_size)
+        steps = Steps(
+            calibration=self.calibration,
+            pattern=dataclasses.replace(pattern, target_share=SMALL_SHARE),
+            layout=self.places.layout(world_size),
+            rows=self.workload.rows_per_step(world_size, self.workload.batch_size),
+        )
+        return LocalSGD(averaging_period=max(2, round(steps.settled().pattern.period)))
 
     def scaling(
         self, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool, planned: int
@@ -164,50 +136,41 @@ class Outlook:
             return ()
         one = self.prediction(strategy, 1, in_rounds=in_rounds)
         global_batch = planned * self.workload.batch_size
-        return tuple(
-            self._row(strategy, found, one, global_batch, in_rounds=in_rounds)
-            for found in predictions
-        )
-
-    def _row(
-        self,
-        strategy: SyncStrategy,
-        found: Prediction,
-        one: Prediction,
-        global_batch: int,
-        *,
-        in_rounds: bool,
-    ) -> ScalingRow:
-        batch_size = global_batch // found.world_size
-        same = None
-        if batch_size >= 1:
-            same = self.prediction(
-                strategy, found.world_size, in_rounds=in_rounds, batch_size=batch_size
-            ).epoch_seconds
-        step = found.step
-        return ScalingRow(
-            workers=found.world_size,
-            nodes=found.layout.num_nodes,
-            steps_per_epoch=found.steps_per_epoch,
-            step_seconds=step.seconds,
-            exchange_share=step.exchange_share,
-            waiting_share=step.waiting_seconds / step.seconds if step.seconds > 0 else 0.0,
-            epoch_seconds=found.epoch_seconds,
-            speedup=one.epoch_seconds / found.epoch_seconds,
-            same_global_batch_seconds=same,
-            total_seconds=found.total_seconds,
-        )
+        rows = []
+        for found in predictions:
+            step, same = found.step, None
+            if (batch_size := global_batch // found.world_size) >= 1:
+                same = self.prediction(
+                    strategy, found.world_size, in_rounds=in_rounds, batch_size=batch_size
+                ).epoch_seconds
+            rows.append(
+                ScalingRow(
+                    workers=found.world_size,
+                    nodes=found.layout.num_nodes,
+                    steps_per_epoch=found.steps_per_epoch,
+                    step_seconds=step.seconds,
+                    exchange_share=step.exchange_share,
+                    waiting_share=step.waiting_seconds / step.seconds if step.seconds > 0 else 0.0,
+                    epoch_seconds=found.epoch_seconds,
+                    speedup=one.epoch_seconds / found.epoch_seconds,
+                    same_global_batch_seconds=same,
+                    total_seconds=found.total_seconds,
+                )
+            )
+        return tuple(rows)
 
     def strategies(
         self, own: SyncStrategy, world_size: int, *, in_rounds: bool
     ) -> tuple[StrategyRow, ...]:
         """The strategy that was asked for, then the others, with the same number of workers."""
-        rows = [self._strategy_row(own, world_size, in_rounds=in_rounds)]
-        for strategy in PLAIN:
-            wants_rounds = strategy.prefers_rounds
-            if (strategy, wants_rounds) != (own, in_rounds):
-                rows.append(self._strategy_row(strategy, world_size, in_rounds=wants_rounds))
-        return tuple(rows)
+        forms = [(own, in_rounds)]
+        for kind in known_strategies():
+            forms += [(one, one.prefers_rounds) for one in kind.examples()]
+        return tuple(
+            self._strategy_row(one, world_size, in_rounds=mode)
+            for place, (one, mode) in enumerate(forms)
+            if place == 0 or (one, mode) != forms[0]
+        )
 
     def _strategy_row(
         self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
@@ -215,11 +178,7 @@ class Outlook:
         mode = "rounds" if in_rounds else "gang"
         why_not = self.why_not(strategy, world_size, in_rounds=in_rounds)
         if why_not is not None:
-            return StrategyRow(
-                strategy=strategy_text(strategy), mode=mode, period=None, step_seconds=None,
-                exchange_share=None, sent_bytes_per_step=None, epoch_seconds=None,
-                total_seconds=None, why_not=why_not,
-            )  # fmt: skip
+            return StrategyRow(strategy=strategy_text(strategy), mode=mode, why_not=why_not)
         found = self.prediction(strategy, world_size, in_rounds=in_rounds)
         return StrategyRow(
             strategy=strategy_text(strategy),

@@ -1,8 +1,7 @@
-"""How long do the parts of a step take? Formulas from measured numbers; nothing here measures.
+"""The cost model: seconds of the parts of a step, by formulae from measured numbers.
 
-A CPU, a GPU, shared memory or a network differ in the numbers only. `simulate` plays the same
-steps event by event, and tests compare the two for 8 to 1,000 workers; docs/explain.md derives
-each formula.
+A CPU, a GPU, shared memory or a network differ in the numbers only. Tests compare the formulae
+with steps that are played event by event; docs/explain.md derives each of them.
 """
 
 from __future__ import annotations
@@ -160,36 +159,6 @@ def shared_seconds(link: Link, num_bytes: float, ranks: int, measured_ranks: int
     limit: it is taken to be there with as many ranks as it was measured with.
     """
     return link.seconds(num_bytes) * max(1.0, ranks / measured_ranks) if ranks > 1 else 0.0
-
-
-def gather_seconds(link: Link, num_bytes: float, world_size: int) -> float:
-    """Every rank gets ``num_bytes`` of every other one, one after the other."""
-    return (world_size - 1) * link.seconds(num_bytes)
-
-
-def server_seconds(link: Link, num_bytes: float, world_size: int, pull_period: int) -> float:
-    """A push to all slices of a parameter server, and every ``pull_period`` steps a pull.
-
-    Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as many
-    out; the messages of a push start together, so that their latencies do not add up. A push is
-    answered before the pull is sent, so the link is used in one direction at a time.
-    """
-    if world_size < 2:
-        return 0.0
-    one_way = 2 * link.latency_seconds + 2 * (
-        (world_size - 1) / world_size * num_bytes * link.byte_seconds
-    )
-    return one_way * (1 + 1 / pull_period)
-
-
-def period_for_share(merge_seconds: float, step_seconds: float, share: float) -> int:
-    """Steps of a round in which agreeing takes ``share`` of the time: H2O's rule.
-
-    The same as `sync.period.AutoPeriod` follows while it trains.
-    """
-    from sparkdl.sync.averaging.period import steps_for_share
-
-    return max(1, round(steps_for_share(merge_seconds, step_seconds, share)))
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

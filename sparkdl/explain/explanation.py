@@ -1,4 +1,4 @@
-"""What does ``explain`` tell, and how does it look? A value, as text, HTML and JSON."""
+"""What ``explain`` returns: a value with text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class StrategyRow:
 
     strategy: str
     mode: str
-    period: float | None
-    step_seconds: float | None
-    exchange_share: float | None
-    sent_bytes_per_step: float | None
-    epoch_seconds: float | None
-    total_seconds: float | None
+    period: float | None = None
+    step_seconds: float | None = None
+    exchange_share: float | None = None
+    sent_bytes_per_step: float | None = None
+    epoch_seconds: float | None = None
+    total_seconds: float | None = None
     why_not: str | None = None
     """Why it cannot be used; then it has no numbers."""
 

@@ -1,4 +1,4 @@
-"""What does a rank measure for a cost model? Some real steps, some real exchanges.
+"""What a rank measures for the cost model: some real steps and some real exchanges.
 
 Runs in a gang like training, with the user's module, loss and optimizer, on a sample of the rows,
 through the same loop and the same communicator. Nothing of it is kept.
@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
-from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.runtime.versions import WorkerEnvironment
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 
@@ -233,7 +235,7 @@ class StepTimer:
             ),
             plan=plan,
             shards=self._source.open(plan, shards, "train"),
-            validation=[],
+            validation=MappedRows([], plan),
             comm=LocalCommunicator(),
             device=self._device,
             checkpoints=None,

@@ -1,7 +1,7 @@
-"""How long will steps, epochs and the whole fit take, for any number of workers and any strategy?
+"""Predicted times of steps, epochs and whole fits, for any number of workers and any strategy.
 
-Pure: numbers in, numbers out. `cost` has the formulae of single parts, `pattern` what a strategy
-does.
+Pure: numbers in, numbers out. `cost_model` has the formulae of single parts; what a strategy
+exchanges is its own `Pattern`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,9 @@ from dataclasses import dataclass, replace
 
 from sparkdl.comm.topology import choose
 from sparkdl.data.plan import steps_per_epoch
-from sparkdl.explain.cost_model import (
-    Calibration,
-    Fixed,
-    Layout,
-    Network,
-    period_for_share,
-    ring_seconds,
-    server_seconds,
-)
-from sparkdl.explain.traffic import Pattern
+from sparkdl.explain.cost_model import Calibration, Compute, Layout, Network
+from sparkdl.sync.averaging.period import steps_for_share
+from sparkdl.sync.exchange_pattern import Pattern
 
 _BACKWARD_SHARE = 0.6
 """Part of a step in which gradients come; of forward, backward and update backward is the most."""
@@ -94,6 +87,98 @@ class Prediction:
     """Per rank and step; None: it depends on the data."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of a worker on ``rows`` samples, with one strategy on one layout of workers."""
+
+    calibration: Calibration
+    pattern: Pattern
+    layout: Layout
+    rows: float
+    num_slots: int | None = None
+    """Workers that run at a time; fewer than workers only on plain stages. None: all."""
+
+    @property
+    def compute(self) -> Compute:
+        """What a worker's own part of a step takes."""
+        return self.calibration.compute(self.layout, self.pattern.kind, self.num_slots)
+
+    @property
+    def num_waves(self) -> int:
+        """How often tasks follow each other in a slot, where there are fewer than workers."""
+        return math.ceil(self.layout.world_size / self.num_slots) if self.num_slots else 1
+
+    def settled(self) -> Steps:
+        """The same with a fixed period in place of one that holds a share of the time."""
+        share = self.pattern.target_share
+        if share is None:
+            return self
+        alone = replace(self, pattern=replace(self.pattern, period=math.inf))
+        period = steps_for_share(self.exchange_seconds(), alone.time().seconds, share)
+        pattern = replace(self.pattern, period=max(1, round(period)), target_share=None)
+        return replace(self, pattern=pattern)
+
+    def time(self) -> StepTime:
+        """One step, on the average over a round."""
+        pattern, compute = self.pattern, self.compute
+        mean = compute.mean_seconds(self.rows)
+        slowest = self._slowest_seconds(compute, mean)
+        return StepTime(
+            compute_seconds=self.num_waves * min(mean, slowest),
+            waiting_seconds=max(0.0, slowest - mean),
+            exchange_seconds=self.exchange_seconds() / pattern.period,
+        )
+
+    def _slowest_seconds(self, compute: Compute, mean: float) -> float:
+        """A step of those that a worker waits for."""
+        pattern, world_size = self.pattern, self.layout.world_size
+        if world_size == 1 or math.isinf(pattern.lead):
+            return mean
+        if pattern.in_pairs:  # who meets nobody does not wait
+            slower = compute.slowest_seconds(self.rows, waited_for=2, world_size=2)
+            return mean + (slower - mean) / max(1.0, pattern.period)
+        return compute.slowest_seconds(
+            self.rows,
+            waited_for=world_size - pattern.num_backup_workers,
+            world_size=world_size,
+            steps=round(min(pattern.waits_every, 1e9)),
+        )
+
+    def exchange_seconds(self) -> float:
+        """One exchange, as far as it is not hidden behind the backward pass."""
+        pattern, layout = self.pattern, self.layout
+        if pattern.kind == "stages":
+            assert self.calibration.stages, "rounds on Spark's stages were not measured"
+            return self.calibration.round_seconds(pattern.num_bytes, layout, self.num_slots)
+        if layout.world_size == 1 or (pattern.between_nodes and layout.num_nodes == 1):
+            return 0.0
+        network = self.calibration.network
+        assert network is not None, "exchanges were not measured"
+        computed = pattern.copies * pattern.num_bytes * self.calibration.copy_byte_seconds
+        if pattern.codec is not None:
+            computed += self.calibration.codec_seconds.get(pattern.codec, 0.0)
+        if pattern.kind == "messages":
+            link = network.messages
+            latency = pattern.latency_rounds * link.latency_seconds
+            return computed + latency + pattern.exchanged_bytes * link.byte_seconds
+        return computed + self._sum_seconds(network)
+
+    def _sum_seconds(self, network: Network) -> float:
+        """A sum over all ranks, cut into messages, less what the backward pass hides of it."""
+        pattern, layout = self.pattern, self.layout
+        if pattern.between_nodes:
+            layout = Layout(world_size=layout.num_nodes, num_nodes=layout.num_nodes)
+        topology = topology_of(pattern.topology, layout, self.calibration.device, network)
+        ratio = 1.0 if pattern.wire_ratio is None else pattern.wire_ratio
+        num_bytes = pattern.num_bytes * ratio / pattern.num_messages
+        one = network.sum_seconds(num_bytes, layout, topology, in_place=pattern.in_place)
+        whole = pattern.num_messages * one
+        if topology != "ring":  # the others sum while they are waited for
+            return whole
+        room = _BACKWARD_SHARE * self.compute.median_seconds(self.rows)
+        return max(0.0, whole - min(pattern.hidden_share * whole, room))
+
+
 def predict(
     calibration: Calibration,
     workload: Workload,
@@ -110,24 +195,42 @@ def predict(
         workload: what there is to do.
         pattern: of the strategy among ``layout.world_size`` workers.
         layout: where the workers are.
-        num_slots: workers that run at a time; fewer than workers only on plain stages. None: all.
+        num_slots: see `Steps.num_slots`.
         batch_size: rows of a worker's batch; None: the workload's.
     """
-    world_size = layout.world_size
+    world_size, fixed = layout.world_size, calibration.fixed
     batch_size = batch_size or workload.batch_size
     num_steps = workload.steps_per_epoch(world_size, batch_size)
-    rows = workload.rows_per_step(world_size, batch_size)
-    pattern = with_period(calibration, pattern, layout, rows, num_slots=num_slots)
-    assert pattern.period is not None
-    period = min(pattern.period, num_steps)
-    pattern = replace(pattern, period=period)
-    step = step_time(calibration, pattern, layout, rows, num_slots=num_slots)
+    steps = Steps(
+        calibration=calibration,
+        pattern=pattern,
+        layout=layout,
+        rows=workload.rows_per_step(world_size, batch_size),
+        num_slots=num_slots,
+    ).settled()
+    period = min(steps.pattern.period, num_steps)
+    steps = replace(steps, pattern=replace(steps.pattern, period=period))
+    step = steps.time()
     # Epochs close the round that is under way: a short one costs as much agreement.
     rounds = math.ceil(num_steps / period) if period >= 1 else num_steps / period
-    exchanges = step.exchange_seconds * period
-    steps = num_steps * (step.compute_seconds + step.waiting_seconds)
-    epoch_seconds = steps + rounds * exchanges
-    spool = spool_seconds(calibration.fixed, workload, min(world_size, num_slots or world_size))
+    own_seconds = num_steps * (step.compute_seconds + step.waiting_seconds)
+    epoch_seconds = own_seconds + rounds * (step.exchange_seconds * period)
+
+    all_rows = workload.num_rows + workload.num_validation_rows
+    slots = min(world_size, num_slots or world_size)
+    spool_seconds = fixed.spool_seconds + fixed.spool_row_seconds * all_rows / slots
+    is_gang = pattern.kind != "stages"
+    start_seconds = fixed.start_seconds if is_gang else fixed.stage_start_seconds
+    validated = workload.num_validation_rows / world_size * steps.compute.row_seconds
+    evaluation_seconds = _EVALUATED_SHARE * steps.num_waves * validated
+    saved_seconds = 0.0
+    if workload.checkpoint_interval > 0:
+        each = workload.checkpoint_bytes * calibration.copy_byte_seconds
+        saved_seconds = each * num_steps / workload.checkpoint_interval
+    epochs = float(workload.epochs)
+    if workload.max_steps >= 0:
+        epochs = min(epochs, workload.max_steps / num_steps)
+    run_seconds = epochs * (epoch_seconds + evaluation_seconds + saved_seconds)
     return Prediction(
         world_size=world_size,
         layout=layout,
@@ -136,172 +239,10 @@ def predict(
         steps_per_epoch=num_steps,
         step=step,
         epoch_seconds=epoch_seconds,
-        spool_seconds=spool,
-        total_seconds=spool
-        + start_seconds(calibration.fixed, pattern)
-        + run_seconds(
-            calibration,
-            workload,
-            num_steps,
-            epoch_seconds
-            + evaluation_seconds(calibration, workload, pattern, layout, num_slots=num_slots),
-        ),
-        sent_bytes=sent_bytes(pattern, world_size),
+        spool_seconds=spool_seconds,
+        total_seconds=spool_seconds + start_seconds + run_seconds,
+        sent_bytes=steps.pattern.sent_bytes_per_step(world_size),
     )
-
-
-def spool_seconds(fixed: Fixed, workload: Workload, num_slots: int) -> float:
-    """Writing all rows to the workers' disks."""
-    rows = workload.num_rows + workload.num_validation_rows
-    return fixed.spool_seconds + fixed.spool_row_seconds * rows / num_slots
-
-
-def start_seconds(fixed: Fixed, pattern: Pattern) -> float:
-    """Checks, the start of the workers, and the end."""
-    return fixed.stage_start_seconds if pattern.kind == "stages" else fixed.start_seconds
-
-
-def run_seconds(
-    calibration: Calibration, workload: Workload, num_steps: int, epoch_seconds: float
-) -> float:
-    """All epochs, with checkpoints; ``epoch_seconds`` are those of steps and evaluation."""
-    epochs = float(workload.epochs)
-    if workload.max_steps >= 0:
-        epochs = min(epochs, workload.max_steps / num_steps)
-    saved = 0.0
-    if workload.checkpoint_interval > 0:
-        each = workload.checkpoint_bytes * calibration.copy_byte_seconds
-        saved = each * num_steps / workload.checkpoint_interval
-    return epochs * (epoch_seconds + saved)
-
-
-def evaluation_seconds(
-    calibration: Calibration,
-    workload: Workload,
-    pattern: Pattern,
-    layout: Layout,
-    *,
-    num_slots: int | None = None,
-) -> float:
-    """One pass over the validation rows, of which each worker has its part."""
-    compute = calibration.compute(layout, pattern.kind, num_slots)
-    each = workload.num_validation_rows / layout.world_size * compute.row_seconds
-    return _EVALUATED_SHARE * num_waves(layout, num_slots) * each
-
-
-def num_waves(layout: Layout, num_slots: int | None) -> int:
-    """How often tasks follow each other in a slot, where there are fewer slots than workers."""
-    return math.ceil(layout.world_size / num_slots) if num_slots else 1
-
-
-def with_period(
-    calibration: Calibration,
-    pattern: Pattern,
-    layout: Layout,
-    rows: float,
-    *,
-    num_slots: int | None = None,
-) -> Pattern:
-    """The pattern with a number of steps in place of "as many as hold a share of the time"."""
-    if pattern.period is not None:
-        return pattern
-    merge = exchange_seconds(calibration, pattern, layout, rows, num_slots=num_slots)
-    alone = step_time(
-        calibration, replace(pattern, period=math.inf), layout, rows, num_slots=num_slots
-    )
-    return replace(pattern, period=period_for_share(merge, alone.seconds, pattern.target_share))
-
-
-def step_time(
-    calibration: Calibration,
-    pattern: Pattern,
-    layout: Layout,
-    rows: float,
-    *,
-    num_slots: int | None = None,
-) -> StepTime:
-    """One step of a worker on ``rows`` samples, on the average over a round."""
-    world_size = layout.world_size
-    compute = calibration.compute(layout, pattern.kind, num_slots)
-    mean = compute.mean_seconds(rows)
-    slowest = mean
-    if world_size > 1 and not math.isinf(pattern.lead):
-        slowest = compute.slowest_seconds(
-            rows,
-            waited_for=_waited_for(pattern, world_size),
-            world_size=2 if pattern.kind == "pairs" else world_size,
-            steps=_steps_together(pattern),
-        )
-    if pattern.kind == "pairs":  # who meets nobody does not wait
-        slowest = mean + (slowest - mean) / max(1.0, pattern.period or 1)
-    assert pattern.period is not None
-    exchange = 0.0
-    if world_size > 1 or pattern.kind == "stages":
-        whole = exchange_seconds(calibration, pattern, layout, rows, num_slots=num_slots)
-        exchange = whole / pattern.period
-    return StepTime(
-        compute_seconds=num_waves(layout, num_slots) * min(mean, slowest),
-        waiting_seconds=max(0.0, slowest - mean),
-        exchange_seconds=exchange,
-    )
-
-
-def _waited_for(pattern: Pattern, world_size: int) -> int:
-    return 2 if pattern.kind == "pairs" else world_size - pattern.num_backup_workers
-
-
-def _steps_together(pattern: Pattern) -> int:
-    return 1 if pattern.kind == "pairs" else round(min(pattern.waits_every, 1e9))
-
-
-def exchange_seconds(
-    calibration: Calibration,
-    pattern: Pattern,
-    layout: Layout,
-    rows: float,
-    *,
-    num_slots: int | None = None,
-) -> float:
-    """One exchange, as far as it is not hidden behind the backward pass."""
-    world_size = layout.world_size
-    if pattern.kind == "stages":
-        assert calibration.stages, "rounds on Spark's stages were not measured"
-        return calibration.round_seconds(pattern.num_bytes, layout, num_slots)
-    if world_size == 1:
-        return 0.0
-    network = calibration.network
-    assert network is not None, "exchanges were not measured"
-    computed = pattern.copies * pattern.num_bytes * calibration.copy_byte_seconds
-    if pattern.codec is not None:
-        computed += calibration.codec_seconds.get(pattern.codec, 0.0)
-    if pattern.kind == "server":
-        link = network.messages
-        moved = server_seconds(link, pattern.num_bytes, world_size, pattern.pull_period)
-        return computed + moved
-    if pattern.kind == "pairs":
-        return computed + network.messages.seconds(pattern.num_bytes)
-    if pattern.kind == "nodes":
-        if layout.num_nodes == 1:
-            return 0.0
-        return computed + ring_seconds(network.messages, pattern.num_bytes, layout.num_nodes)
-    return computed + _sum_seconds(calibration, network, pattern, layout, rows)
-
-
-def _sum_seconds(
-    calibration: Calibration, network: Network, pattern: Pattern, layout: Layout, rows: float
-) -> float:
-    """A sum over all ranks, cut into messages, less what the backward pass hides of it."""
-    topology = topology_of(pattern.topology, layout, calibration.device, network)
-    ratio = 1.0 if pattern.wire_ratio is None else pattern.wire_ratio
-    in_place = pattern.in_place
-    num_bytes = pattern.num_bytes * ratio / pattern.num_messages
-    one = network.sum_seconds(num_bytes, layout, topology, in_place=in_place)
-    whole = pattern.num_messages * one
-    if topology != "ring":  # the others sum while they are waited for
-        return whole
-    compute = calibration.compute(layout, pattern.kind)
-    room = _BACKWARD_SHARE * compute.median_seconds(rows)
-    return max(0.0, whole - min(pattern.hidden_share * whole, room))
 
 
 def topology_of(topology: str, layout: Layout, device: str, network: Network) -> str:
@@ -310,18 +251,3 @@ def topology_of(topology: str, layout: Layout, device: str, network: Network) ->
     chosen = choose(topology, nodes, device)
     has_shared = network.shared is not None
     return chosen if has_shared or chosen in ("ring", "tree") else "ring"
-
-
-def sent_bytes(pattern: Pattern, world_size: int) -> float | None:
-    """What a rank sends per step; of stages a task's states, back and forth."""
-    if pattern.wire_ratio is None or pattern.period is None:
-        return None
-    share = (world_size - 1) / world_size
-    each = {
-        "sum": 2 * share * pattern.num_bytes * pattern.wire_ratio,
-        "server": (1 + 1 / pattern.pull_period) * share * pattern.num_bytes,
-        "pairs": (2 * (world_size // 2) / world_size) * pattern.num_bytes,
-        "stages": 2 * pattern.num_bytes,
-        "nodes": 2 * share * pattern.num_bytes,
-    }[pattern.kind]
-    return each / pattern.period

@@ -1,4 +1,4 @@
-"""Which workers, strategy and period would be best, and why? Decided from predictions alone."""
+"""Recommends workers, strategy and period, with reasons, from predictions alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names under which saved models, estimators and checkpoints refer to what sparkdl defines.
+"""Names of objects, as users, job files and saved files write them: ``package.module:name``.
 
 A saved file says ``sparkdl:AllReduce``, never in which file of the package the class lies, so that
 files may move without breaking what was saved. Versions before that wrote the module's path;
@@ -7,9 +7,24 @@ files may move without breaking what was saved. Versions before that wrote the m
 
 from __future__ import annotations
 
+import ast
+import functools
+import sys
+from collections.abc import Mapping
 from importlib import import_module
+from pkgutil import get_data
 from typing import Any
 
+from sparkdl.errors import ConfigError
+
+
+def _listed(stub: bytes) -> dict[str, str]:
+    imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+MODULE_OF = _listed(get_data("sparkdl", "__init__.pyi") or b"")
+"""The public names of sparkdl, and the module of each, from the imports of ``__init__.pyi``."""
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
 _FORMER_MODULES = {
     "sparkdl.compress.base": "sparkdl",
@@ -68,6 +83,67 @@ def current_path(path: str) -> str:
     module, _, name = path.partition(":")
     former = _FORMER_MODULES.get(module)
     return path if former is None else f"{former}:{name}"
+
+
+def public_classes(package: str) -> dict[str, str]:
+    """Name in small letters -> path, of what is public among the things that a package defines."""
+    found = {name for name, module in MODULE_OF.items() if module.startswith(f"{package}.")}
+    return {name.lower(): f"sparkdl:{name}" for name in sorted(found)}
+
+
+def import_object(path: Any, remedy: str = "install it, or put it on the path") -> Any:
+    """Import ``package.module:name``, also a path of sparkdl that an older version wrote.
+
+    Args:
+        path: what a user or a file names.
+        remedy: what the user shall do where the module is missing.
+
+    Raises:
+        ConfigError: the path is malformed, or module or name is missing here.
+    """
+    module, _, name = current_path(path).partition(":") if isinstance(path, str) else ("", "", "")
+    if not module or not name:
+        raise ConfigError(f"an import path reads 'package.module:name'; received {path!r}")
+    try:
+        found = sys.modules.get(module) or import_module(module)
+        return functools.reduce(getattr, name.split("."), found)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot import '{path}': {error}; {remedy}") from error
+
+
+def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str) -> Any:
+    """The object that a user gave, or the one that is made of the class that the user named.
+
+    Args:
+        value: an object, which is returned as it is; or a class, a name or a
+            ``"package.module:Class"``, which are made with their default options.
+        kind: what the object must be.
+        known: name in small letters -> path of its class. Underscores do not matter.
+        what: what the user calls it, for errors.
+
+    Raises:
+        ConfigError: it is nothing of that kind, or it cannot be made without options.
+    """
+    if isinstance(value, kind):
+        return value
+    found = value
+    if isinstance(value, str):
+        path = known.get(value.lower().replace("_", ""), value)
+        if ":" not in path:
+            raise ConfigError(
+                f"unknown {what} {value!r}; known: {', '.join(sorted(known))}, or name a class of "
+                "your own as 'package.module:Class'"
+            )
+        found = import_object(path)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{what} must be a {kind.__name__} or its name; received {value!r}")
+    try:
+        return found()
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} {value!r} cannot be made without options ({error}); pass an object instead of "
+            "its name"
+        ) from error
 
 
 def _found(package: str, name: str) -> Any:

@@ -1,29 +1,13 @@
-"""Where does a worker find itself, and do all workers and the driver run the same software?"""
+"""The versions of the software that driver and workers must share, and how they differ."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 
-from sparkdl.comm.channel import Address
-
 _COMPARED = ("sparkdl", "torch", "pyspark", "pyarrow")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerEnvironment:
-    """A worker's place in the gang, as the launcher found it."""
-
-    rank: int
-    world_size: int
-    address: str
-    """Address that Spark uses for this host; the peers can reach it."""
-    gpu_addresses: tuple[str, ...]
-    """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
-    channel: Address
 
 
 def versions() -> dict[str, str]:
@@ -71,14 +55,3 @@ def difference(driver: Mapping[str, str], worker: Mapping[str, str], where: str)
 
 def _release(version: str) -> str:
     return version.partition("+")[0]
-
-
-def numbered(hosts: Sequence[object]) -> tuple[int, ...]:
-    """Number of each rank's node, from 0 in the order of first appearance in ``hosts``."""
-    numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
-
-
-def local_rank(nodes: Sequence[int], rank: int) -> int:
-    """Place of ``rank`` among the ranks of its node."""
-    return list(nodes[:rank]).count(nodes[rank])

@@ -19,12 +19,10 @@ itself, which has no second try.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -35,6 +33,7 @@ from torch.export.pt2_archive._package import load_pt2
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.example_inputs import Example, Given, as_example
+from sparkdl.sync.frozen_layers import evaluation_mode
 
 _MODEL = "models/model.json"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
@@ -122,7 +121,7 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
     if isinstance(module, ProgramModule):
         return module.archive
     example = _checked(example_inputs)
-    with evaluating(module):
+    with evaluation_mode(module):
         return _archive(module, example)
 
 
@@ -139,7 +138,7 @@ def export_program(module: nn.Module, example_inputs: Given) -> torch.export.Exp
     if isinstance(module, ProgramModule):
         return module.exported()
     example = _checked(example_inputs)
-    with evaluating(module):
+    with evaluation_mode(module):
         try:
             return _export(module, _pair(example))
         except Exception as error:  # whatever the module's forward or torch's tracer raise
@@ -168,18 +167,6 @@ def _checked(example_inputs: Given) -> Example:
     if any(x.is_sparse for x in example.values):
         raise ConfigError("torch.export takes no sparse tensors; use Sparse(..., dense=True)")
     return example
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every part has the mode that it had before."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def _pair(example: Example) -> Example:

@@ -1,8 +1,8 @@
-"""How is a saved model used where Spark is not installed?
+"""Saved models for programs without Spark: their modules, and what these take and give.
 
 `load_module` gives the fitted module, `load_signature` what it takes and gives. Both accept the
 folder of a saved model, of a pipeline model that holds one, of an estimator whose module was saved
-along, or of one of a pipeline's stages; as a path or as a URL, see `places`.
+along, or of one of a pipeline's stages; as a path or as a URL, see `storage.locate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from sparkdl.data.collate import Arguments, example_arguments
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.saved_module import INDEX, SavedModule, open_module, read_module_index
 from sparkdl.storage.locate import open_place
 from sparkdl.storage.storage import Storage
@@ -146,9 +146,30 @@ def _signature(described: Mapping[str, Any]) -> ModelSignature | None:
     if "columns" not in extra:
         return None
     return ModelSignature(
-        inputs=tuple(Column.from_dict(_unimported(c)) for c in restore(extra["columns"])),
+        inputs=tuple(column_from_json(_unimported(c)) for c in restore(extra["columns"])),
         num_classes=extra.get("num_classes"),
     )
+
+
+def column_as_json(column: Column) -> dict[str, Any]:
+    """A column as values of JSON.
+
+    Raises:
+        DescribeError: the specification's transform cannot be imported by name.
+    """
+    values = {name: getattr(column, name) for name in column.__dataclass_fields__}
+    return {**values, "specification": describe(column.specification)}
+
+
+def column_from_json(values: Mapping[str, Any]) -> Column:
+    """Inverse of `column_as_json`; also of what was written before there were specifications.
+
+    Raises:
+        ConfigError: the specification's transform cannot be imported here.
+    """
+    specification = restore(values.get("specification"))
+    shape = tuple(values["shape"])
+    return Column(**{**values, "shape": shape, "specification": specification})
 
 
 def _unimported(column: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -22,10 +22,11 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
-from sparkdl.serialization.exported_program import evaluating, export_program
+from sparkdl.serialization.exported_program import export_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.locate import open_parent
 from sparkdl.storage.storage import Storage
+from sparkdl.sync.frozen_layers import evaluation_mode
 
 TOLERANCES = {
     torch.float64: (1e-4, 1e-5),
@@ -86,7 +87,7 @@ def export_onnx(
     with tempfile.TemporaryDirectory(prefix="sparkdl-onnx-") as folder:
         file = Path(folder) / name
         _write(module, example, names, file)
-        with evaluating(module):
+        with evaluation_mode(module):
             difference = _compare(module, batches, file)
         for written in sorted(Path(folder).iterdir(), reverse=True):  # the weights first
             storage.write(written.name, _pieces(written))

@@ -123,7 +123,6 @@ class SentByValue:
     packed: PackedModule
 
     def __call__(self) -> PackedModule:
-        """See `PredictTask.fetch`."""
         return self.packed
 
 
@@ -134,7 +133,6 @@ class SentByBroadcast:
     broadcast: Any
 
     def __call__(self) -> PackedModule:
-        """See `PredictTask.fetch`."""
         packed: PackedModule = self.broadcast.value
         return packed
 
@@ -146,7 +144,6 @@ class SentAsArtifact:
     file_name: str
 
     def __call__(self) -> PackedModule:
-        """See `PredictTask.fetch`."""
         from pyspark import SparkFiles
 
         return read_packed(Path(SparkFiles.get(self.file_name)))

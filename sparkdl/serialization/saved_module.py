@@ -1,11 +1,11 @@
-"""How is a fitted module saved as a folder, and loaded without unpickling anything?
+"""A fitted module as a folder of files, loaded without unpickling anything.
 
-``module.json`` says how to make the module (a factory, a description, or an exported program);
-``weights.safetensors`` holds the state dict; ``unlisted.safetensors`` is there only if the factory
-makes what a state dict leaves out otherwise than it is (see `unlisted`), ``program.pt2`` only if
-neither a factory nor a description could be written. `sealed` sees that the folder is whole before
-anything in it is used. Whoever can write the folder can also name another factory, so load only
-from folders that you would import code from.
+``module.json`` says how to make the module (a factory, a description, or an exported program).
+``weights.safetensors`` holds the state dict. ``unlisted.safetensors`` is there only if the factory
+makes what a state dict leaves out otherwise than it is (see `find_unlisted`). ``program.pt2`` is
+there only if neither a factory nor a description could be written. `atomic_folder` checks that the
+folder is whole before anything in it is used. Whoever can write the folder can also name another
+factory, so load only from folders that you would import code from.
 
 No copy of all weights is made to save them. To load them takes the file in memory beside the
 module.
@@ -14,19 +14,19 @@ module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError, StorageError
-from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.errors import CheckpointError, ConfigError, StorageError
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.compare_modules import find_difference, is_equal, repeated_attributes
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
-from sparkdl.serialization.rebuild import find_difference, find_unlisted, give_unlisted
+from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.storage.atomic_folder import read_index, read_sealed, write_sealed
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.storage import Storage
@@ -39,6 +39,8 @@ WEIGHTS = "weights.safetensors"
 _UNLISTED = "unlisted.safetensors"
 _PROGRAM = "program.pt2"
 _WAYS = ("factory", "module", "program", "weights")
+_OWN = {*vars(nn.Module()), "_compiled_call_impl"}
+"""What torch itself keeps in each module: registers, hooks, the mode, a compiled twin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,7 @@ class _Way:
     recipe: Mapping[str, Any]
     program: bytes | None = None
     unlisted: Mapping[str, Any] | None = None
-    """See `unlisted.find_unlisted`."""
+    """See `find_unlisted`."""
 
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
@@ -312,3 +314,68 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     return "absent" if value is None else type(value).__name__
+
+
+def find_unlisted(module: nn.Module, again: nn.Module) -> dict[str, Any]:
+    """What ``module`` holds otherwise than a module of the same structure that was made anew.
+
+    Objects of which nobody knows how they compare (functions, locks, generators) are taken for
+    equal where both modules hold one of the same type.
+
+    Returns:
+        ``{"buffers": {name: tensor}, "attributes": [(part's name, attribute, value), ...]}``, a
+        tree for `tensor_tree.pack` with the module's own tensors; empty if nothing differs.
+
+    Raises:
+        DescribeError: an attribute differs and cannot be written; names it.
+    """
+    ours, theirs = _buffers(module), _buffers(again)
+    registered = {**_registered(module), **_registered(again)}
+    buffers = {n: value for n, value in ours.items() if not is_equal(value, theirs.get(n), {})}
+    attributes = list(_attributes(module, again, registered))
+    return {"buffers": buffers, "attributes": attributes} if buffers or attributes else {}
+
+
+def give_unlisted(module: nn.Module, unlisted: Mapping[str, Any]) -> None:
+    """Give a module made anew what `find_unlisted` has found; it keeps these very values."""
+    for name, value in unlisted["buffers"].items():
+        part, _, buffer = name.rpartition(".")
+        module.get_submodule(part)._buffers[buffer] = value
+    for part, key, value in unlisted["attributes"]:
+        vars(module.get_submodule(part))[key] = value
+
+
+def _buffers(module: nn.Module) -> dict[str, Any]:
+    """The buffers that the state dict leaves out, by name."""
+    return {
+        f"{name}.{key}".lstrip("."): part._buffers[key]
+        for name, part in module.named_modules()
+        for key in sorted(part._non_persistent_buffers_set)
+    }
+
+
+def _registered(module: nn.Module) -> dict[int, str]:
+    """What comes back by itself, wherever else a module refers to it, by identity."""
+    kinds = (module.named_parameters(), module.named_buffers(), module.named_modules())
+    return {id(value): name for kind in kinds for name, value in kind}
+
+
+def _attributes(
+    module: nn.Module, again: nn.Module, registered: Mapping[int, str]
+) -> Iterator[tuple[str, str, Any]]:
+    others = dict(again.named_modules())
+    for name, part in module.named_modules():
+        made = vars(others[name]) if name in others else {}
+        for key in sorted(vars(part).keys() - _OWN - repeated_attributes(part)):
+            value = vars(part)[key]
+            if key in made and is_equal(value, made[key], registered):
+                continue
+            try:
+                pack(value)
+            except CheckpointError as error:
+                raise DescribeError(
+                    f"the attribute {f'{name}.{key}'.lstrip('.')} is not what the factory makes "
+                    f"and cannot be written, being of {type(value)}; set it in the factory, or "
+                    "register it as a buffer"
+                ) from error
+            yield name, key, value

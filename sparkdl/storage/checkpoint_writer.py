@@ -89,6 +89,13 @@ class CheckpointManager:
         self._shared: Snapshot | None = None
         self._own: Snapshot | None = None
 
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End what was begun; after a failure abandon it."""
+        self.close(abort=kind is not None)
+
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after ``step`` steps."""
         return self._config.interval != -1 and step > 0 and step % self._config.interval == 0

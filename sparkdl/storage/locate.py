@@ -1,7 +1,7 @@
-"""How does this process reach a path or URL? Through Spark's JVM if it has one, else by Python.
+"""The storage for a path or URL, opened through Spark's JVM if this process has one.
 
-For what is called with no session at hand, and where Spark need not even be installed. What has a
-session calls `spark.hadoop.open_on_driver`.
+This is for functions that are given no session, and for processes in which Spark need not even be
+installed. Who has a session calls `hadoop_storage.open_on_driver`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, scheme_of
 
 
@@ -26,8 +27,6 @@ def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
     spark = _session() if scheme_of(text) is not None else None
     if spark is None:
         return open_storage(text)
-    from sparkdl.spark.session.hadoop_storage import open_on_driver
-
     return open_on_driver(spark, text)
 
 

@@ -30,12 +30,10 @@ class Mounted:
         self._mounted[folder] = storage
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`."""
         storage, inside = self._find(path)
         storage.write(inside, data)
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         storage, inside = self._find(path)
         return storage.read(inside)
 
@@ -45,12 +43,10 @@ class Mounted:
         return storage.list(inside)
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         storage, inside = self._find(path)
         storage.remove(inside)
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         storage, inside = self._find(path)
         return storage.exists(inside)
 
@@ -77,23 +73,18 @@ class Subfolder:
         return self._name
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`."""
         self._storage.write(self._at(path), data)
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         return self._storage.read(self._at(path))
 
     def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`."""
         return self._storage.list(self._at(path))
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         self._storage.remove(self._at(path))
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         return self._storage.exists(self._at(path))
 
     def _at(self, path: str) -> str:

@@ -147,14 +147,12 @@ class LocalStorage:
             raise failure("write", str(target), error) from error
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         try:
             return self._at(path).read_bytes()
         except OSError as error:
             raise failure("read", str(self._at(path)), error) from error
 
     def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`."""
         try:
             names = [entry.name for entry in self._at(path).iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +162,6 @@ class LocalStorage:
         return sorted(name for name in names if not name.startswith(_ASIDE))
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         target = self._at(path)
         try:
             if target.is_dir() and not target.is_symlink():
@@ -177,7 +174,6 @@ class LocalStorage:
             raise failure("remove", str(target), error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`."""
         place = self._at(target)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +183,6 @@ class LocalStorage:
             raise failure("move", f"{self._at(source)} to {place}", error) from error
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         try:
             return self._at(path).exists()
         except OSError as error:
@@ -243,7 +238,6 @@ class FsspecStorage:
         return self._name
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`."""
         target = self._at(path)
         try:
             if self._has_folders:
@@ -264,14 +258,12 @@ class FsspecStorage:
             raise
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         try:
             return bytes(self._fs.cat_file(self._at(path)))
         except Exception as error:
             raise failure("read", self._show(path), error) from error
 
     def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`."""
         try:
             self._fs.invalidate_cache()  # other hosts write here too
             names = self._fs.ls(self._at(path), detail=False)
@@ -282,7 +274,6 @@ class FsspecStorage:
         return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in names)
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         try:
             self._fs.invalidate_cache()
             self._fs.rm(self._at(path), recursive=True)
@@ -292,7 +283,6 @@ class FsspecStorage:
             raise failure("remove", self._show(path), error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`."""
         if not self.exists(source):
             raise failure("move", self._show(source), FileNotFoundError(errno.ENOENT, "not there"))
         self.remove(target)  # not every file system replaces
@@ -304,7 +294,6 @@ class FsspecStorage:
             raise failure("move", f"{self._show(source)} to {target}", error) from error
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         try:
             self._fs.invalidate_cache()
             self._fs.info(self._at(path))  # fsspec's own exists takes every failure for a no

@@ -1,12 +1,15 @@
-"""What do strategies share that exchange tensors with all other ranks at once?"""
+"""The base of strategies that exchange tensors with all other ranks at once."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
 
 from sparkdl.comm import topology as topologies
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
@@ -39,6 +42,41 @@ class CollectiveStrategy(SyncStrategy):
         from sparkdl.comm import compression
 
         return compression.resolve(self.compression)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: a sum at every step, along the topology, compressed."""
+        compression = self.resolved_compression()
+        pattern = Pattern(num_bytes=size.gradient_bytes, topology=self.topology, copies=3)
+        if compression is None or world_size == 1:
+            return pattern
+        sent = compression.wire_bytes(size.shapes, size.element_size, world_size)
+        plain = ring_bytes(size.gradient_bytes, world_size)
+        ratio = None if sent is None else sent / plain if plain else 1.0
+        return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
+
+
+@overload
+def exchange_bytes(
+    compression: None, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
+) -> int: ...
+@overload
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None: ...
+def exchange_bytes(
+    compression: Compression | None,
+    shapes: Sequence[tuple[int, ...]],
+    element_size: int,
+    world_size: int,
+) -> int | None:
+    """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
+    if compression is not None and world_size > 1:
+        return compression.wire_bytes(shapes, element_size, world_size)
+    num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
+    return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def counting_anew(comm: Communicator) -> Communicator:

@@ -1,4 +1,4 @@
-"""Which parts of a module stay as they are while the rest trains?
+"""Freezes the parts of a module that stay as they are while the rest trains.
 
 A frozen parameter has no gradient, so it costs neither a message nor optimizer state. A layer all
 of whose parameters are frozen, or which has none and whose buffers are meant, keeps its buffers
@@ -10,6 +10,7 @@ between frozen layers stays at work.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from weakref import WeakSet
 
@@ -50,6 +51,18 @@ def thaw(module: nn.Module, names: Sequence[str]) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
         parameters[name].requires_grad = True
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every submodule has the mode that it had before."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes:
+            part.training = was_training
 
 
 def training_mode(module: nn.Module, patterns: Sequence[str]) -> None:

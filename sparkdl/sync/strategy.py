@@ -1,4 +1,4 @@
-"""What must a synchronization strategy offer to the training loop?
+"""What a synchronization strategy offers to the training loop, the driver and `explain`.
 
 A strategy is two objects, because one must travel to the executors and the other cannot:
 `SyncStrategy` holds the options, `Synchronizer` is the strategy at work in one worker.
@@ -6,11 +6,14 @@ A strategy is two objects, because one must travel to the executors and the othe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +36,9 @@ class SyncStrategy(ABC):
         class EveryOther(SyncStrategy):
             def setup(self, model, make_optimizer, comm):
                 return EveryOtherSynchronizer(model, make_optimizer(model.parameters()), comm)
+
+    docs/extending.md has it whole. What `explain` and the tests need to know of a strategy has
+    defaults here, which the strategy's own file overrides.
     """
 
     prefers_rounds: ClassVar[bool] = False
@@ -74,6 +80,13 @@ class SyncStrategy(ABC):
             ConfigError: with the reason.
         """
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # may stay
+        """Refuse, on the driver and before any job, an optimizer that does not fit.
+
+        Raises:
+            ConfigError: with the reason.
+        """
+
     def row_shares(self, world_size: int) -> tuple[float, ...] | None:
         """Each rank's part of the rows, adding up to 1; None: all alike."""
         return None
@@ -92,6 +105,25 @@ class SyncStrategy(ABC):
             None where it depends on the data, or where there is no formula.
         """
         return None
+
+    @classmethod
+    def examples(cls) -> tuple[SyncStrategy, ...]:
+        """Forms that stand for the strategy: `explain` and the benchmarks compare them."""
+        return (cls(),)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """What the workers of a gang exchange, from which `explain` predicts times.
+
+        By default a sum at every step, of as many bytes as `bytes_per_step` says.
+        """
+        sent = self.bytes_per_step(size.shapes, size.element_size, world_size)
+        plain = ring_bytes(size.gradient_bytes, world_size)
+        ratio = sent / plain if sent is not None and plain else 1.0
+        return Pattern(num_bytes=size.gradient_bytes, wire_ratio=ratio, copies=3)
+
+    def stages_pattern(self, size: ModelSize) -> Pattern:
+        """The same of rounds on plain Spark stages; by default all steps are one round."""
+        return Pattern(kind="stages", num_bytes=size.checkpoint_bytes, period=math.inf)
 
     @abstractmethod
     def setup(

@@ -1,4 +1,4 @@
-"""How do changes of parameters travel? As flat sums over ranks, compressed or not, at leisure.
+"""Changes of parameters, which travel as flat sums over ranks, compressed or not.
 
 What is sent is how far parameters have moved from where all ranks began. The sums need not be
 waited for at once: a strategy may train on while they are under way.

@@ -1,145 +1,139 @@
-"""What of a replica must survive a restart, and how does it come back?"""
+"""A process's replica: everything that training changes, and what computes with it."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from sparkdl.sync.strategy import Synchronizer
-from sparkdl.train.callbacks import EarlyStopper
+from sparkdl.config import TrainConfig
+from sparkdl.data.batches import Batch, Batches
+from sparkdl.data.plan import TrainPlan
+from sparkdl.data.source import ShardRows
+from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 from sparkdl.train.modules.precision import NumberFormat
-from sparkdl.train.objective.divergence import LossWatch
-from sparkdl.train.random_state import random_state, seed_everything, set_random_state
-from sparkdl.train.state import TrainState
-
-
-class CheckpointSink(Protocol):
-    """Where checkpoints go. Every rank calls `save` at the same steps."""
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
-
-    def save(self, step: int, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
-        """Copy all tensors before returning; write them afterwards."""
+from sparkdl.train.objective.label_losses import part_names
+from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """A checkpoint as the training loop sees it. Its tensors may become the replica's own."""
-
-    step: int
-    """Completed steps."""
-    shared: dict[str, Any]
-    """Equal on all ranks; rank 0's is kept."""
-    rank_state: dict[str, Any] | None
-    """This rank's own; None when the shards are not those of the checkpoint."""
-
-
-@dataclass(kw_only=True)
 class Replica:
-    """One worker's copy of everything that training changes."""
+    """One process's copy of the model, with its loss, optimizer and schedule, on one device."""
 
+    config: TrainConfig
+    plan: TrainPlan
+    device: torch.device
     module: nn.Module
-    synchronizer: Synchronizer
+    loss: LossFunction
+    metrics: Metrics
     number_format: NumberFormat
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    stopper: EarlyStopper | None
-    state: TrainState
-    epoch_sums: torch.Tensor
-    """This rank's weighted losses and weights of the present epoch, and the losses of each label
-    where there are several, float64."""
-    best_model: dict[str, Any] | None = None
-    """Weights of the best epoch, if they are wanted back."""
-    watch: LossWatch | None = None
-    """What the loss is compared with."""
+    synchronizer: Synchronizer
+    schedule: Schedule | None
 
-    def snapshot(self) -> ResumePoint:
-        """The present state; its tensors are the replica's own, not copies."""
-        return ResumePoint(
-            step=self.state.step, shared=self._shared_state(), rank_state=self._rank_state()
+    @property
+    def scheduler(self) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """That of the schedule, or None."""
+        return None if self.schedule is None else self.schedule.scheduler
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels whose losses are told apart."""
+        return part_names(self.loss)
+
+    def batches(
+        self, shards: ShardRows, rank: int, *, epoch: int, first_step: int
+    ) -> Generator[Batch, None, None]:
+        """The rank's training batches of an epoch, from a step of it on; in host memory."""
+        return iter(
+            Batches(
+                shards,
+                self.plan,
+                rank,
+                seed=self.config.seed,
+                epoch=epoch,
+                start_step=first_step,
+                num_together=self.config.group_by_length,
+                pin_memory=self.device.type == "cuda",
+            )
         )
 
-    def keep_best(self) -> None:
-        """Remember the present weights as the best."""
-        self.best_model = copy.deepcopy(self.module.state_dict())
+    def on_device(self, batch: Batch) -> Batch:
+        """A training batch where the module is."""
+        if self.device.type == "cpu":
+            return batch
+        return batch.map(lambda value: value.to(self.device, non_blocking=True))
 
-    def restore(self, point: ResumePoint, *, seed: int, rank: int) -> None:
-        """Go back to ``point``; bit-exact if it holds this rank's own state.
-
-        Otherwise an epoch that was under way is begun anew with the checkpoint's weights, and
-        the rank draws random numbers that no rank has drawn yet.
-        """
-        shared = point.shared
-        self.module.load_state_dict(shared["model"])
-        self.synchronizer.optimizer.load_state_dict(shared["optimizer"])
-        self.synchronizer.load_state_dict(shared["strategy"])
-        self.number_format.load_state_dict(shared["scaler"])
-        if self.scheduler is not None and shared["scheduler"] is not None:
-            self.scheduler.load_state_dict(shared["scheduler"])
-        self.state = TrainState.from_state_dict(shared["state"])
-        self.best_model = shared["best_model"]
-        if self.stopper is not None:
-            self.stopper.load_state_dict(self.state.early_stopping)
-        if point.rank_state is not None:
-            self._restore_rank(point.rank_state)
-            return
-        self.state.begin_epoch_anew()
-        seed_everything(seed, rank, self.state.step)
-
-    def _restore_rank(self, rank_state: dict[str, Any]) -> None:
-        buffers = dict(self.module.named_buffers())
-        for name, value in rank_state["buffers"].items():
-            buffers[name].detach().copy_(value)
-        own = rank_state["own"]
-        if own is not None:
-            self.number_format.load_state_dict(own["scaler"])
-            if self.scheduler is not None and own["scheduler"] is not None:
-                self.scheduler.load_state_dict(own["scheduler"])
-            if own["optimizer"] is not None:
-                self.synchronizer.optimizer.load_state_dict(own["optimizer"])
-        if self.watch is not None:
-            self.watch.load_state_dict(rank_state["watch"])
-        self.synchronizer.load_rank_state_dict(rank_state["strategy"])
-        self.epoch_sums.copy_(rank_state["epoch_sums"])
-        set_random_state(rank_state["rng"])
-
-    def _shared_state(self) -> dict[str, Any]:
-        if self.stopper is not None:
-            self.state.early_stopping = self.stopper.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """What training has made of it; the tensors are the replica's own, not copies."""
         return {
             "model": self.module.state_dict(),
             "optimizer": self.synchronizer.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.number_format.state_dict(),
-            "strategy": self.synchronizer.state_dict(),
-            "state": self.state.state_dict(),
-            "best_model": self.best_model,
         }
 
-    def _rank_state(self) -> dict[str, Any]:
-        return {
-            "rng": random_state(),
-            # Running statistics differ between ranks until the epoch ends.
-            "buffers": {name: value.detach() for name, value in self.module.named_buffers()},
-            "strategy": self.synchronizer.rank_state_dict(),
-            "own": self._own_state(),
-            "watch": None if self.watch is None else self.watch.state_dict(),
-            "epoch_sums": self.epoch_sums,
-        }
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.module.load_state_dict(state["model"])
+        self.synchronizer.optimizer.load_state_dict(state["optimizer"])
+        self.number_format.load_state_dict(state["scaler"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
-    def _own_state(self) -> dict[str, Any] | None:
-        """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
-        synchronizer = self.synchronizer
-        if not synchronizer.trains_apart:
-            return None
-        return {
-            "scaler": self.number_format.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "optimizer": synchronizer.optimizer.state_dict()
-            if synchronizer.keeps_optimizer
-            else None,
-        }
+
+def make_replica(
+    module: nn.Module,
+    config: TrainConfig,
+    plan: TrainPlan,
+    device: torch.device,
+    synchronize: Callable[[nn.Module, MakeOptimizer], Synchronizer],
+) -> Replica:
+    """Build a replica around ``module``, which moves to ``device``.
+
+    Args:
+        module: its weights are where training begins.
+        config: what the user asked for.
+        plan: the numbers that follow from it.
+        device: where to compute.
+        synchronize: makes the synchronizer, which owns the optimizer; see `SyncStrategy.setup`.
+
+    Raises:
+        ConfigError: loss, metrics, optimizer or schedule cannot be used as they are.
+    """
+    loss = objective_of(config, module)
+    loss.to(device)
+    metrics = Metrics(
+        config.metrics,
+        config.task,
+        loss.predictions,
+        device,
+        counts_classes=not isinstance(loss, StepLoss),
+    )
+    number_format = NumberFormat(config.precision, device)
+    module.to(device)
+    make_optimizer = resolve_optimizer(config, module)
+    synchronizer = synchronize(module, make_optimizer)
+    try:
+        schedule = make_scheduler(
+            config, synchronizer.optimizer, make_optimizer, plan.steps_per_epoch
+        )
+    except BaseException:
+        synchronizer.close()
+        raise
+    return Replica(
+        config=config,
+        plan=plan,
+        device=device,
+        module=module,
+        loss=loss,
+        metrics=metrics,
+        number_format=number_format,
+        synchronizer=synchronizer,
+        schedule=schedule,
+    )

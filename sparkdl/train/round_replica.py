@@ -1,4 +1,4 @@
-"""How does a process train one shard for one round, as a pure function of state and shard?
+"""Trains one shard for one round, as a pure function of state and shard.
 
 Whatever a process did before, the same state, shard and round give the same result: that is what
 lets Spark run a lost task again, anywhere. A process keeps its module, optimizer and memory warm
@@ -19,19 +19,16 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.batches import Batch, Batches, Shards, sequential_batches
+from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.data.source import ShardRows
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.modules.memory_format import in_memory_format
-from sparkdl.train.modules.precision import NumberFormat
-from sparkdl.train.objective.label_losses import part_names
-from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.objective.training_step import StepLoss, objective_of
-from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
+from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import measure
@@ -51,13 +48,13 @@ class RoundOutcome:
     seconds: float
     """Time that the steps took."""
     spent: dict[str, float]
-    """What that time was spent on, by `clock.SPENT_ON`."""
+    """What that time was spent on, by `time_spent.SPENT_ON`."""
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
 
 
 class RoundReplica:
-    """A process's replica, kept warm.
+    """A process's replica, kept from one round to the next.
 
     Args:
         module: the module; its weights do not matter, since each round brings its own.
@@ -69,33 +66,16 @@ class RoundReplica:
     def __init__(
         self, module: nn.Module, config: TrainConfig, plan: TrainPlan, device: torch.device
     ) -> None:
-        self._config = config
-        self._plan = plan
-        self._device = device
-        self._module = module.to(device)
-        self._loss = objective_of(config, module)
-        self._loss.to(device)
-        make_optimizer = resolve_optimizer(config, self._module)
-        self._synchronizer = ApartSynchronizer(self._module, make_optimizer)
-        self._format = NumberFormat(config.precision, device)
-        self._schedule = make_scheduler(
-            config, self._synchronizer.optimizer, make_optimizer, plan.steps_per_epoch
-        )
-        self._scheduler = None if self._schedule is None else self._schedule.scheduler
-        self._metrics = Metrics(
-            config.metrics,
-            config.task,
-            self._loss.predictions,
-            device,
-            counts_classes=not isinstance(self._loss, StepLoss),
-        )
-        self._first = copy.deepcopy(self._state())
+        # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
+        config = dataclasses.replace(config, divergence_factor=None)
+        self._replica = make_replica(module, config, plan, device, ApartSynchronizer)
+        self._first = copy.deepcopy(self._replica.state_dict())
 
     def train(
         self,
         state: dict[str, Any],
         shard_id: int,
-        shards: Shards,
+        shards: ShardRows,
         part: RoundPart,
         observer: Observer,
         *,
@@ -116,44 +96,42 @@ class RoundReplica:
             TrainingDiverged: the loss is not finite.
             ConfigError: the optimizer has no such hyperparameters.
         """
-        self._load(state)
+        replica, config = self._replica, self._replica.config
+        synchronizer = replica.synchronizer
+        assert isinstance(synchronizer, ApartSynchronizer)
+        replica.load_state_dict({**self._first, **state})  # all that an earlier round has changed
+        synchronizer.close_round()
         if hyperparameters:
-            set_values(self._synchronizer.optimizer, self._scheduler, hyperparameters)
-        training_mode(self._module, self._config.frozen_layers)
-        seed_everything(self._config.seed, shard_id, part.step)
+            set_values(synchronizer.optimizer, replica.scheduler, hyperparameters)
+        training_mode(replica.module, config.frozen_layers)
+        seed_everything(config.seed, shard_id, part.step)
         clock = Clock()
-        step = self._make_step(clock)
-        batches = iter(
-            Batches(
-                shards,
-                self._plan,
-                shard_id,
-                seed=self._config.seed,
-                epoch=part.epoch,
-                start_step=part.step_in_epoch,
-                num_together=self._config.group_by_length,
-                pin_memory=self._device.type == "cuda",
-            )
-        )
+        step = TrainStep(replica, clock=clock)
+        batches = replica.batches(shards, shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
         rows, began = 0, time.perf_counter()
-        label_sums = torch.zeros(len(part_names(self._loss)), dtype=torch.float64)
+        label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)
         with (
             contextlib.closing(batches),
-            deterministic_algorithms(self._config.deterministic),
-            in_memory_format(self._module, self._config.memory_format),
+            deterministic_algorithms(config.deterministic),
+            in_memory_format(replica.module, config.memory_format),
         ):
-            for number in range(part.num_steps):
+            for number in range(part.step, part.step + part.num_steps):
                 batch = next(batches)
                 clock.lap("data")
-                sums = step(self._moved(batch), max(1, batch.num_rows), part.step + number)
+                sums = step(replica.on_device(batch), max(1, batch.num_rows), number)
                 label_sums += sums.local[2:].cpu()
-                self._synchronizer.after_step(part.step + number)
+                synchronizer.after_step(number)
                 rows += batch.num_rows
-                self._tell(observer, step, shard_id, part, number, batch.num_rows)
+                observer.step(
+                    epoch=part.epoch + 1, step=number + 1, loss=step.loss, rows=batch.num_rows
+                )
+                self._call_callbacks(
+                    rank=shard_id, epoch=part.epoch, step=number + 1, loss=step.loss
+                )
                 clock.lap("other")
-        loss_sum, weight = self._synchronizer.round_sums.tolist()
+        loss_sum, weight = synchronizer.round_sums.tolist()
         return RoundOutcome(
-            state=self._state(),
+            state=replica.state_dict(),
             loss_sum=loss_sum,
             weight=weight,
             rows=rows,
@@ -164,85 +142,33 @@ class RoundReplica:
 
     def moving(self, state: dict[str, Any]) -> dict[str, Any]:
         """An outcome's state without those weights and buffers that training has left alone."""
-        still = still_names(self._module)
+        still = still_names(self._replica.module)
         model = {name: value for name, value in state["model"].items() if name not in still}
         return {**state, "model": model}
 
     def evaluate(
-        self, state: dict[str, Any], validation: Shards
+        self, state: dict[str, Any], validation: ShardRows
     ) -> tuple[tuple[float, ...], bytes]:
         """Measure ``state`` on this shard's validation rows.
 
         Returns:
-            The sums that `train.evaluate.measure` gives, and the metrics' states.
+            The sums that `validation.measure` gives, and the metrics' states.
         """
-        self._module.load_state_dict(state["model"])
-        with in_memory_format(self._module, self._config.memory_format):
-            sums = measure(
-                self._module,
-                sequential_batches(validation, self._plan),
-                self._loss,
-                self._metrics,
-                self._format,
-                self._device,
-            )
-        return tuple(sums.tolist()), self._metrics.states()
+        replica = self._replica
+        replica.module.load_state_dict(state["model"])
+        with in_memory_format(replica.module, replica.config.memory_format):
+            sums = measure(replica, sequential_batches(validation, replica.plan))
+        return tuple(sums.tolist()), replica.metrics.states()
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "model": self._module.state_dict(),
-            "optimizer": self._synchronizer.optimizer.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scaler": self._format.state_dict(),
-        }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """Overwrite everything that an earlier round has changed."""
-        whole = {**self._first, **state}
-        self._module.load_state_dict(whole["model"])
-        self._synchronizer.optimizer.load_state_dict(whole["optimizer"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(whole["scheduler"])
-        self._format.load_state_dict(whole["scaler"])
-        self._synchronizer.close_round()
-
-    def _make_step(self, clock: Clock) -> TrainStep:
-        # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
-        config = dataclasses.replace(self._config, divergence_factor=None)
-        return TrainStep(
-            config,
-            self._synchronizer,
-            self._loss,
-            self._format,
-            self._schedule,
-            self._device,
-            clock=clock,
-        )
-
-    def _moved(self, batch: Batch) -> Batch:
-        if self._device.type == "cpu":
-            return batch
-        return batch.map(lambda value: value.to(self._device, non_blocking=True))
-
-    def _tell(
-        self,
-        observer: Observer,
-        step: TrainStep,
-        shard_id: int,
-        part: RoundPart,
-        number: int,
-        rows: int,
-    ) -> None:
-        done = part.step + number + 1
-        observer.step(epoch=part.epoch + 1, step=done, loss=step.loss, rows=rows)
-        if self._config.callbacks:
+    def _call_callbacks(self, *, rank: int, epoch: int, step: int, loss: float) -> None:
+        if self._replica.config.callbacks:
             seen = CallbackState(
-                rank=shard_id,
-                world_size=self._plan.world_size,
-                epoch=part.epoch,
-                step=done,
-                loss=step.loss,
-                model=self._module,
+                rank=rank,
+                world_size=self._replica.plan.world_size,
+                epoch=epoch,
+                step=step,
+                loss=loss,
+                model=self._replica.module,
             )
-            for callback in self._config.callbacks:
+            for callback in self._replica.config.callbacks:
                 callback.on_step_end(seen)

@@ -1,11 +1,19 @@
-"""How far has training come? Plain values, equal on all ranks, that travel in checkpoints."""
+"""How far training has come, and what the end of an epoch decides: values, equal on all ranks."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from sparkdl.config import TrainConfig
+from sparkdl.data.plan import TrainPlan
+from sparkdl.train.callbacks import EarlyStopper, make_stopper
+from sparkdl.train.objective.divergence import diverged
+from sparkdl.train.objective.label_losses import loss_record
 
 logger = logging.getLogger(__name__)
 
@@ -64,3 +72,131 @@ class TrainState:
     def from_state_dict(cls, state: dict[str, Any]) -> TrainState:
         """Inverse of `state_dict`."""
         return cls(**copy.deepcopy(state))
+
+
+class EpochBook:
+    """Counters, history, early stopping and the best weights of a run.
+
+    A gang's ranks keep equal ones, and the driver of a run in rounds keeps one.
+
+    Attributes:
+        state: what the counters say.
+        best_model: weights of the best epoch, if they are wanted back.
+        is_checkpoint_due: a checkpoint was due at one of the steps since the last one.
+    """
+
+    def __init__(self, config: TrainConfig, plan: TrainPlan) -> None:
+        """Open the book of a run that begins.
+
+        Raises:
+            ConfigError: what early stopping shall monitor will not be in the history.
+        """
+        self.state = TrainState()
+        self.best_model: dict[str, Any] | None = None
+        self.is_checkpoint_due = False
+        self._plan = plan
+        self._stopper: EarlyStopper | None = make_stopper(
+            config, has_validation=plan.num_validation_rows > 0
+        )
+        self._keeps_best = config.early_stopping is not None and config.early_stopping.restore_best
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is left to train."""
+        return self.state.is_complete(self._plan.epochs, self._plan.max_steps)
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps to the end of the epoch, or to the last step of the run."""
+        left = self._plan.steps_per_epoch - self.state.step_in_epoch
+        if self._plan.max_steps >= 0:
+            left = min(left, self._plan.max_steps - self.state.step)
+        return left
+
+    @property
+    def is_epoch_over(self) -> bool:
+        """True if the epoch, or the run, has no further step."""
+        return self.num_steps_left <= 0
+
+    def count(self, steps: int, rows: int, is_due: Callable[[int], bool] | None) -> None:
+        """Count completed steps.
+
+        Args:
+            steps: how many.
+            rows: samples of all ranks in them.
+            is_due: tells of a number of completed steps whether a checkpoint is due then; None:
+                no checkpoints are written.
+        """
+        state = self.state
+        done = range(state.step + 1, state.step + steps + 1)
+        state.step += steps
+        state.step_in_epoch += steps
+        state.rows_seen += rows
+        self.is_checkpoint_due |= is_due is not None and any(map(is_due, done))
+
+    def record(
+        self,
+        sums: Sequence[float],
+        labels: tuple[str, ...],
+        *,
+        learning_rate: float,
+        seconds: float,
+    ) -> Record:
+        """The entry of the present epoch in the history, without an evaluation.
+
+        Args:
+            sums: weighted losses and weights of the epoch's samples, then each label's losses.
+            labels: names of these.
+            learning_rate: that of the first parameter group.
+            seconds: time that the epoch has taken.
+
+        Raises:
+            TrainingDiverged: the loss is not finite.
+        """
+        losses = loss_record(list(sums), labels)
+        if sums[1] > 0 and not math.isfinite(losses["loss"]):
+            raise diverged(losses["loss"], f"in epoch {self.state.epoch + 1}")
+        return {
+            "epoch": self.state.epoch + 1,
+            "steps": self.state.step_in_epoch,
+            **losses,
+            "learning_rate": learning_rate,
+            "seconds": seconds,
+        }
+
+    def end_epoch(self, record: Record, weights: Callable[[], dict[str, Any]]) -> bool:
+        """Enter an epoch's record, and go on to the next epoch unless the run was cut short in it.
+
+        Args:
+            record: the entry, with its evaluation.
+            weights: gives a copy of the present weights, for the best epoch.
+
+        Returns:
+            Whether these weights are the result if no better ones come.
+        """
+        state, is_kept = self.state, True
+        state.add_record(record)
+        if self._stopper is not None:
+            is_best = self._stopper.is_best(record)
+            if self._keeps_best:
+                is_kept = is_best
+                if is_best:
+                    self.best_model = weights()
+            state.stopped_early = self._stopper.should_stop
+        if state.step_in_epoch == self._plan.steps_per_epoch:
+            state.epoch += 1
+            state.step_in_epoch = 0
+        return is_kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it."""
+        if self._stopper is not None:
+            self.state.early_stopping = self._stopper.state_dict()
+        return {"state": self.state.state_dict(), "best_model": self.best_model}
+
+    def load_state_dict(self, shared: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.state = TrainState.from_state_dict(shared["state"])
+        self.best_model = shared["best_model"]
+        if self._stopper is not None:
+            self._stopper.load_state_dict(self.state.early_stopping)

@@ -1,4 +1,4 @@
-"""What happens to one batch? Forward, backward, exchange of gradients, update.
+"""One step of training: forward, backward, exchange of gradients, update.
 
 The gradient that the optimizer sees is that of (sum of weighted losses) / (sum of weights) over
 all ranks and micro-batches. A module whose training depends on the batch, such as BatchNorm, sees
@@ -18,17 +18,13 @@ from typing import Any
 
 import torch
 
-from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
-from sparkdl.sync.strategy import Synchronizer
-from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.divergence import LossWatch
-from sparkdl.train.objective.label_losses import part_names, sums_of
-from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.label_losses import sums_of
 from sparkdl.train.objective.training_step import run
-from sparkdl.train.optimizers.optimizers import Schedule
+from sparkdl.train.replica import Replica
 from sparkdl.train.time_spent import Clock
 
 
@@ -82,43 +78,28 @@ class TrainStep:
         watch: what the loss is compared with.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        synchronizer: Synchronizer,
-        loss: LossFunction,
-        number_format: NumberFormat,
-        schedule: Schedule | None,
-        device: torch.device,
-        *,
-        clock: Clock | None = None,
-        talks_within: bool = False,
-    ) -> None:
+    def __init__(self, replica: Replica, *, clock: Clock, talks_within: bool = False) -> None:
         """Prepare steps.
 
         Args:
-            config: what the user asked for.
-            synchronizer: the strategy at work, with model and optimizer.
-            loss: what to minimize.
-            number_format: the precision of the forward pass.
-            schedule: the learning rate's, stepped after the optimizer.
-            device: where model and batches are.
-            clock: counts what the steps' time is spent on; None: a clock that nobody reads.
+            replica: what is trained.
+            clock: counts what the steps' time is spent on.
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
         """
+        config, synchronizer = replica.config, replica.synchronizer
         self._synchronizer = synchronizer
-        self._loss = loss
-        self._num_labels = len(part_names(loss))
+        self._loss = replica.loss
+        self._num_labels = len(replica.labels)
         self._augment = config.augmentation
-        self._format = number_format
-        self._schedule = schedule
-        self._device = device
+        self._format = replica.number_format
+        self._schedule = replica.schedule
+        self._device = replica.device
         self._num_micro_batches = config.gradient_accumulation_steps
         self._clip_norm = config.gradient_clip_norm
         self._talks_within = talks_within
         self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
-        self._clock = clock if clock is not None else Clock()
+        self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(config.divergence_factor)
 

@@ -1,68 +1,51 @@
-"""How good is the model on the validation rows? Sums travel between ranks, averages do not."""
+"""Measures the model on the validation rows; ranks exchange sums, never averages."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
-from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.train.modules.precision import NumberFormat
-from sparkdl.train.objective.label_losses import loss_record, no_sums, part_names, sums_of
-from sparkdl.train.objective.loss import LossFunction
-from sparkdl.train.objective.metrics import Metrics
+from sparkdl.sync.frozen_layers import evaluation_mode, moving_buffers
+from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
 from sparkdl.train.objective.training_step import output_of, run
+from sparkdl.train.replica import Replica
 
 
-def evaluate(
-    module: nn.Module,
-    batches: Iterable[Batch],
-    loss: LossFunction,
-    metrics: Metrics,
-    number_format: NumberFormat,
-    comm: Communicator,
-    device: torch.device,
-) -> dict[str, float]:
+def evaluate(replica: Replica, batches: Iterable[Batch], comm: Communicator) -> dict[str, float]:
     """One pass in evaluation mode. Collective; equal results on all ranks.
 
     Returns:
         ``val_loss`` and ``val_<name>`` for each metric, over the rows of all ranks.
     """
-    sums = measure(module, batches, loss, metrics, number_format, device)
+    sums = measure(replica, batches)
     comm.all_reduce(sums)
-    return record(sums, metrics.compute(comm), part_names(loss))
+    return record(sums, replica.metrics.compute(comm), replica.labels)
 
 
-def measure(
-    module: nn.Module,
-    batches: Iterable[Batch],
-    loss: LossFunction,
-    metrics: Metrics,
-    number_format: NumberFormat,
-    device: torch.device,
-) -> torch.Tensor:
-    """One rank's part of an evaluation; ``metrics`` have then seen its rows.
+def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:
+    """One rank's part of an evaluation; the replica's metrics have then seen its rows.
 
     Returns:
         Sum of weighted losses, sum of weights, and the losses of each label where there are
         several, float64.
     """
+    module, loss, metrics = replica.module, replica.loss, replica.metrics
     metrics.reset()
-    sums = no_sums(loss, device)
+    sums = no_sums(loss, replica.device)
     with torch.no_grad(), evaluation_mode(module):
         for batch in batches:
-            moved = batch.map(lambda value: value.to(device))
-            with number_format.autocast():
+            moved = batch.map(lambda value: value.to(replica.device))
+            with replica.number_format.autocast():
                 seen = run(loss, module, moved)
             loss_sum, weight_sum, parts = sums_of(loss, seen, moved.target, moved.weight)
             for place, value in enumerate((loss_sum, weight_sum, *parts)):
                 sums[place] += value
             if metrics:
-                with number_format.autocast():
+                with replica.number_format.autocast():
                     output = output_of(loss, module, moved, seen)
                 metrics.update(output, moved.target)
     return sums
@@ -76,18 +59,6 @@ def record(
         **loss_record(sums.tolist(), labels, "val_"),
         **{f"val_{name}": value for name, value in values.items()},
     }
-
-
-@contextlib.contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every submodule has the mode that it had before."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was_training in modes:
-            part.training = was_training
 
 
 def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequence[int]) -> None:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
@@ -219,15 +220,14 @@ def peer_errors() -> Iterator[None]:
         raise CollectiveError(f"a collective of the function failed: {error}") from error
 
 
-@contextlib.contextmanager
 def checkpoints(
     storage: Storage, keep: int, run_key: str, signal: KeyValue, timeout_seconds: float
-) -> Iterator[CheckpointManager]:
+) -> CheckpointManager:
     """Rank 0's manager; only its state is kept, so it waits for no other rank."""
     from sparkdl.config import CheckpointConfig
     from sparkdl.storage.checkpoint_writer import CheckpointManager
 
-    manager = CheckpointManager(
+    return CheckpointManager(
         storage,
         CheckpointConfig(keep=keep),
         rank=0,
@@ -237,12 +237,6 @@ def checkpoints(
         signal=signal,
         timeout_seconds=timeout_seconds,
     )
-    try:
-        yield manager
-    except BaseException:
-        manager.close(abort=True)
-        raise
-    manager.close()
 
 
 @contextlib.contextmanager

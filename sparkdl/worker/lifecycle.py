@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.comm.channel import ChannelClient, ChannelStorage
+from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
-from sparkdl.runtime.versions import WorkerEnvironment, difference, local_rank, numbered, versions
+from sparkdl.runtime.versions import difference, versions
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.storage import Storage, open_storage, without_password
 from sparkdl.worker.reporter import Reporter, captured_output

@@ -1,6 +1,6 @@
-"""What does a task do for the members of a population? It lets one compete and train, or measures.
+"""A round task's work for a population: it trains one member on a shard, or measures several.
 
-A member's state comes in parts, each as `checkpoint.format.encode` wrote it, so that the driver
+A member's state comes in parts, each as `checkpoint_format.encode` wrote it, so that the driver
 passes on what it got without looking into it: ``model``, and ``rest``, which is optimizer,
 schedule and scaler.
 """
@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.data.plan import RoundPart, Shard
 from sparkdl.errors import TrainingDiverged
+from sparkdl.worker.round_task import Results, Warm
 
 if TYPE_CHECKING:
     from sparkdl.worker.reporter import Reporter
-    from sparkdl.worker.round_task import Warm
 
 MODEL, REST = "model", "rest"
 RIVAL_MODEL, RIVAL_REST = "rival model", "rival rest"
 """What another member has, where the two compete; without its ``rest`` a loser keeps its own."""
 OPTIONS = "options"
 """JSON: ``hyperparameters`` to train with, and whether the member ``may_diverge``."""
-
-Results = list[tuple[str, bytes]]
 
 
 def pack_parts(parts: Mapping[str, bytes]) -> bytes:
@@ -86,10 +84,7 @@ def _measure(warm: Warm, shard: Shard, parts: Mapping[str, bytes], reporter: Rep
     reporter.phase("evaluate")
     report, results = {}, []
     for member, model in parts.items():
-        (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
-            decoded(model), warm.open(shard, "validation")
-        )
-        report[member] = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
+        report[member], metrics = warm.measure(shard, decoded(model))
         results.append((f"metrics {member}", metrics))
     return [("result", json.dumps(report).encode()), *results]
 
@@ -99,38 +94,24 @@ def _train(
 ) -> Results:
     options = json.loads(parts[OPTIONS])
     state = {**decoded(parts[MODEL]), **decoded(parts[REST])}
-    report: dict[str, Any] = {}
+    contest = None
     if RIVAL_MODEL in parts:
         reporter.phase("evaluate")
         rival = {**state, **decoded(parts[RIVAL_MODEL]), **decoded(parts.get(RIVAL_REST, b""))}
-        report["contest"] = contest = _contest(warm, shard, state, rival)
+        contest = _contest(warm, shard, state, rival)
         state = rival if contest["is_lost"] else state
     reporter.phase("train")
     try:
-        outcome = warm.replica.train(
-            state,
-            shard.shard_id,
-            warm.open(shard, "train"),
-            part,
-            reporter,
-            hyperparameters=options["hyperparameters"],
-        )
+        outcome, report = warm.train(shard, state, part, reporter, options["hyperparameters"])
     except TrainingDiverged as error:
         if not options["may_diverge"]:
             raise
         none = {"loss_sum": 0.0, "weight": 0.0, "rows": 0, "seconds": 0.0, "spent": {}}
         none |= {"label_sums": []}
         return [("result", json.dumps({**none, "diverged": str(error)}).encode())]
-    warm.rows[shard.shard_id] = reporter.rows
-    report |= {
-        "loss_sum": outcome.loss_sum,
-        "weight": outcome.weight,
-        "rows": outcome.rows,
-        "seconds": outcome.seconds,
-        "spent": outcome.spent,
-        "label_sums": outcome.label_sums,
-        "learning_rate": outcome.state["optimizer"]["param_groups"][0].get("lr"),
-    }
+    report["learning_rate"] = outcome.state["optimizer"]["param_groups"][0].get("lr")
+    if contest is not None:
+        report["contest"] = contest
     model = {"model": outcome.state.pop("model")}
     return [
         ("result", json.dumps(report).encode()),
@@ -145,6 +126,6 @@ def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
 
     losses = []
     for state in (own, rival):
-        (loss_sum, weight, *_), _ = warm.replica.evaluate(state, warm.open(shard, "validation"))
-        losses.append(loss_sum / weight if weight > 0 else float("nan"))
+        sums, _ = warm.measure(shard, state)
+        losses.append(sums["loss_sum"] / sums["weight"] if sums["weight"] > 0 else float("nan"))
     return {"loss": losses[0], "rival_loss": losses[1], "is_lost": has_won(losses[1], losses[0])}

@@ -1,10 +1,9 @@
-"""What does a task do in one round on plain Spark stages?
+"""A task of one round on plain Spark stages: trains or evaluates one shard, and yields the results.
 
-It trains or evaluates one shard, from the state that it is given, and yields what came of it. It
-never raises for what the user's code does; it raises if the shard's files are not on this host,
-so that Spark runs it elsewhere, unless it is a copy of a task that is at work where they are, as
-speculation starts them: then it waits to be told that it is not needed. The process keeps module
-and memory for the next round. Like `worker`, this knows nothing of Spark.
+The task never raises for what the user's code does. It raises if the shard's files are not on this
+host, so that Spark runs it elsewhere. Speculation starts copies of tasks: a copy whose original
+still works where the files are waits until Spark ends it. The process keeps module and memory for
+the next round. Like `training`, this file knows nothing of Spark.
 """
 
 from __future__ import annotations
@@ -15,28 +14,50 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
 from sparkdl.comm.channel import Address, ChannelClient
-from sparkdl.data.plan import RoundPart, Shard, TrainPlan
-from sparkdl.data.source import ShardSource, SpoolSource
-from sparkdl.data.spool.writer import Split
+from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import ClusterError, DataError, ShardLost
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import difference, versions
+from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import describe_failure
 from sparkdl.worker.reporter import Reporter, captured_output
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
     from sparkdl.storage.tensor_tree import Snapshot
-    from sparkdl.train.round_replica import RoundReplica
+    from sparkdl.train.round_replica import RoundOutcome, RoundReplica
 
 _SILENT_SECONDS = 5.0
 """A task that works says so several times a second."""
+
+
+Results = list[tuple[str, bytes]]
+"""(kind, payload) of what a task yields."""
+
+
+class RoundWork(Protocol):
+    """One shard's part of a job; a function of a module, so that it can be pickled by its name."""
+
+    def __call__(
+        self, warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
+    ) -> Results:
+        """Train the steps of ``part`` from ``state``, or measure it if there is no part.
+
+        Args:
+            warm: the process's replica and data.
+            shard: the shard.
+            part: the steps to train; None: measure on the validation rows.
+            state: the bytes that the driver sends.
+            reporter: is told of each step.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +76,8 @@ class RoundOrder:
     threads: int
     versions: Mapping[str, str]
     """The driver's, which every process compares with its own."""
-    is_population: bool = False
-    """Whether the state is what `memberworker` takes, and the work is its."""
+    work: RoundWork
+    """What to do with the state; `train_or_evaluate` unless members of a population train."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the shards."""
 
@@ -82,11 +103,10 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
     Args:
         place: where this is.
         order: what to do.
-        state: the round's state, as `checkpoint.format.encode` wrote it.
+        state: what the work begins from.
 
     Yields:
-        ``("error", JSON)`` alone, or ``("result", JSON)`` and, after training on samples,
-        ``("state", encoded {"weight", "state"})``; after an evaluation ``("metrics", bytes)``.
+        ``("error", JSON)`` alone, or what the work gave.
 
     Raises:
         ShardLost: the shard's files are not on this host.
@@ -125,70 +145,48 @@ def _wait_for_the_other(client: ChannelClient | None, attempt: int, shard_id: in
         time.sleep(0.5)
 
 
-def _work(
-    place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
-) -> list[tuple[str, bytes]]:
+def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter) -> Results:
     warm = _warmed_up(place, order)
-    from sparkdl.storage.checkpoint_format import decode
-
     reporter.rows = warm.rows.get(place.shard.shard_id, 0)
     if place.shard.shard_id not in warm.seen:
         warm.seen.add(place.shard.shard_id)
         reporter.send({"kind": "hardware", "hardware": warm.hardware})
-    if order.is_population:
-        from sparkdl.worker import population_member
-
-        with torch_threads(order.threads):
-            return population_member.work(warm, place.shard, order.part, state, reporter)
-    tree = decode(state, "the round's state")
     with torch_threads(order.threads):
-        if order.part is None:
-            return _evaluate(warm, place, tree, reporter)
-        return _train(warm, place, order.part, tree, reporter)
+        return order.work(warm, place.shard, order.part, state, reporter)
 
 
-def _train(
-    warm: Warm,
-    place: RoundPlace,
-    part: RoundPart,
-    tree: dict[str, Any],
-    reporter: Reporter,
-) -> list[tuple[str, bytes]]:
-    from sparkdl.storage.checkpoint_format import encode
+def train_or_evaluate(
+    warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
+) -> Results:
+    """Train or measure the one state that all shards share.
+
+    Args:
+        warm: the process's replica and data.
+        shard: the shard.
+        part: the steps to train; None: measure.
+        state: the round's state, as `checkpoint_format.encode` wrote it.
+        reporter: is told of each step.
+
+    Returns:
+        ``("result", JSON)`` and, after training on samples, ``("state", encoded {"weight",
+        "state"})``; after measuring ``("metrics", bytes)``.
+    """
+    from sparkdl.storage.checkpoint_format import decode, encode
     from sparkdl.storage.tensor_tree import snapshot
 
+    tree = decode(state, "the round's state")
+    if part is None:
+        reporter.phase("evaluate")
+        report, metrics = warm.measure(shard, tree)
+        return [("result", json.dumps(report).encode()), ("metrics", metrics)]
     reporter.phase("train")
-    shard = place.shard
-    outcome = warm.replica.train(tree, shard.shard_id, warm.open(shard, "train"), part, reporter)
-    warm.rows[shard.shard_id] = reporter.rows
-    report = {
-        "loss_sum": outcome.loss_sum,
-        "weight": outcome.weight,
-        "rows": outcome.rows,
-        "seconds": outcome.seconds,
-        "spent": outcome.spent,
-        "label_sums": outcome.label_sums,
-    }
+    outcome, report = warm.train(shard, tree, part, reporter)
     results = [("result", json.dumps(report).encode())]
     if outcome.weight > 0:
         sent = {"weight": outcome.weight, "state": warm.replica.moving(outcome.state)}
         warm.sent = snapshot(sent, warm.sent)
         results.append(("state", b"".join(encode(warm.sent))))
     return results
-
-
-def _evaluate(
-    warm: Warm,
-    place: RoundPlace,
-    tree: dict[str, Any],
-    reporter: Reporter,
-) -> list[tuple[str, bytes]]:
-    reporter.phase("evaluate")
-    (loss_sum, weight, *label_sums), metrics = warm.replica.evaluate(
-        tree, warm.open(place.shard, "validation")
-    )
-    report = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
-    return [("result", json.dumps(report).encode()), ("metrics", metrics)]
 
 
 class Warm:
@@ -239,6 +237,30 @@ class Warm:
             self._open[key] = self._rows(shard, planned, split)
         return self._open[key]
 
+    def train(
+        self,
+        shard: Shard,
+        state: dict[str, Any],
+        part: RoundPart,
+        reporter: Reporter,
+        hyperparameters: Mapping[str, float] | None = None,
+    ) -> tuple[RoundOutcome, dict[str, Any]]:
+        """Train a shard's steps from ``state``; what came of it, and what to report of it."""
+        rows = self.open(shard, "train")
+        outcome = self.replica.train(
+            state, shard.shard_id, rows, part, reporter, hyperparameters=hyperparameters
+        )
+        self.rows[shard.shard_id] = reporter.rows
+        names = ("loss_sum", "weight", "rows", "seconds", "spent", "label_sums")
+        return outcome, {name: getattr(outcome, name) for name in names}
+
+    def measure(self, shard: Shard, state: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Measure ``state`` on a shard's validation rows: sums to report, and metrics' states."""
+        (loss_sum, weight, *label_sums), metrics = self.replica.evaluate(
+            state, self.open(shard, "validation")
+        )
+        return {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}, metrics
+
     def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
         if planned.num_rows == shard.num_rows:
@@ -252,23 +274,10 @@ class Warm:
         return whole.part(*own).begin()
 
 
-_warm: list[Warm] = []
-"""The newest run's; at most one, so that a run's memory goes when the next one begins."""
-_tuned = contextlib.ExitStack()
-"""Keeps the allocator tuned while a run is warm: memory that was given back must be mapped anew."""
-
-
 def _warmed_up(place: RoundPlace, order: RoundOrder) -> Warm:
-    if not (
-        _warm and _warm[0].run_id == order.run_id and _warm[0].gpu_addresses == place.gpu_addresses
-    ):
-        cool_down()  # before another is built, so that memory holds one only
-        _tuned.enter_context(tuned_allocator())  # before torch allocates
-        _warm.append(Warm(place, order))
-    return _warm[0]
+    def make(resources: contextlib.ExitStack) -> Warm:
+        # Before torch allocates; memory that was given back between rounds must be mapped anew.
+        resources.enter_context(tuned_allocator())
+        return Warm(place, order)
 
-
-def cool_down() -> None:
-    """Give back what this process keeps for the next round."""
-    _warm.clear()
-    _tuned.close()
+    return KEPT.get((order.run_id, place.gpu_addresses), make)

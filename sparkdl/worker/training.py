@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.comm.channel import ChannelStorage
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
-from sparkdl.data.source import ShardSource, SpoolSource
+from sparkdl.data.source import ShardSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.runtime.process import cpu_model
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.storage.storage import Storage
 from sparkdl.worker.lifecycle import (
     GangOrder,
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
     from sparkdl.comm.communicator import Communicator
     from sparkdl.storage.checkpoint_writer import CheckpointManager
-    from sparkdl.train.loop import ResumePoint, TrainOutcome
+    from sparkdl.train.loop import TrainOutcome
+    from sparkdl.train.rank_state import ResumePoint
 
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -115,14 +118,12 @@ def initial_module(
     return unpack(PackedModule(digest="", skeleton=structure, tensors=weights))
 
 
-@contextlib.contextmanager
 def _checkpoints(
     order: WorkOrder, config: TrainConfig, storage: Storage, member: Member
-) -> Iterator[CheckpointManager]:
-    """The manager; on success it ends what it has begun, after a failure it abandons it."""
+) -> CheckpointManager:
     from sparkdl.storage.checkpoint_writer import CheckpointManager
 
-    manager = CheckpointManager(
+    return CheckpointManager(
         storage,
         config.checkpoint,
         rank=member.comm.rank,
@@ -132,12 +133,6 @@ def _checkpoints(
         signal=member.client,
         timeout_seconds=order.collective_timeout_seconds,
     )
-    try:
-        yield manager
-    except BaseException:
-        manager.close(abort=True)
-        raise
-    manager.close()
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
@@ -158,7 +153,7 @@ def _resume_point(
 ) -> ResumePoint | None:
     """The checkpoint to go on from; rank 0 reads the shared part and all ranks get it."""
     from sparkdl.storage import checkpoint_format as layout
-    from sparkdl.train.loop import ResumePoint
+    from sparkdl.train.rank_state import ResumePoint
 
     if order.resume_path is None:
         return None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError
-from sparkdl.runtime.versions import WorkerEnvironment, local_rank, numbered
 from sparkdl.spark.cluster.cluster_info import (
     choose_num_workers,
     inspect_cluster,

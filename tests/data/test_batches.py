@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from sparkdl.data.gather import gather_rows
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle import cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import Windows
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 
 COLUMNS = (
     Column(name="y", role="label", dtype="int64", shape=()),
@@ -68,6 +69,14 @@ def copied(source: Batches) -> list[Batch]:
     return [batch.map(torch.clone) for batch in source]
 
 
+def batches_of(shards: Sequence[ShardData], plan: TrainPlan, rank: int, **options: Any) -> Batches:
+    return Batches(MappedRows(shards, plan), plan, rank, **options)
+
+
+def in_order(shards: Sequence[ShardData], plan: TrainPlan) -> Iterator[Batch]:
+    return sequential_batches(MappedRows(shards, plan), plan)
+
+
 @pytest.mark.parametrize("rows", [[10], [7, 0, 5], [1], [1, 1]])
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("gather_bytes", [1, 80, 1 << 20])
@@ -76,7 +85,7 @@ def test_epoch_holds_every_row_once_in_order(
 ) -> None:
     monkeypatch.setattr(batches, "GATHER_BYTES", gather_bytes)
     plan = make_test_plan(rows, 4)
-    source = Batches(make_shards(rows), plan, 0, seed=5, epoch=1, prefetch=prefetch)
+    source = batches_of(make_shards(rows), plan, 0, seed=5, epoch=1, prefetch=prefetch)
     seen = copied(source)
     kept = [(str(i), count) for i, count in enumerate(rows) if count]
     order = epoch_order(5, 1, [name for name, _ in kept], [count for _, count in kept])
@@ -97,8 +106,8 @@ def test_epoch_holds_every_row_once_in_order(
 def test_start_step_continues_the_same_epoch(start_step: int) -> None:
     plan = make_test_plan([15], 4)
     shards = make_shards([15])
-    whole = copied(Batches(shards, plan, 0, seed=0, epoch=0))
-    rest = copied(Batches(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
+    whole = copied(batches_of(shards, plan, 0, seed=0, epoch=0))
+    rest = copied(batches_of(shards, plan, 0, seed=0, epoch=0, start_step=start_step))
     assert [b.target.tolist() for b in rest] == [b.target.tolist() for b in whole[start_step:]]
 
 
@@ -111,30 +120,30 @@ def test_windows_change_the_order_alone(
     windows = Windows(group_rows=3, groups_together=4)
     plan = replace(make_test_plan(rows, 4), windows=windows)
     shards = make_shards(rows)
-    seen = [b.target.tolist() for b in copied(Batches(shards, plan, 0, seed=5, epoch=1))]
+    seen = [b.target.tolist() for b in copied(batches_of(shards, plan, 0, seed=5, epoch=1))]
     kept = [(str(i), count) for i, count in enumerate(rows) if count]
     sizes = cut_rows([count for _, count in kept], 3)
     order = windowed_order(5, 1, [name for name, _ in kept], sizes, 4)
     positions = np.concatenate([order.positions(w) for w in range(order.num_windows)])
     assert list(chain(*seen)) == positions.tolist()
     assert sorted(positions.tolist()) == list(range(sum(rows)))
-    whole = Batches(shards, replace(plan, windows=None), 0, seed=5, epoch=1)
+    whole = batches_of(shards, replace(plan, windows=None), 0, seed=5, epoch=1)
     assert [len(step) for step in seen] == [batch.num_rows for batch in whole]
     for start in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch):
-        rest = copied(Batches(shards, plan, 0, seed=5, epoch=1, start_step=start))
+        rest = copied(batches_of(shards, plan, 0, seed=5, epoch=1, start_step=start))
         assert [b.target.tolist() for b in rest] == seen[start:]
 
 
 def test_windows_do_not_change_validation() -> None:
     shards, plan = make_shards([5, 0, 13]), make_test_plan([5, 0, 13], 4)
     windowed = replace(plan, windows=Windows(group_rows=3, groups_together=2))
-    whole = [batch.target.tolist() for batch in sequential_batches(shards, plan)]
-    assert [batch.target.tolist() for batch in sequential_batches(shards, windowed)] == whole
+    whole = [batch.target.tolist() for batch in in_order(shards, plan)]
+    assert [batch.target.tolist() for batch in in_order(shards, windowed)] == whole
 
 
 def test_rank_without_rows_takes_all_steps() -> None:
     plan = make_test_plan([0, 9], 4, world_size=2)
-    seen = list(Batches(make_shards([0, 9])[:1], plan, 0, seed=0, epoch=0))
+    seen = list(batches_of(make_shards([0, 9])[:1], plan, 0, seed=0, epoch=0))
     assert [batch.num_rows for batch in seen] == [0, 0, 0]
     assert seen[0].inputs[0].shape == (0, 2)
     assert seen[0].inputs[1].dtype == torch.int32
@@ -142,10 +151,10 @@ def test_rank_without_rows_takes_all_steps() -> None:
 
 def test_without_label_the_inputs_are_the_target() -> None:
     x, k = COLUMNS[1], COLUMNS[3]
-    single = next(sequential_batches(make_shards([3]), make_test_plan([3], 4, (x,))))
+    single = next(in_order(make_shards([3]), make_test_plan([3], 4, (x,))))
     assert single.target is single.inputs[0]
     assert single.weight is None
-    both = next(sequential_batches(make_shards([3]), make_test_plan([3], 4, (x, k))))
+    both = next(in_order(make_shards([3]), make_test_plan([3], 4, (x, k))))
     assert both.target is both.inputs
     part = both.map(torch.clone).rows(1, 3)
     assert part.num_rows == 2
@@ -160,7 +169,7 @@ def test_a_column_may_be_input_and_label_each_in_its_own_shape() -> None:
     x = torch.arange(6.0).reshape(3, 2)
     rows = {columns[0].key: x.reshape(3, 1, 2), columns[1].key: x}
     plan = make_test_plan([3], 4, columns)
-    (batch,) = Batches([ShardData("0", rows)], plan, 0, seed=0, epoch=0)
+    (batch,) = batches_of([ShardData("0", rows)], plan, 0, seed=0, epoch=0)
     batch.inputs[0].zero_()  # as a module may do, which must not reach the label
     assert batch.inputs[0].shape == (3, 1, 2)
     assert sorted(batch.target.tolist()) == x.tolist()
@@ -168,7 +177,7 @@ def test_a_column_may_be_input_and_label_each_in_its_own_shape() -> None:
 
 def test_sequential_batches_are_copies_in_order() -> None:
     shards = make_shards([5, 0, 3])
-    seen = list(sequential_batches(shards, make_test_plan([5, 0, 3], 4)))
+    seen = list(in_order(shards, make_test_plan([5, 0, 3], 4)))
     assert [batch.target.tolist() for batch in seen] == [[0, 1, 2, 3], [4], [5, 6, 7]]
     seen[0].inputs[0].zero_()
     assert shards[0].columns["feature x"][1, 0] == 1
@@ -179,7 +188,7 @@ def test_memory_is_used_again() -> None:
     shards = make_shards([64])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "GATHER_BYTES", 1)
-        source = Batches(shards, plan, 0, seed=0, epoch=0)
+        source = batches_of(shards, plan, 0, seed=0, epoch=0)
         places = {batch.inputs[0].data_ptr() for batch in source}
     assert len(places) <= 3
 
@@ -188,13 +197,13 @@ def test_failure_in_the_thread_reaches_the_consumer() -> None:
     shards = make_shards([8])
     shards[0].columns["feature x"] = torch.zeros(2, 2)  # shorter than it says
     with pytest.raises(IndexError, match="out of range"):
-        list(Batches(shards, make_test_plan([8], 2), 0, seed=0, epoch=0))
+        list(batches_of(shards, make_test_plan([8], 2), 0, seed=0, epoch=0))
 
 
 def test_thread_ends_when_the_consumer_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "GATHER_BYTES", 1)
     before = threading.active_count()
-    source = iter(Batches(make_shards([100]), make_test_plan([100], 1), 0, seed=0, epoch=0))
+    source = iter(batches_of(make_shards([100]), make_test_plan([100], 1), 0, seed=0, epoch=0))
     next(source)
     assert threading.active_count() == before + 1
     source.close()
@@ -203,7 +212,7 @@ def test_thread_ends_when_the_consumer_stops(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_batch_stays_while_the_next_ones_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "GATHER_BYTES", 1)
-    for batch in Batches(make_shards([20]), make_test_plan([20], 2), 0, seed=0, epoch=0):
+    for batch in batches_of(make_shards([20]), make_test_plan([20], 2), 0, seed=0, epoch=0):
         before = batch.inputs[0].clone()
         time.sleep(0.005)  # time enough for the thread to run ahead
         assert torch.equal(batch.inputs[0], before)
@@ -213,7 +222,7 @@ def test_batch_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "GATHER_BYTES", 1)
     weight = torch.nn.Parameter(torch.ones(()))
     plan, shards = make_test_plan([20], 2), make_shards([20])
-    for batch in Batches(shards, plan, 0, seed=0, epoch=0, prefetch=False):
+    for batch in batches_of(shards, plan, 0, seed=0, epoch=0, prefetch=False):
         batch.inputs[0].mul_(weight).sum().backward()
     assert weight.grad is not None
 

@@ -1,4 +1,4 @@
-"""The images would build, and with the versions of requirements.lock.
+"""The images would build, and with the versions of the locks.
 
 Nothing is built: that needs Docker's daemon. What can go wrong without it is looked at here.
 """
@@ -42,7 +42,7 @@ def setup_py(name: str) -> object:
 
 
 def locked() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    lines = (ROOT / "requirements-dev.lock").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -107,7 +107,9 @@ def test_every_package_comes_in_the_version_of_the_lock() -> None:
     installing = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
     assert len(installing) == 3
     for line in installing:
-        assert re.search(r"pip install --constraint (/opt/sparkdl/)?requirements\.lock ", line)
+        assert re.search(
+            r"pip install --constraint (/opt/sparkdl/)?requirements(-dev)?\.lock ", line
+        )
 
 
 def test_python_is_one_that_the_package_supports() -> None:

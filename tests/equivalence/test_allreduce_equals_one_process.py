@@ -10,6 +10,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, run, seeded, weights
@@ -59,7 +60,10 @@ def united_reference(
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = kind(trained, lr=config.learning_rate, **config.optimizer_params)
     for epoch in range(config.epochs):
-        ranks = [Batches([shards[r]], plan, r, seed=config.seed, epoch=epoch) for r in (0, 1)]
+        ranks = [
+            Batches(MappedRows([shards[r]], plan), plan, r, seed=config.seed, epoch=epoch)
+            for r in (0, 1)
+        ]
         loss_sum = weight_sum = 0.0
         for parts in zip(*ranks, strict=True):
             x = torch.cat([part.inputs[0] for part in parts])

@@ -16,7 +16,7 @@ from sparkdl.sync.averaging.adasum import Adasum
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
-from sparkdl.train.loop import ResumePoint
+from sparkdl.train.rank_state import ResumePoint
 from tests.gang import Gang
 from tests.sync.apart import ROWS, assert_equal_bits
 from tests.sync.test_contract import FORMS as APART

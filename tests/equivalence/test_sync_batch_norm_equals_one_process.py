@@ -11,6 +11,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import batch_bounds
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, plan_for, run, seeded
@@ -76,7 +77,8 @@ def united_reference(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(config.epochs):
         ranks = [
-            Batches([shards[r]], plan, r, seed=config.seed, epoch=epoch) for r in range(world_size)
+            Batches(MappedRows([shards[r]], plan), plan, r, seed=config.seed, epoch=epoch)
+            for r in range(world_size)
         ]
         for batches in zip(*ranks, strict=True):
             optimizer.zero_grad()

@@ -10,7 +10,7 @@ import pytest
 
 from sparkdl.explain import cost_model
 from sparkdl.explain.cost_model import Compute, Layout, Link, Network, expected_order, fit_line
-from sparkdl.sync.averaging.period import AutoPeriod, RoundReport
+from sparkdl.sync.averaging.period import AutoPeriod, RoundReport, steps_for_share
 
 LINK = Link(latency_seconds=1e-3, byte_seconds=1e-6)
 
@@ -30,13 +30,6 @@ def test_a_tree_sends_all_of_it_on_every_level() -> None:
 def test_trees_win_with_small_tensors_and_many_ranks_only() -> None:
     assert cost_model.tree_seconds(LINK, 8, 64) < cost_model.ring_seconds(LINK, 8, 64)
     assert cost_model.tree_seconds(LINK, 1e7, 64) > cost_model.ring_seconds(LINK, 1e7, 64)
-
-
-def test_a_server_that_is_asked_seldom_is_cheaper() -> None:
-    assert cost_model.server_seconds(LINK, 8000, 1, 1) == 0
-    always, seldom = (cost_model.server_seconds(LINK, 8000, 4, period) for period in (1, 4))
-    assert always == pytest.approx(2 * (2e-3 + 2 * 6e-3))
-    assert seldom == pytest.approx(always * (1 + 1 / 4) / 2)
 
 
 def test_sums_by_topology() -> None:
@@ -114,7 +107,7 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
 
 
 def test_the_period_is_the_one_that_training_would_find() -> None:
-    found = cost_model.period_for_share(0.4, 0.01, 0.05)
+    found = round(steps_for_share(0.4, 0.01, 0.05))
     assert found == 760  # 0.4 / (760 * 0.01 + 0.4) is 5 %
     period = AutoPeriod(share=0.05)
     for _ in range(20):

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
-from tests.explain.test_recommend import outlook
+from tests.explain.test_recommend import predictor
 
 
 @pytest.mark.parametrize(("slots", "waves"), [(8, 1), (4, 2), (3, 3), (1, 8), (None, 1)])
 def test_tasks_of_an_evaluation_follow_each_other_as_those_of_steps_do(
     slots: int | None, waves: int
 ) -> None:
-    found = outlook()
+    found = predictor()
     found = dataclasses.replace(found, places=dataclasses.replace(found.places, slots=slots))
     validated = dataclasses.replace(
         found, workload=dataclasses.replace(found.workload, num_validation_rows=8000)

@@ -1,4 +1,4 @@
-"""Does explain predict what fit takes? Within 30 %, as medians of several fits."""
+"""Explain predicts what fit takes, within 30 %, as medians of several fits."""
 
 from __future__ import annotations
 

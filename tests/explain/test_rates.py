@@ -1,4 +1,4 @@
-"""What lies between two measured numbers of workers, and beyond them?"""
+"""What lies between two measured numbers of workers, and beyond them."""
 
 from __future__ import annotations
 

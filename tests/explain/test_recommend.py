@@ -9,27 +9,27 @@ import math
 import pytest
 
 from sparkdl.config import CheckpointConfig, TrainConfig
-from sparkdl.explain.comparison import Outlook, Places, world_sizes
+from sparkdl.explain.comparison import Places, Predictor, world_sizes
 from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Link, Network, Stages
 from sparkdl.explain.explanation import Explanation, PlanFacts
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import Recommendation, recommend, seconds_text
-from sparkdl.explain.traffic import ModelSize
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
 
 GIGABIT, SLOW = 1 / 110e6, 1 / 11e6
 """Seconds per byte of networks of 1 Gbit/s and of 100 Mbit/s."""
 
 
-def outlook(
+def predictor(
     *, byte_seconds: float = GIGABIT, latency_seconds: float = 1e-4, parameters: int = 1_000_000,
     row_seconds: float = 1e-3, rows: int = 1_000_000, nodes: int = 8, can_gang: bool = True,
     start_seconds: float = 5.0,
-) -> Outlook:  # fmt: skip
+) -> Predictor:  # fmt: skip
     """A cluster of machines with one worker each; a step on 64 rows takes 64 ms by default."""
     compute = Compute(fixed_seconds=0.0, row_seconds=row_seconds, step_spread=0.05)
     level = Level(ranks_per_node=1, threads=8, compute=compute)
-    return Outlook(
+    return Predictor(
         calibration=Calibration(
             levels=(level,) if can_gang else (),
             stage_levels=(level,),
@@ -61,14 +61,14 @@ def outlook(
     )  # fmt: skip
 
 
-def recommended(found: Outlook) -> Recommendation:
+def recommended(found: Predictor) -> Recommendation:
     sizes = world_sizes(found.places.slots, 8, 8, ())
     planned = found.option(AllReduce(), sizes, in_rounds=False)
     return recommend(found.ladder(sizes), planned, 8)
 
 
 def test_a_good_network_wants_all_reduce_on_all_machines() -> None:
-    best = recommended(outlook(byte_seconds=GIGABIT / 10))
+    best = recommended(predictor(byte_seconds=GIGABIT / 10))
     assert (best.num_workers, best.strategy) == (8, "AllReduce()")
     assert not best.is_one_machine_faster
     assert best.averaging_period is None
@@ -76,13 +76,13 @@ def test_a_good_network_wants_all_reduce_on_all_machines() -> None:
 
 
 def test_half_the_bytes_where_that_is_enough() -> None:
-    best = recommended(outlook(parameters=1_000_000))
+    best = recommended(predictor(parameters=1_000_000))
     assert best.strategy == "AllReduce(compression='bf16')"
     assert any("AllReduce() would spend" in reason for reason in best.reasons)
 
 
 def test_a_slow_network_wants_rounds_of_five_per_cent() -> None:
-    found = outlook(byte_seconds=SLOW, parameters=5_000_000)
+    found = predictor(byte_seconds=SLOW, parameters=5_000_000)
     best = recommended(found)
     assert best.strategy.startswith("LocalSGD(averaging_period=")
     assert best.averaging_period is not None
@@ -92,26 +92,28 @@ def test_a_slow_network_wants_rounds_of_five_per_cent() -> None:
 
 
 def test_little_data_wants_one_machine() -> None:
-    best = recommended(outlook(rows=64, parameters=50_000_000, row_seconds=1e-4, byte_seconds=SLOW))
+    best = recommended(
+        predictor(rows=64, parameters=50_000_000, row_seconds=1e-4, byte_seconds=SLOW)
+    )
     assert best.num_workers == 1
     assert best.is_one_machine_faster
     assert "one machine is faster" in best.reasons[0]
 
 
 def test_a_start_that_takes_longer_than_the_epochs_is_not_worth_the_slots() -> None:
-    best = recommended(outlook(rows=1000, byte_seconds=GIGABIT / 100, start_seconds=100.0))
+    best = recommended(predictor(rows=1000, byte_seconds=GIGABIT / 100, start_seconds=100.0))
     assert best.num_workers == 1
 
 
 def test_where_no_gang_can_run_there_are_rounds() -> None:
-    best = recommended(outlook(can_gang=False))
+    best = recommended(predictor(can_gang=False))
     assert best.strategy.startswith("ParameterAveraging(averaging_period='auto'")
     assert best.num_workers == 8
     assert best.averaging_period is not None
 
 
 def test_tables_have_a_row_for_each() -> None:
-    found = outlook()
+    found = predictor()
     scaling = found.scaling(AllReduce(), (1, 2, 8, 64, 1000), in_rounds=False, planned=8)
     assert [row.workers for row in scaling] == [1, 2, 8, 64, 1000]
     assert [row.nodes for row in scaling] == [1, 2, 8, 64, 1000]
@@ -121,14 +123,14 @@ def test_tables_have_a_row_for_each() -> None:
     rows = found.strategies(AllReduce(), 8, in_rounds=False)
     assert rows[0].strategy == "AllReduce()"
     assert len({(row.strategy, row.mode) for row in rows}) == len(rows)
-    refused = [row for row in outlook(can_gang=False).strategies(AllReduce(), 8, in_rounds=False)
+    refused = [row for row in predictor(can_gang=False).strategies(AllReduce(), 8, in_rounds=False)
                if row.why_not is not None]  # fmt: skip
     assert refused[0].step_seconds is None
     assert "gang" in str(refused[0].why_not)
 
 
 def test_sync_batch_norm_wants_strategies_in_step() -> None:
-    slow = outlook(byte_seconds=SLOW, parameters=5_000_000)
+    slow = predictor(byte_seconds=SLOW, parameters=5_000_000)
     found = dataclasses.replace(slow, config=dataclasses.replace(slow.config, sync_batch_norm=True))
     best = recommended(found)
     assert best.strategy.startswith("AllReduce(")
@@ -153,7 +155,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
 
 
-def explanation(found: Outlook) -> Explanation:
+def explanation(found: Predictor) -> Explanation:
     plan = PlanFacts(
         master="local[2]", slots=8, num_workers=8, threads=1, mode="gang", device="cpu",
         strategy="AllReduce()", rows=1000, validation_rows=0, rows_by_shard=(125,) * 8,
@@ -173,7 +175,7 @@ def explanation(found: Outlook) -> Explanation:
 
 
 def test_text_html_and_json_say_the_same() -> None:
-    for found in (outlook(), outlook(can_gang=False)):
+    for found in (predictor(), predictor(can_gang=False)):
         shown = explanation(found)
         text, page = str(shown), shown._repr_html_()
         for word in ("AllReduce()", "Tournament", "recommended", "numWorkers", "1.00 of the mean"):
@@ -187,6 +189,6 @@ def test_text_html_and_json_say_the_same() -> None:
 
 
 def test_the_columns_of_a_table_stand_below_each_other() -> None:
-    lines = explanation(outlook()).lines()
+    lines = explanation(predictor()).lines()
     at = lines.index("AllReduce(), by number of workers")
     assert len({len(line) for line in lines[at + 1 : at + 4]}) == 1

@@ -87,7 +87,7 @@ def test_in_a_gang_a_killed_worker_and_a_torn_checkpoint_change_no_bit(
     spark: SparkSession, df: DataFrame, undisturbed: Models, url: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    from sparkdl.spark.session.hadoop_storage import open_on_driver
+    from sparkdl.storage.hadoop_storage import open_on_driver
 
     caplog.set_level(logging.INFO, "sparkdl")
     strike = faults.KillWorker(marker=str(tmp_path / "struck"), rank=1, step=15)
@@ -156,8 +156,8 @@ class DataNodeKiller:
 def test_a_data_node_that_dies_in_mid_fit_changes_no_bit(
     spark: SparkSession, df: DataFrame, hdfs: Hdfs, undisturbed: Models, url: str, mode: str
 ) -> None:
-    from sparkdl.spark.session.hadoop_storage import open_on_driver
     from sparkdl.storage.checkpoint_format import latest, load_rank, load_shared
+    from sparkdl.storage.hadoop_storage import open_on_driver
 
     storage = open_on_driver(spark, url)
     with contextlib.closing(DataNodeKiller(hdfs, storage)) as killer:
@@ -204,7 +204,7 @@ def test_modules_are_loaded_without_a_session_at_hand_and_checked(
 ) -> None:
     from sparkdl import load_module, load_signature
     from sparkdl.serialization.initial_weights import load_initial_weights
-    from sparkdl.spark.session.hadoop_storage import open_on_driver
+    from sparkdl.storage.hadoop_storage import open_on_driver
 
     model = undisturbed["gang"]
     model.save(f"{url}/model")

@@ -21,7 +21,7 @@ from tests.storage.memory import MemoryStorage
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from sparkdl.spark.session.hadoop_storage import HadoopStorage
+    from sparkdl.storage.hadoop_storage import HadoopStorage
 
 pytestmark = pytest.mark.spark
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.spark
 @pytest.fixture
 def driver(spark: SparkSession, url: str) -> HadoopStorage:
     """HDFS as the driver opens it."""
-    from sparkdl.spark.session.hadoop_storage import HadoopStorage, open_on_driver
+    from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 
     opened = open_on_driver(spark, url)
     assert isinstance(opened, HadoopStorage)
@@ -84,7 +84,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file(driver: HadoopStorage) -> N
 def test_what_is_forbidden_is_told_with_the_remedy(
     spark: SparkSession, driver: HadoopStorage, url: str
 ) -> None:
-    from sparkdl.spark.session.hadoop_storage import HadoopStorage
+    from sparkdl.storage.hadoop_storage import HadoopStorage
 
     driver.write("locked/file", b"x")
     session: Any = spark

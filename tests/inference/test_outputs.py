@@ -10,7 +10,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, children, find_layer, pick
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 
 Pair = namedtuple("Pair", ["first", "second"])
 

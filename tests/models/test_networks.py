@@ -22,9 +22,9 @@ from sparkdl.cli.toml_values import build
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Sequence
-from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import read_program, write_program
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.onnx_export import export_onnx
 from sparkdl.serialization.saved_module import load_module_from, save_module
 from sparkdl.storage.storage import LocalStorage

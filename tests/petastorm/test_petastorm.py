@@ -17,9 +17,8 @@ import torch
 from sparkdl import PetastormSource, TorchClassifier
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.plan import TrainPlan, make_plan
+from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.source import Contents, Wanted
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from torch import nn
 import sparkdl
 import sparkdl.models
 from sparkdl.models.layers import as_floats
-from sparkdl.runtime.json_objects import describe, import_object, import_path, restore
+from sparkdl.runtime.public_names import import_object
+from sparkdl.serialization.json_objects import describe, import_path, restore
 
 FORMER_PATHS = Path(__file__).with_name("former_paths.txt").read_text(encoding="utf-8").split()
 

@@ -1,4 +1,4 @@
-"""A worker's place, and what differs between its software and the driver's."""
+"""Versions that driver and workers share, and what a difference says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from sparkdl.runtime.versions import difference, local_rank, numbered, versions
+from sparkdl.runtime.versions import difference, versions
 
 DRIVER = {"python": "3.12.3", "sparkdl": "1", "torch": "2.13.0", "pyspark": "4.3", "pyarrow": "26"}
 
@@ -53,9 +53,3 @@ def test_a_package_that_the_worker_does_not_mention_is_missing() -> None:
     found = difference(DRIVER, {"python": "3.12.3", "sparkdl": "1"}, "there")
     assert found is not None
     assert found.startswith("there has no torch")
-
-
-def test_nodes_are_numbered_by_their_first_rank() -> None:
-    nodes = numbered(["b", "a", "b", "a", "a", "c"])
-    assert nodes == (0, 1, 0, 1, 1, 2)
-    assert [local_rank(nodes, rank) for rank in range(6)] == [0, 0, 1, 1, 2, 0]

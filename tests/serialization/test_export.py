@@ -15,6 +15,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.models.demo import DigitsNet
 from sparkdl.serialization.export import export_saved
+from sparkdl.serialization.load import column_as_json
 from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
 
@@ -25,7 +26,7 @@ IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8))
 def saved(tmp_path: Path) -> Path:
     """A saved model as the half without Spark sees it."""
     torch.manual_seed(0)
-    extra = {"columns": [IMAGE.to_dict()], "num_classes": 10, "factory": DigitsNet}
+    extra = {"columns": [column_as_json(IMAGE)], "num_classes": 10, "factory": DigitsNet}
     storage = LocalStorage(tmp_path / "digits")
     save_module(DigitsNet(), DigitsNet, storage, "model", example_inputs=None, extra=extra)
     return tmp_path / "digits"

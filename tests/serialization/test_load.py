@@ -19,7 +19,7 @@ import sparkdl
 from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
 from sparkdl.inputs import Sequence
-from sparkdl.serialization.load import load_module, load_signature
+from sparkdl.serialization.load import column_as_json, load_module, load_signature
 from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage, open_storage
 from tests.describable import NeedsWidth, make_net, tokenize
@@ -110,7 +110,7 @@ def test_nor_does_it_need_the_code_of_a_transform(tmp_path: Path) -> None:
     column = Column(
         name="text", role="feature", dtype="int64", shape=(), argument="words", specification=words
     )
-    save(tmp_path, columns=[column.to_dict()], num_classes=None, factory=None)
+    save(tmp_path, columns=[column_as_json(column)], num_classes=None, factory=None)
     code = (
         "import sys, sparkdl\n"
         f"(words,) = sparkdl.load_signature({str(tmp_path)!r}).inputs\n"
@@ -162,7 +162,7 @@ def test_code_that_is_missing_here_is_named(tmp_path: Path) -> None:
         f"    sparkdl.load_module({str(tmp_path)!r})\n"
         "except sparkdl.ConfigError as error:\n    print(error)\n"
     )
-    assert "cannot import tests.describable" in run(code)
+    assert "cannot import 'tests.describable:" in run(code)
 
 
 @pytest.mark.parametrize("name", ["load_module", "load_signature", "ModelSignature"])

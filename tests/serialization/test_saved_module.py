@@ -118,7 +118,7 @@ def test_code_that_changed_since_is_a_configuration_error(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"layer.bias is torch.float64 \(4,\), saved was"):
         load_module_from(storage, "m")
     monkeypatch.delattr("tests.describable.Plain")
-    with pytest.raises(ConfigError, match=r"tests.describable has no Plain"):
+    with pytest.raises(ConfigError, match="cannot import 'tests"):
         load_module_from(storage, "m")
 
 

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
-from sparkdl.serialization.rebuild import find_unlisted
-from sparkdl.serialization.saved_module import load_module_from, open_module, save_module
+from sparkdl.serialization.json_objects import DescribeError
+from sparkdl.serialization.saved_module import (
+    find_unlisted,
+    load_module_from,
+    open_module,
+    save_module,
+)
 from tests.describable import Drawn, Plain
 from tests.storage.memory import MemoryStorage
 

@@ -72,7 +72,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "sparkdl.serialization.saved_module.restore",
         "sparkdl.serialization.saved_module.read_program",
         "sparkdl.serialization.saved_module.views",
-        "sparkdl.runtime.json_objects.import_object",
+        "sparkdl.serialization.json_objects.import_object",
     ):
         monkeypatch.setattr(name, run)
 

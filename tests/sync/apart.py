@@ -1,4 +1,4 @@
-"""What do the tests of strategies that train apart share? A net, and replicas in one process."""
+"""What the tests of strategies that train apart share: a net, and replicas in one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
-from sparkdl.train.loop import ResumePoint
+from sparkdl.train.rank_state import ResumePoint
 from tests.train.runs import Keeper, make_data, plan_for, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=1, loss="mse")
@@ -124,7 +125,11 @@ class Replicas:
         self.learning_rate = config.learning_rate
         self._momentum = momentum
         self._batches = [
-            iter(Batches([shard], plan, rank, seed=config.seed, epoch=0, start_step=0))
+            iter(
+                Batches(
+                    MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=0, start_step=0
+                )
+            )
             for rank, shard in enumerate(shards)
         ]
         self.x = weights(self._net).repeat(len(rows), 1)

@@ -14,9 +14,10 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.train.callbacks import NullObserver
-from sparkdl.train.loop import ResumePoint, TrainOutcome, train
+from sparkdl.train.loop import TrainOutcome, train
+from sparkdl.train.rank_state import ResumePoint
 
 NUM_FEATURES = 4
 
@@ -117,8 +118,8 @@ def run(
         module=module,
         config=config,
         plan=plan,
-        shards=[shards[i] for i in mine],
-        validation=[validation[i] for i in mine] if validation else [],
+        shards=MappedRows([shards[i] for i in mine], plan),
+        validation=MappedRows([validation[i] for i in mine] if validation else [], plan),
         comm=comm,
         device=torch.device(device),
         checkpoints=sink,

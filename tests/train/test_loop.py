@@ -11,10 +11,12 @@ import torchmetrics
 from torch import nn
 
 from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
-from sparkdl.train.replica import ResumePoint
+from sparkdl.train.rank_state import ResumePoint
 from sparkdl.train.time_spent import SPENT_ON
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 
@@ -64,7 +66,13 @@ def test_equals_a_plain_loop() -> None:
 
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for epoch in range(2):
-        for batch in Batches(data(), plan_for(data(), config), 0, seed=0, epoch=epoch):
+        for batch in Batches(
+            MappedRows(data(), plan_for(data(), config)),
+            plan_for(data(), config),
+            0,
+            seed=0,
+            epoch=epoch,
+        ):
             optimizer.zero_grad()
             nn.functional.mse_loss(plain(*batch.inputs).squeeze(1), batch.target).backward()
             optimizer.step()

@@ -13,7 +13,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.ragged import Ragged, offsets_of
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.inputs import Sequence
 from tests.train.runs import Keeper, but, run, seeded, weights
 
@@ -110,7 +110,9 @@ def test_grouped_batches_hold_every_row_once_and_pad_less(epoch: int) -> None:
     shards, numbers = data(), plan(CONFIG)
 
     def batches(num_together: int | None) -> list[tuple[int, list[float], int]]:
-        source = Batches(shards, numbers, 0, seed=1, epoch=epoch, num_together=num_together)
+        source = Batches(
+            MappedRows(shards, numbers), numbers, 0, seed=1, epoch=epoch, num_together=num_together
+        )
         return [
             (b.num_rows, sorted(b.target.tolist()), b.inputs[0].numel())  # type: ignore[union-attr]
             for b in source

@@ -10,7 +10,8 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.data.spool.mapped import MappedRows
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.callbacks import NullObserver
@@ -44,7 +45,11 @@ def test_what_is_frozen_is_not_sent_back() -> None:
     net = make_net()
     freeze(net, config.frozen_layers)
     outcome = (replica := RoundReplica(net, config, plan, CPU)).train(
-        {"model": make_net().state_dict()}, 0, [SHARDS[0]], part(0, 3), NullObserver()
+        {"model": make_net().state_dict()},
+        0,
+        MappedRows([SHARDS[0]], plan),
+        part(0, 3),
+        NullObserver(),
     )
     sent = replica.moving(outcome.state)
     assert list(sent["model"]) == ["3.weight", "3.bias"]
@@ -63,7 +68,11 @@ def make_replica(config: TrainConfig = CONFIG) -> tuple[RoundReplica, TrainPlan]
 def train(
     replica: RoundReplica, state: dict[str, Any], shard: int, which: RoundPart
 ) -> RoundOutcome:
-    return replica.train(state, shard, [SHARDS[shard]], which, NullObserver())
+    return replica.train(state, shard, rows_of(shard), which, NullObserver())
+
+
+def rows_of(shard: int) -> MappedRows:
+    return MappedRows([SHARDS[shard]], plan_for(SHARDS, CONFIG, world_size=3))
 
 
 def frozen(outcome: RoundOutcome) -> list[tuple[str, bytes]]:
@@ -127,7 +136,11 @@ def test_a_round_is_what_the_loop_does_apart() -> None:
     start = {"model": {name: value.clone() for name, value in net.state_dict().items()}}
     plan = plan_for(shards, config)
     outcome = RoundReplica(nn.Linear(4, 1).double(), config, plan, CPU).train(
-        start, 0, shards, RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=4), NullObserver()
+        start,
+        0,
+        MappedRows(shards, plan),
+        RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=4),
+        NullObserver(),
     )
     history = run(
         net, config.__class__(**{**vars(config), "sync_strategy": Apart()}), shards, plan=plan
@@ -151,7 +164,7 @@ def test_evaluation_measures_the_given_state() -> None:
     replica, _ = make_replica()
     state = {"model": make_net().state_dict()}
     train(replica, state, 0, part(0, 4))
-    (loss_sum, weight), _ = replica.evaluate(state, [SHARDS[1]])
+    (loss_sum, weight), _ = replica.evaluate(state, rows_of(1))
     net = make_net().eval()
     columns = SHARDS[1].columns
     expected = ((net(columns["feature x"]).squeeze(1) - columns["label y"]) ** 2).sum().item()

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 
-from sparkdl.train.state import TrainState
+from sparkdl.config import EarlyStopping, TrainConfig
+from sparkdl.errors import TrainingDiverged
+from sparkdl.train.state import EpochBook, Record, TrainState
+from tests.train.runs import make_data, plan_for
 
 
 def test_state_comes_back_as_a_copy() -> None:
@@ -39,3 +44,52 @@ def test_complete(state: TrainState, expected: bool) -> None:
 
 def test_no_limit_of_steps() -> None:
     assert not TrainState(step=10**9).is_complete(epochs=1, max_steps=-1)
+
+
+def book(**changes: Any) -> EpochBook:
+    config = TrainConfig(**{"epochs": 3, "batch_size": 5, **changes})
+    data = make_data([10])
+    return EpochBook(config, plan_for(data, config, validation=data))
+
+
+def epoch_of(book: EpochBook, loss: float) -> Record:
+    record = book.record([loss, 1.0], (), learning_rate=0.5, seconds=2.0)
+    return {**record, "val_loss": loss}
+
+
+def test_an_epoch_ends_at_its_last_step_or_at_that_of_the_run() -> None:
+    whole, short = book(), book(max_steps=3)
+    for count in (whole, short):
+        count.count(1, 5, lambda step: step == 2)
+        assert count.num_steps_left == 1 and not count.is_checkpoint_due
+        count.count(1, 5, lambda step: step == 2)
+        assert count.is_epoch_over and count.is_checkpoint_due
+        assert count.end_epoch(epoch_of(count, 1.0), dict)
+        assert (count.state.epoch, count.state.step_in_epoch) == (1, 0)
+    assert (whole.num_steps_left, short.num_steps_left) == (2, 1)
+    short.count(1, 5, None)
+    assert short.is_complete
+    short.end_epoch(epoch_of(short, 1.0), dict)
+    assert (short.state.epoch, short.state.step_in_epoch) == (1, 1)  # cut short within the epoch
+    assert [record["steps"] for record in short.state.history] == [2, 1]
+
+
+def test_the_best_epoch_is_kept_and_patience_ends_the_run() -> None:
+    stopping = EarlyStopping(patience=1, restore_best=True)
+    kept = book(early_stopping=stopping)
+    assert kept.end_epoch(epoch_of(kept, 1.0), lambda: {"weights": 1})
+    saved = kept.state_dict()
+    assert not kept.end_epoch(epoch_of(kept, 2.0), lambda: {"weights": 2})
+    assert kept.is_complete and kept.best_model == {"weights": 1}
+    resumed = book(early_stopping=stopping)
+    resumed.load_state_dict(saved)
+    assert not resumed.is_complete
+    assert not resumed.end_epoch(epoch_of(resumed, 2.0), lambda: {"weights": 2})
+    assert resumed.is_complete and resumed.best_model == {"weights": 1}
+
+
+def test_an_epoch_whose_loss_is_not_finite_ends_the_run() -> None:
+    with pytest.raises(TrainingDiverged, match="in epoch 1"):
+        epoch_of(book(), math.inf)
+    empty = book().record([0.0, 0.0], (), learning_rate=0.5, seconds=2.0)
+    assert math.isnan(empty["loss"])  # nothing was trained on

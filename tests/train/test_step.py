@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,18 +12,18 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.errors import TrainingDiverged
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.train.modules.precision import NumberFormat
-from sparkdl.train.objective.loss import resolve_loss
-from sparkdl.train.optimizers.optimizers import resolve_optimizer
+from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
+from sparkdl.train.time_spent import Clock
+from tests.train.runs import make_data, plan_for
 
 CPU = torch.device("cpu")
 
 
 def make_step(net: nn.Module, config: TrainConfig) -> TrainStep:
-    synchronizer = AllReduce().setup(net, resolve_optimizer(config), LocalCommunicator())
-    loss = resolve_loss(config.loss, config.task)
-    return TrainStep(config, synchronizer, loss, NumberFormat("fp32", CPU), None, CPU)
+    plan = plan_for(make_data([4]), config)
+    synchronize = partial(AllReduce().setup, comm=LocalCommunicator())
+    return TrainStep(make_replica(net, config, plan, CPU, synchronize), clock=Clock())
 
 
 def make_batch(rows: int, weight: torch.Tensor | None = None) -> Batch:

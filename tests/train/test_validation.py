@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,23 +10,22 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import sequential_batches
-from sparkdl.data.spool.mapped import ShardData
-from sparkdl.train.modules.precision import NumberFormat
-from sparkdl.train.objective.loss import resolve_loss
-from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.validation import evaluate, evaluation_mode
+from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.sync.frozen_layers import evaluation_mode
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.train.replica import make_replica
+from sparkdl.train.validation import evaluate
 from tests.train.runs import NUM_FEATURES, make_data, plan_for, seeded
 
 CPU = torch.device("cpu")
 
 
 def evaluated(net: nn.Module, shards: list[ShardData], batch_size: int, weighted: bool) -> float:
-    plan = plan_for(shards, TrainConfig(batch_size=batch_size), weighted=weighted)
-    loss = resolve_loss("mse", "regression")
-    metrics = Metrics({}, "regression", loss.predictions, CPU)
-    batches = sequential_batches(shards, plan)
+    config = TrainConfig(batch_size=batch_size, loss="mse", task="regression")
+    plan = plan_for(shards, config, weighted=weighted)
     comm = LocalCommunicator()
-    values = evaluate(net, batches, loss, metrics, NumberFormat("fp32", CPU), comm, CPU)
+    replica = make_replica(net, config, plan, CPU, partial(AllReduce().setup, comm=comm))
+    values = evaluate(replica, sequential_batches(MappedRows(shards, plan), plan), comm)
     assert set(values) == {"val_loss"}
     return values["val_loss"]
 
@@ -52,13 +52,13 @@ def test_without_weight_there_is_no_loss() -> None:
 
 
 def test_a_module_that_changes_its_input_does_not_reach_the_data() -> None:
-    class InPlace(nn.Module):
+    class InPlace(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.zero_().sum(1)
+            return super().forward(x.zero_())
 
     shards = make_data([3])
     before = shards[0].columns["feature x"].clone()
-    evaluated(InPlace(), shards, 2, False)
+    evaluated(InPlace(NUM_FEATURES, 1, dtype=torch.float64), shards, 2, False)
     assert torch.equal(shards[0].columns["feature x"], before)
 
 

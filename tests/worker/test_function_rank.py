@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import sparkdl
 from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.storage.checkpoint_format import latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.worker import function_rank
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_stored_is_named(driver: Driver) -> None:
 
 def test_the_checkpoint_of_something_else_is_refused(driver: Driver, tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    with checkpoints(storage, 2, "function", _Keys(), 10.0) as manager:
+    with checkpoints(storage, 2, "function", Hub(), 10.0) as manager:
         manager.save(1, {"state": {}}, {})
     newest = latest(storage, "function", lambda _: True)
     assert newest is not None
@@ -200,11 +201,6 @@ def test_the_checkpoint_of_something_else_is_refused(driver: Driver, tmp_path: P
     found = failure(call(driver, print, **options))
     assert found["type"] == "CheckpointError"
     assert "is no checkpoint of a TorchRunner" in found["message"]
-
-
-class _Keys(Hub):
-    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        assert not self.missing(keys, timeout_seconds)
 
 
 SCRIPT = """

@@ -14,8 +14,9 @@ import torch
 
 from sparkdl.comm import communicator, process_group
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CommunicationError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.worker import lifecycle
 from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
 

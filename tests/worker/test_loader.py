@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.data.plan import Column, Shard
-from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
+from sparkdl.data.plan import Column, Shard, SpoolColumn
+from sparkdl.data.spool.spool_source import SpoolSource
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
 from sparkdl.worker.loader import DataSet, Loader, LocalSet
 

@@ -14,7 +14,8 @@ import torch
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.sync.population.tournament import Tournament
-from sparkdl.worker import round_task
+from sparkdl.worker import population_member, round_task
+from sparkdl.worker.kept import KEPT
 from sparkdl.worker.population_member import (
     MODEL,
     OPTIONS,
@@ -35,9 +36,9 @@ CONFIG = dataclasses.replace(test_training.CONFIG, epochs=1)
 
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
-    round_task.cool_down()
+    KEPT.release()
     yield
-    round_task.cool_down()
+    KEPT.release()
 
 
 def model(seed: int, scale: float = 1.0) -> bytes:
@@ -54,7 +55,7 @@ def parts(may_diverge: bool = False, **values: float) -> dict[str, bytes]:
 def work(
     plan: TrainPlan, state: Mapping[str, bytes], config: TrainConfig = CONFIG, **changes: Any
 ) -> dict[str, bytes]:
-    wanted = order(plan, Net(), config, **{"is_population": True, "part": PART, **changes})
+    wanted = order(plan, Net(), config, **{"work": population_member.work, "part": PART, **changes})
     return dict(round_task.run(place(plan), wanted, pack_parts(state)))
 
 
@@ -118,7 +119,11 @@ def test_a_worse_rival_changes_nothing(plan: TrainPlan) -> None:
 def test_without_rows_to_judge_by_a_member_keeps_its_own(plan: TrainPlan) -> None:
     blind = dataclasses.replace(plan.shards[0], num_validation_rows=0)
     wanted = order(
-        dataclasses.replace(plan, shards=(blind,)), Net(), CONFIG, is_population=True, part=PART
+        dataclasses.replace(plan, shards=(blind,)),
+        Net(),
+        CONFIG,
+        work=population_member.work,
+        part=PART,
     )
     state = pack_parts({**parts(), RIVAL_MODEL: model(4), RIVAL_REST: b""})
     found = dict(round_task.run(place(plan, num_validation_rows=0), wanted, state))
@@ -151,15 +156,15 @@ def test_rows_that_are_set_aside_are_measured_on_and_not_trained_on(plan: TrainP
     shard = dataclasses.replace(plan.shards[0], num_validation_rows=0)
     amended = Tournament(holdout_fraction=0.25).hold_out(dataclasses.replace(plan, shards=(shard,)))
     held = amended.shards[0]
-    wanted = order(amended, Net(), CONFIG, is_population=True)
+    wanted = order(amended, Net(), CONFIG, work=population_member.work)
     where = place(plan, num_validation_rows=0)
     list(round_task.run(where, wanted, pack_parts(parts())))
-    warm = round_task._warm[0]
+    warm = KEPT.value
     train, validation = (warm.open(where.shard, split) for split in ("train", "validation"))
     assert (train.num_rows, validation.num_rows) == (held.num_rows, held.num_validation_rows)
-    round_task.cool_down()
+    KEPT.release()
     list(round_task.run(place(plan), order(plan, Net()), encoded({"model": {}})))
-    whole = round_task._warm[0].open(plan.shards[0], "train")
+    whole = KEPT.value.open(plan.shards[0], "train")
     kept, held_out, all_rows = (rows._shards[0].columns for rows in (train, validation, whole))
     for name, column in all_rows.items():
         assert torch.equal(torch.cat([kept[name], held_out[name]]), column)

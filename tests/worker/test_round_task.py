@@ -24,6 +24,7 @@ from sparkdl.serialization.packed_module import pack
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.worker import round_task
+from sparkdl.worker.kept import KEPT
 from sparkdl.worker.round_task import RoundOrder, RoundPlace
 from tests.worker import test_training
 from tests.worker.test_training import CONFIG, Driver
@@ -36,9 +37,9 @@ PART = RoundPart(epoch=0, step_in_epoch=1, step=1, num_steps=2)
 
 @pytest.fixture(autouse=True)
 def cold() -> Iterator[None]:
-    round_task.cool_down()
+    KEPT.release()
     yield
-    round_task.cool_down()
+    KEPT.release()
 
 
 class Net(nn.Sequential):
@@ -58,7 +59,7 @@ def order(
     values: dict[str, Any] = {
         "run_id": "run", "attempt": 0, "plan": plan, "part": PART, "threads": 1,
         "payload": round_task.pack_payload(config, packed.skeleton, packed.tensors),
-        "versions": versions(),
+        "versions": versions(), "work": round_task.train_or_evaluate,
     }  # fmt: skip
     return RoundOrder(**{**values, **changes})
 
@@ -91,15 +92,15 @@ def test_a_task_trains_its_steps_and_gives_its_state(plan: TrainPlan, driver: Dr
 def test_a_warm_process_gives_the_bits_of_a_cold_one(plan: TrainPlan) -> None:
     wanted = order(plan, Net())
     cold = work(place(plan), wanted)["state"]
-    replica = round_task._warm[0].replica
+    replica = KEPT.value.replica
     other = dataclasses.replace(PART, step_in_epoch=0, step=0)
     work(place(plan), dataclasses.replace(wanted, part=other))
     assert work(place(plan), wanted)["state"] == cold
-    assert round_task._warm[0].replica is replica
+    assert KEPT.value.replica is replica
     work(place(plan), dataclasses.replace(wanted, run_id="another"))
-    assert round_task._warm[0].replica is not replica
-    round_task.cool_down()
-    assert round_task._warm == []
+    assert KEPT.value.replica is not replica
+    KEPT.release()
+    assert KEPT.value is None
 
 
 def test_an_evaluation_gives_sums_and_metrics(plan: TrainPlan) -> None:

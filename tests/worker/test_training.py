@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
-from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
-from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.runtime.versions import WorkerEnvironment, versions
+from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
 from sparkdl.storage.storage import open_storage

@@ -28,7 +28,7 @@ from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.session.compat import described, num_slots
-from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import check_writable
 
 logger = logging.getLogger(__name__)

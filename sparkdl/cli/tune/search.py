@@ -21,7 +21,7 @@ from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.report.summary import finite
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.params.stage_metadata import check_place
-from sparkdl.spark.session.hadoop_storage import open_on_driver
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparkdl.errors import ConfigError
+from sparkdl.runtime.public_names import make_named, public_classes
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
@@ -13,59 +12,25 @@ if TYPE_CHECKING:
 __all__ = ["COMPRESSIONS", "resolve"]
 
 COMPRESSIONS = {
-    "bf16": "sparkdl:BF16Compression",
-    "fp16": "sparkdl:FP16Compression",
-    "int8": "sparkdl:Int8Compression",
-    "onebit": "sparkdl:OneBitCompression",
-    "powersgd": "sparkdl:PowerSGD",
-    "threshold": "sparkdl:ThresholdCompression",
-    "topk": "sparkdl:TopKCompression",
-    "twobit": "sparkdl:TwoBitCompression",
+    name.removesuffix("compression"): path
+    for name, path in public_classes(__name__).items()
+    if path not in ("sparkdl:Compression", "sparkdl:Compressor")
 }
-"""Name -> where the class is; classes are imported when they are asked for."""
+"""Name -> path of the class, of all that ``sparkdl/__init__.pyi`` lists; imported when asked for.
+
+To add a compression, write its file here and add its line there.
+"""
 
 
 def resolve(compression: str | Compression | type[Compression] | None) -> Compression | None:
-    """The compression that the user named.
-
-    Args:
-        compression: an object, which is returned as it is; or a class, a name of `COMPRESSIONS` or
-            a ``"package.module:Class"``, which are made with their default options; None means
-            none.
+    """The compression that the user named; None means none. See `public_names.make_named`.
 
     Raises:
         ConfigError: there is no such compression.
     """
     from sparkdl.comm.compression.compression import Compression
 
-    if compression is None or isinstance(compression, Compression):
-        return compression
-    found: object = compression
-    if isinstance(compression, str):
-        found = _import(COMPRESSIONS.get(compression.lower(), compression))
-    if not (isinstance(found, type) and issubclass(found, Compression)):
-        raise ConfigError(
-            f"compression must be a Compression, its name, or None; received {compression!r}"
-        )
-    try:
-        return found()
-    except TypeError as error:
-        raise ConfigError(
-            f"compression {compression!r} cannot be made without options ({error}); "
-            "pass an object instead of its name"
-        ) from error
-
-
-def _import(path: str) -> object:
-    module, _, name = path.partition(":")
-    if not name:
-        known = ", ".join(sorted(COMPRESSIONS))
-        raise ConfigError(
-            f"unknown compression {path!r}; known: {known}, or name a class of your own as "
-            "'package.module:Class'"
-        )
-    try:
-        found: object = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"compression {path!r} cannot be imported: {error}") from error
-    return found
+    if compression is None:
+        return None
+    made: Compression = make_named(compression, Compression, COMPRESSIONS, "compression")
+    return made

@@ -31,11 +31,9 @@ class Cast(Compression):
     dtype: ClassVar[torch.dtype]
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         return CastCompressor(self.dtype, comm)
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         return all_reduce_bytes(count(shapes) * self.dtype.itemsize, world_size)
 
 
@@ -61,7 +59,6 @@ class CastCompressor(Compressor):
         self._comm = comm
 
     def start(self, flat: torch.Tensor) -> Pending:
-        """See `Compressor.start`."""
         small = flat.to(self._dtype, copy=True)
         pending = [self._comm.all_reduce_async(small)] if len(flat) else []
         return After(pending, functools.partial(_widen, small, flat))

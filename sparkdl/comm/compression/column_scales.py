@@ -130,7 +130,6 @@ class ColumnCodec(Codec):
         return [cls(layout, num_columns, code_bytes, dtype) for layout in layouts]
 
     def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
-        """See `Codec.encode`."""
         numbers = self._numbers(message)
         scratch = self._scratch(values)
         place = self._header_bytes
@@ -146,7 +145,6 @@ class ColumnCodec(Codec):
                 place = end
 
     def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Codec.decode_add`."""
         numbers = self._numbers(message)
         scratch = self._scratch(out)
         place = self._header_bytes

@@ -123,7 +123,6 @@ class After:
         self._finish = finish
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
         for pending in self._pending:
             pending.wait()
         self._finish()

@@ -95,7 +95,6 @@ class ScatterCompressor(Compressor):
         self._message = torch.zeros_like(self._gathered[0])
 
     def start(self, flat: torch.Tensor) -> Pending:
-        """See `Compressor.start`."""
         self._step += 1
         if self._step <= self._warmup_steps or not len(flat):
             return self._comm.all_reduce_async(flat) if len(flat) else After([], lambda: None)
@@ -120,19 +119,15 @@ class ScatterCompressor(Compressor):
             codec.decode_add(message, flat[start:stop])
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
         self._step = state["step"]
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Compressor.rank_state_dict`."""
         return {"residual": self._residual, "sums_residual": self._sums_residual}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_rank_state_dict`."""
         self._residual.copy_(state["residual"])
         self._sums_residual.copy_(state["sums_residual"])
 

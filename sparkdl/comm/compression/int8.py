@@ -33,13 +33,11 @@ class Int8Compression(Compression):
             raise ConfigError(f"scale must be 'row' or 'tensor'; received {self.scale!r}")
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         shapes = shapes_of(views)
         codecs = self._codecs(shapes, comm.world_size, views[0].dtype)
         return ScatterCompressor(comm, codecs, codecs, count(shapes), views[0])
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         dtype = torch.float64 if element_size == 8 else torch.float32
         codec = self._codecs(shapes, world_size, dtype)[0]
         return scatter_bytes(codec, codec, count(shapes), world_size)

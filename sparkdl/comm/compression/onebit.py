@@ -36,13 +36,11 @@ class OneBitCompression(Compression):
             raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         shapes = shapes_of(views)
         codecs = OneBitCodec.of_slices(shapes, comm.world_size, views[0].dtype)
         return ScatterCompressor(comm, codecs, codecs, count(shapes), views[0], self.warmup_steps)
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         dtype = torch.float64 if element_size == 8 else torch.float32
         codec = OneBitCodec.of_slices(shapes, world_size, dtype)[0]
         return scatter_bytes(codec, codec, count(shapes), world_size)

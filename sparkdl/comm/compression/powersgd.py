@@ -58,11 +58,9 @@ class PowerSGD(Compression):
             )
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         return PowerSGDCompressor(self, shapes_of(views), comm, views[0])
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         plan = Plan(shapes, self.rank, self.min_compression)
         sizes = (plan.first_numel, plan.second_numel)
         return sum(all_reduce_bytes(size * element_size, world_size) for size in sizes)
@@ -125,7 +123,6 @@ class PowerSGDCompressor(Compressor):
         self._q = start.to(like)
 
     def start(self, flat: torch.Tensor) -> Pending:
-        """See `Compressor.start`."""
         self._step += 1
         if self._step <= self._warmup_steps or not self._plan.matrices:
             return self._comm.all_reduce_async(flat) if len(flat) else After([], lambda: None)
@@ -158,20 +155,16 @@ class PowerSGDCompressor(Compressor):
         return list(zip(self._plan.others, parts, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
         return {"step": self._step, "q": self._q}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
         self._step = state["step"]
         self._q.copy_(state["q"])
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Compressor.rank_state_dict`."""
         return {"residual": self._residual}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_rank_state_dict`."""
         self._residual.copy_(state["residual"])
 
 

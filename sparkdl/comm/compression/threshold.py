@@ -84,7 +84,6 @@ class ThresholdCompression(Compression):
             raise ConfigError(f"clip_every must be at least 1; received {self.clip_every}")
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         numel = count(shapes_of(views))
         if numel >= 1 << 31:
             raise ConfigError(
@@ -121,7 +120,6 @@ class ThresholdCompressor(Compressor):
         self._was_dense = False
 
     def start(self, flat: torch.Tensor) -> Pending:
-        """See `Compressor.start`."""
         if not len(flat):
             return After([], lambda: None)
         self._step += 1
@@ -153,19 +151,15 @@ class ThresholdCompressor(Compressor):
             self._threshold = self._options.adapted(self._threshold, sparsity)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
         return {"step": self._step, "threshold": self._threshold}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
         self._step, self._threshold = state["step"], state["threshold"]
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Compressor.rank_state_dict`."""
         return {"residual": self._residual}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_rank_state_dict`."""
         self._residual.copy_(state["residual"])
 
 

@@ -119,7 +119,6 @@ class TopKCompression(Compression):
             raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
 
     def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `Compression.check`."""
         super().check(config, world_size)
         if self.momentum and _has_momentum(config):
             raise ConfigError(
@@ -129,7 +128,6 @@ class TopKCompression(Compression):
             )
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         shapes = shapes_of(views)
         if count(shapes) >= 1 << 31:
             raise ConfigError(
@@ -139,7 +137,6 @@ class TopKCompression(Compression):
         return TopKCompressor(self, shapes, comm, views[0])
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         matrices, vectors = places_of(shapes)
         num_dense = sum(stop - start for start, stop in vectors)
         num_sent = sum(num_largest(stop - start, self.density) for start, stop in matrices)
@@ -171,7 +168,6 @@ class TopKCompressor(Compressor):
         self._dense_velocity = like.new_zeros(len(self._dense) if options.momentum else 0)
 
     def start(self, flat: torch.Tensor) -> Pending:
-        """See `Compressor.start`."""
         density = self._options.density_at(self._step)
         self._step += 1
         pending = []
@@ -237,20 +233,16 @@ class TopKCompressor(Compressor):
             flat[start:stop] = values
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
         return {"step": self._step, "dense_velocity": self._dense_velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
         self._step = state["step"]
         self._dense_velocity.copy_(state["dense_velocity"])
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Compressor.rank_state_dict`."""
         return {"residual": self._residual, "velocity": self._velocity}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Compressor.load_rank_state_dict`."""
         self._residual.copy_(state["residual"])
         self._velocity.copy_(state["velocity"])
 

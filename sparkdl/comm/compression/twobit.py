@@ -47,7 +47,6 @@ class TwoBitCompression(Compression):
             raise ConfigError(f"threshold must be positive; received {self.threshold}")
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
-        """See `Compression.make`."""
         numel = count(shapes_of(views))
         first, second = self._codecs(numel, comm.world_size)
         return ScatterCompressor(
@@ -55,7 +54,6 @@ class TwoBitCompression(Compression):
         )
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
-        """See `Compression.wire_bytes`."""
         numel = count(shapes)
         return scatter_bytes(*self._codecs(numel, world_size), numel, world_size)
 
@@ -92,7 +90,6 @@ class TwoBitCodec(Codec):
         _flag(message).copy_(torch.where(total.isfinite(), 1.0, math.nan))
 
     def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Codec.decode_add`."""
         ternary = Ternary(len(out), out)
         flag = _flag(message).to(out.dtype)
         for start, stop in ternary.blocks:
@@ -115,7 +112,6 @@ class CountCodec(Codec):
             self._write(values[start:stop], self._place(message, start, stop))
 
     def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Codec.decode_add`."""
         unit = _flag(message).to(out.dtype) * self._unit
         for start, stop in _blocks(len(out)):
             counts = self._read(self._place(message, start, stop), stop - start)

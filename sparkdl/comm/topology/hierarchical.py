@@ -50,7 +50,6 @@ class HierarchicalShared(Shared):
         self._across = across
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """See `Communicator.all_reduce_async`."""
         if not is_summable(tensor):
             return super().all_reduce_async(tensor)
         return self._node.start(tensor, self._sum_across)
@@ -76,7 +75,6 @@ class HierarchicalMessages(DeferredTopology):
         self._is_even = is_even(comm.nodes)
 
     def sum_now(self, tensor: torch.Tensor) -> None:
-        """See `DeferredTopology.sum_now`."""
         with self._counted(self._local), self._counted(self._across):
             if self._is_even:
                 self._sum_by_shares(tensor)

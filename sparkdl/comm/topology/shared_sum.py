@@ -283,7 +283,6 @@ class _Sum:
         self.is_finished = False
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
         self._owner.finish(self)
 
     def add(self) -> None:
@@ -335,7 +334,6 @@ class Shared(Topology):
 
     @property
     def waited_seconds(self) -> float:
-        """See `Communicator.waited_seconds`."""
         return super().waited_seconds + self._node.waited_seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -349,13 +347,11 @@ class Shared(Topology):
         return super().allocate(numel, dtype, device)
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """See `Communicator.all_reduce_async`."""
         if not is_summable(tensor):
             return super().all_reduce_async(tensor)
         return self._node.start(tensor)
 
     def close(self) -> None:
-        """See `Topology.close`."""
         self._node.close()
 
 

@@ -29,71 +29,57 @@ class Topology:
 
     @property
     def waited_seconds(self) -> float:
-        """See `Communicator.waited_seconds`."""
         return self._comm.waited_seconds
 
     def close(self) -> None:
         """Give back what was taken for the sums, also after a failure; waits for nobody."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Communicator.allocate`."""
         return self._comm.allocate(numel, dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See `Communicator.all_reduce`."""
         self.all_reduce_async(tensor).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """See `Communicator.all_reduce_async`."""
         with self._counted(self._comm):
             return self._comm.all_reduce_async(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Communicator.all_gather`."""
         with self._counted(self._comm):
             return self._comm.all_gather(tensor)
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """See `Communicator.all_gather_async`."""
         with self._counted(self._comm):
             return self._comm.all_gather_async(tensor, out)
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        """See `Communicator.all_to_all_async`."""
         with self._counted(self._comm):
             return self._comm.all_to_all_async(tensor, out)
 
     def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
-        """See `Communicator.exchange`."""
         with self._counted(self._comm):
             return self._comm.exchange(tensor, peer)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """See `Communicator.send`."""
         with self._counted(self._comm):
             self._comm.send(tensor, to)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """See `Communicator.receive`."""
         self._comm.receive(tensor, source)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """See `Communicator.broadcast`."""
         with self._counted(self._comm):
             self._comm.broadcast(tensor, source)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """See `Communicator.broadcast_bytes`."""
         with self._counted(self._comm):
             return self._comm.broadcast_bytes(data, source)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """See `Communicator.all_gather_bytes`."""
         with self._counted(self._comm):
             return self._comm.all_gather_bytes(data)
 
     def barrier(self) -> None:
-        """See `Communicator.barrier`."""
         with self._counted(self._comm):
             self._comm.barrier()
 
@@ -123,7 +109,6 @@ class DeferredTopology(Topology):
         self._waiting: deque[_DeferredSum] = deque()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        """See `Communicator.all_reduce_async`."""
         started = _DeferredSum(self, tensor)
         self._waiting.append(started)
         return started

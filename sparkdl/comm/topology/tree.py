@@ -24,7 +24,6 @@ class Tree(DeferredTopology):
     """
 
     def sum_now(self, tensor: torch.Tensor) -> None:
-        """See `DeferredTopology.sum_now`."""
         with self._counted(self._comm):
             sum_at_first(self._comm, tensor)
             spread_from_first(self._comm, tensor)

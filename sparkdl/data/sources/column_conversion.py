@@ -14,9 +14,8 @@ import pyarrow.compute as pc
 
 from sparkdl.data.column_readers import BadRows, Rows, read
 from sparkdl.data.column_stats import bad_values, bad_values_message, made_dtype
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Sequence, Sparse, Tensor
 

@@ -1,4 +1,4 @@
-"""How do samples of a torch dataset become the rows of an epoch?"""
+"""Samples of a torch dataset as the rows of an epoch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.column_stats import bad_values, bad_values_message
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Array
-from sparkdl.data.spool.writer import SpoolColumn
+from sparkdl.data.shuffle import epoch_order
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Tensor
 
@@ -215,31 +215,18 @@ class _SampledRows:
     def __init__(
         self,
         sampler: Sampler,
-        factory: Callable[..., Any],
+        make: Callable[[int, int, int], Any],
         parts: Sequence[tuple[int, int]],
-        num_shards: int,
     ) -> None:
+        """Take the function that makes the dataset of a shard, an epoch and a seed."""
         self._sampler = sampler
-        self._factory = factory
+        self._make = make
         self._parts = tuple(parts)
-        self._num_shards = num_shards
-        self._made: Any = None
-        """The dataset, where it is the same for all epochs."""
 
     @property
     def num_rows(self) -> int:
         """Rows of all shards."""
         return sum(rows for _, rows in self._parts)
-
-    def _make(self, shard_id: int, epoch: int, seed: int) -> Any:
-        from sparkdl.data.sources.torch_dataset import DatasetShard, make, takes_part
-
-        part = DatasetShard(shard_id=shard_id, num_shards=self._num_shards, epoch=epoch, seed=seed)
-        if takes_part(self._factory):
-            return make(self._factory, part)
-        if self._made is None:
-            self._made = make(self._factory, part)
-        return self._made
 
     @staticmethod
     def _refuse(num_together: int | None) -> None:
@@ -253,27 +240,22 @@ class MapRows(_SampledRows):
     def __init__(
         self,
         sampler: Sampler,
-        factory: Callable[..., Any],
+        make: Callable[[int, int, int], Any],
         parts: Sequence[tuple[int, int]],
-        num_shards: int,
         indices: Sequence[Array],
         fingerprints: Sequence[str],
     ) -> None:
-        super().__init__(sampler, factory, parts, num_shards)
+        super().__init__(sampler, make, parts)
         self._indices = np.concatenate([np.empty(0, np.int64), *indices])
         self._fingerprints = tuple(fingerprints)
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        """See `source.ShardRows.epoch`."""
-        from sparkdl.data.shuffle import epoch_order
-
         self._refuse(num_together)
         rows = [count for _, count in self._parts]
         order = epoch_order(seed, epoch, self._fingerprints, rows)
         return SampledEpoch(self._sampler, self._taker(order, epoch, seed))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        """See `source.ShardRows.in_order`."""
         take = self._taker(np.arange(self.num_rows), 0, 0)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
@@ -298,12 +280,10 @@ class IterableRows(_SampledRows):
     """Samples as the dataset gives them."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        """See `source.ShardRows.epoch`."""
         self._refuse(num_together)
         return SampledEpoch(self._sampler, self._taker(epoch, seed))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        """See `source.ShardRows.in_order`."""
         take = self._taker(0, 0)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
@@ -349,7 +329,6 @@ class SampledEpoch:
 
     @property
     def row_bytes(self) -> int:
-        """See `source.EpochRows.row_bytes`."""
         return row_bytes(self._sampler.columns)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:

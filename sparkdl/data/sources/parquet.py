@@ -67,13 +67,11 @@ class ParquetSource:
             )
 
     def schema(self) -> pa.Schema:
-        """See `source.Source.schema`."""
         schema = list_files(str(self.path)).schema
         fields = [field.with_type(as_spark(field.type)) for field in schema]
         return pa.schema(fields, metadata=schema.metadata)
 
     def contents(self, wanted: Wanted) -> Contents:
-        """See `source.Source.contents`."""
         if wanted.validation is not None and self.validation_fraction:
             raise ConfigError("set either validation_fraction or validationIndicatorCol, not both")
         return _Survey(self, wanted, list_files(str(self.path))).contents()

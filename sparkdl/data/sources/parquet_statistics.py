@@ -18,12 +18,11 @@ import pyarrow.parquet as pq
 
 from sparkdl.data.column_readers import BadRows, Rows
 from sparkdl.data.column_stats import ColumnStats, bad_values, bad_values_message, made_dtype
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.sources.column_conversion import column_at, found_rows
 from sparkdl.data.sources.parquet_files import Listing, Reader
 from sparkdl.data.sources.row_groups import Group, place
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Tensor
 

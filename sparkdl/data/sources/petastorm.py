@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkdl.data.plan import Shard, TrainPlan
+from sparkdl.data.plan import Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.source import Contents, Wanted, with_shapes
 from sparkdl.data.sources.dataset_rows import (
     Fields,
@@ -42,7 +42,6 @@ from sparkdl.data.sources.row_groups import (
     pieces_together,
     place,
 )
-from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ class PetastormSource:
             )
 
     def schema(self) -> pa.Schema:
-        """See `source.Source.schema`."""
         listing, groups = self._groups()
         sample = self._first(listing.files, groups, None)
         return pa.schema(
@@ -100,7 +98,6 @@ class PetastormSource:
         )
 
     def contents(self, wanted: Wanted) -> Contents:
-        """See `source.Source.contents`."""
         if wanted.validation is not None:
             raise ConfigError(
                 "validationIndicatorCol needs a DataFrame or a ParquetSource; use "
@@ -184,7 +181,6 @@ class PetastormShards:
     """Pieces that are mixed."""
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `source.ShardSource.open`."""
         from sparkdl.data.sources.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]

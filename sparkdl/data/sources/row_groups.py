@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.plan import Column, Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.sources.column_conversion import checked_rows, column_at, owned
 from sparkdl.data.sources.parquet_files import DataFile, Reader
-from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import DataError
 
 if TYPE_CHECKING:
@@ -212,7 +211,6 @@ class RowGroupShards:
     row_bytes: int
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `source.ShardSource.open`."""
         from sparkdl.data.sources.streamed import StreamedRows
 
         pieces = [piece for shard in shards for piece in self.pieces[shard.shard_id].of(split)]

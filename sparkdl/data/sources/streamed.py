@@ -64,7 +64,6 @@ class StreamedRows(Generic[P]):
         return sum(rows for _, rows in self._pieces)
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> StreamedEpoch:
-        """See `source.ShardRows.epoch`."""
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a source's lengths are not known")
         sizes = [rows for _, rows in self._pieces]
@@ -121,7 +120,6 @@ class StreamedEpoch:
 
     @property
     def row_bytes(self) -> int:
-        """See `source.EpochRows.row_bytes`."""
         return self._row_bytes
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:

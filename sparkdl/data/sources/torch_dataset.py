@@ -1,4 +1,4 @@
-"""How does a fit train on a torch ``Dataset`` of the user's own?
+"""A torch ``Dataset`` of the user's own as a source.
 
 Workers make the dataset by calling the user's function. A map-style one is dealt to shards by index
 and shuffled by sparkdl; an iterable one says itself what a shard holds, and in which order.
@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.plan import Shard, TrainPlan
+from sparkdl.data.plan import Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.source import Contents, Wanted, rows_of, with_shapes
 from sparkdl.data.sources.dataset_rows import (
     Fields,
+    IterableRows,
+    MapRows,
+    Sampler,
     check_kinds,
     column_of,
     element_type,
     named,
     nested,
 )
-from sparkdl.data.spool.writer import Split, SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -104,14 +106,12 @@ class DatasetSource:
             raise ConfigError("num_validation_rows needs a dataset for validation: validation=...")
 
     def schema(self) -> pa.Schema:
-        """See `source.Source.schema`."""
         sample = self._first(_part(0, 1))
         return pa.schema(
             [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
         )
 
     def contents(self, wanted: Wanted) -> Contents:
-        """See `source.Source.contents`."""
         if wanted.validation is not None:
             raise ConfigError(
                 "validationIndicatorCol needs a DataFrame or files; use "
@@ -185,18 +185,16 @@ class DatasetShards:
     wanted: tuple[SpoolColumn, ...]
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        """See `source.ShardSource.open`."""
-        from sparkdl.data.sources.dataset_rows import IterableRows, MapRows, Sampler
-
         which = 0 if split == "train" else 1
         sampler = Sampler(plan.columns, self.wanted, self.names)
-        sizes, factory = self.sizes[which], self.factories[which]
+        sizes = self.sizes[which]
+        make_part = _Maker(self.factories[which], len(sizes))
         parts = [(shard.shard_id, rows_of(shard, split)) for shard in shards]
         if self.styles[which] == "iterable":
-            return IterableRows(sampler, factory, parts, len(sizes))
+            return IterableRows(sampler, make_part, parts)
         fingerprints = [shard.fingerprint for shard in shards]
         indices = [dealt(sizes, number) for number, _ in parts]
-        return MapRows(sampler, factory, parts, len(sizes), indices, fingerprints)
+        return MapRows(sampler, make_part, parts, indices, fingerprints)
 
     def is_here(self, shard: Shard) -> bool:
         """See `source.ShardSource.is_here`: the user's function is everywhere."""
@@ -212,6 +210,23 @@ def dealt(sizes: Sequence[int], number: int) -> np.ndarray:
     order = np.random.Generator(np.random.PCG64(total)).permutation(total)
     start = sum(sizes[:number])
     return np.sort(order[start : start + sizes[number]])
+
+
+class _Maker:
+    """Makes the dataset of a shard for an epoch; only once if its function takes no argument."""
+
+    def __init__(self, factory: Callable[..., Any], num_shards: int) -> None:
+        self._factory = factory
+        self._num_shards = num_shards
+        self._made: Any = None
+
+    def __call__(self, shard_id: int, epoch: int, seed: int) -> Any:
+        part = DatasetShard(shard_id=shard_id, num_shards=self._num_shards, epoch=epoch, seed=seed)
+        if takes_part(self._factory):
+            return make(self._factory, part)
+        if self._made is None:
+            self._made = make(self._factory, part)
+        return self._made
 
 
 def make(factory: Callable[..., Any], part: DatasetShard) -> Any:

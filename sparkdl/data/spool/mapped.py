@@ -1,4 +1,4 @@
-"""How are the rows of shards that are mapped into memory read in an epoch's order?"""
+"""Shards that are mapped into memory, and their rows in an epoch's order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class MappedRows:
         return self
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> MappedEpoch:
-        """See `source.ShardRows.epoch`."""
         places = self._places(seed, epoch)
         if num_together is not None:
             steps = self._plan.steps_per_epoch

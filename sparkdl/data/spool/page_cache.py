@@ -105,7 +105,6 @@ class EqualRows:
     row_bytes: int
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """See `FilePart`."""
         return start * self.row_bytes, stop * self.row_bytes
 
 
@@ -118,7 +117,6 @@ class RaggedRows:
     offsets: Array
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """See `FilePart`."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         return first * self.value_bytes, last * self.value_bytes
 

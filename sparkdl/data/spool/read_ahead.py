@@ -35,7 +35,6 @@ class WholePlaces:
         self._order = order
 
     def positions(self, start: int, stop: int) -> Order:
-        """See `Places`."""
         return self._order[start:stop]
 
     def used(self, place: int) -> None:
@@ -65,7 +64,6 @@ class WindowedPlaces:
         self._is_begun, self._is_over = False, False
 
     def positions(self, start: int, stop: int) -> Order:
-        """See `Places`."""
         if stop <= start:
             return np.empty(0, dtype=np.int64)
         first, last = self._order.window_of(start), self._order.window_of(stop - 1)
@@ -82,7 +80,6 @@ class WindowedPlaces:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def used(self, place: int) -> None:
-        """See `Places`."""
         if not self._is_begun or place >= len(self._order):
             return  # at the end `close` follows
         window = self._order.window_of(place)
@@ -150,7 +147,6 @@ class PlacesByLength:
         """First place of the group at hand, and its rows."""
 
     def positions(self, start: int, stop: int) -> Order:
-        """See `Places`."""
         pieces = []
         while start < stop:
             if not 0 <= start - self._start < len(self._dealt):
@@ -161,13 +157,11 @@ class PlacesByLength:
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
     def used(self, place: int) -> None:
-        """See `Places`."""
         if self._start <= place < self._start + len(self._dealt):
             place = self._start  # the whole group was read, and is still needed
         self._places.used(place)
 
     def close(self) -> None:
-        """See `Places`."""
         self._places.close()
 
     def _deal(self, place: int) -> None:

@@ -1,19 +1,17 @@
-"""How is a partition written once to local disk, and opened many times as tensors?
+"""A partition written once to local disk, and opened many times as tensors.
 
-One contiguous raw file per column and split, so that a whole shard is one memory-mapped tensor
-per column. Bad rows do not raise here: they are counted, because the driver reports them for all
-shards together, with column, count and an example.
+There is one contiguous raw file per column and split, so that a whole shard is one memory-mapped
+tensor per column. Bad rows do not raise here: they are counted, because the driver reports them for
+all shards together, with column, count and an example.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,15 +19,13 @@ import pyarrow as pa
 from sparkdl.data.arrow_arrays import examine
 from sparkdl.data.column_readers import BadRows, Rows, read, read_usable
 from sparkdl.data.column_stats import ColumnStats, SpoolSummary, bad_values, made_dtype
-from sparkdl.data.plan import Column, Role
+from sparkdl.data.plan import Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
-from sparkdl.data.spool.local_disk import disk_errors, told
-from sparkdl.data.spool.page_cache import EqualRows, FilePart, MappedFile, Pages, RaggedRows
-from sparkdl.errors import ShardLost
-from sparkdl.inputs import Image, Specification, Tensor
+from sparkdl.data.spool.local_disk import disk_errors
+from sparkdl.inputs import Image, Specification
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def leave_out(
@@ -91,33 +87,10 @@ def chosen(rows: Rows, mask: Array) -> Rows:
     return rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
 
 
-Split = Literal["train", "validation"]
-
 OFFSETS = "-offsets"
 """Suffix of the file that says where rows end."""
 _ROWS_AT_ONCE = 256
 """Rows that are made at a time: images, once decoded, need many times their bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolColumn:
-    """A column as it is asked for: its shape is found while spooling."""
-
-    name: str
-    role: Role
-    dtype: str
-    """Of the values; for the result of a transform that of floating ones."""
-    as_classes: bool = False
-    """Values must be whole, non-negative numbers."""
-    specification: Specification | None = None
-    """None: a tensor, named in the simple way."""
-    shape: tuple[int, ...] | None = None
-    """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
-
-    @property
-    def kind(self) -> Specification:
-        """The specification, also where the user gave none."""
-        return self.specification or Tensor(self.name)
 
 
 class SpoolWriter:
@@ -171,7 +144,7 @@ class SpoolWriter:
         self._directory.mkdir(parents=True)
         for split in self._splits():
             for index, column in enumerate(self._columns):
-                for part in _parts(column.kind):
+                for part in column_parts(column.kind):
                     path = column_path(self._directory, split, index, part)
                     self._files[split, index, part] = path.open("wb", buffering=0)
                 if column.kind.num_parts:
@@ -327,7 +300,7 @@ class SpoolWriter:
     def _note_made(self, index: int, rows: Rows) -> None:
         """What a transform made of the rows counts too: its code may change."""
         arrays = (*rows.own(), rows.lengths) if isinstance(rows, Ragged) else (rows,)
-        for part, values in zip(_parts(self._columns[index].kind), arrays, strict=True):
+        for part, values in zip(column_parts(self._columns[index].kind), arrays, strict=True):
             digest = self._made_digests.setdefault((index, part), hashlib.blake2b(digest_size=16))
             digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
@@ -335,7 +308,9 @@ class SpoolWriter:
         if not isinstance(rows, Ragged):
             self._put(split, index, "", rows)
             return
-        for part, values in zip(_parts(self._columns[index].kind)[:-1], rows.own(), strict=True):
+        for part, values in zip(
+            column_parts(self._columns[index].kind)[:-1], rows.own(), strict=True
+        ):
             self._put(split, index, part, values)
         ends = np.cumsum(rows.lengths) + self._ends.get((split, index), 0)
         self._put(split, index, OFFSETS, ends)
@@ -349,100 +324,12 @@ class SpoolWriter:
             data = data[file.write(data) :]
 
 
-@dataclass(frozen=True)
-class OpenSpool:
-    """A split of a shard, mapped into memory."""
-
-    columns: dict[str, torch.Tensor | Ragged]
-    """Key of each column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
-    process, read on demand."""
-    pages: Pages
-    """Which of it is in memory."""
-
-
-def open_spool(
-    directory: Path, columns: Sequence[Column], *, num_rows: int, split: Split
-) -> OpenSpool:
-    """Map a split of a shard into memory.
-
-    Args:
-        directory: the shard's spool.
-        columns: the spool's columns, in the order in which they were written.
-        num_rows: rows of the split, as the shard table says.
-        split: which split.
-
-    Raises:
-        ShardLost: a file is missing or has another size than the table says.
-        StorageError: a file cannot be opened.
-    """
-    import torch
-
-    opened: dict[str, torch.Tensor | Ragged] = {}
-    parts: list[FilePart] = []
-    for index, column in enumerate(columns):
-        if column.kind.num_parts:
-            opened[column.key] = _map_ragged(directory, split, index, column, num_rows, parts)
-            continue
-        path, shape = column_path(directory, split, index), (num_rows, *column.shape)
-        opened[column.key] = torch.from_numpy(_map(path, column.dtype, shape, parts))
-    return OpenSpool(opened, Pages(parts))
-
-
-def _map_ragged(
-    directory: Path,
-    split: Split,
-    index: int,
-    column: Column,
-    num_rows: int,
-    parts: list[FilePart],
-) -> Ragged:
-    *names, offsets_name = _parts(column.kind)
-    offsets, own = np.zeros(1, dtype=np.int64), list[FilePart]()
-    if num_rows:  # otherwise the split need not be there
-        path = column_path(directory, split, index, offsets_name)
-        offsets = _map(path, "int64", (num_rows + 1,), own)
-    total, arrays = int(offsets[-1]), []
-    for name, (dtype, inner) in zip(names, stored_parts(column), strict=True):
-        path, found = column_path(directory, split, index, name), list[FilePart]()
-        arrays.append(_map(path, dtype, (total, *inner), found))
-        parts += [RaggedRows(part.file, part.span(0, 1)[1], offsets) for part in found]
-    parts += own  # last: they say where the values are
-    return Ragged(tuple(arrays), offsets, column.shape)
-
-
-def stored_parts(column: Column) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and inner shape of each array of values of a column whose rows may differ."""
-    kinds: dict[int, list[tuple[str, tuple[int, ...]]]] = {
-        1: [(column.dtype, () if isinstance(column.kind, Image) else column.shape)],
-        2: [("int32", ()), (column.dtype, ())],
-    }
-    return kinds[column.kind.num_parts]
-
-
-def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) -> Array:
-    """The file's values; adds the file to ``parts`` unless it is empty."""
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
-    if expected == 0:
-        return np.empty(shape, dtype)
-    try:
-        size = path.stat().st_size
-        if size != expected:
-            raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
-        file = MappedFile(path, size)
-    except FileNotFoundError:
-        raise ShardLost(f"spool file {path} is not on this host") from None
-    except OSError as error:
-        raise told(error, "read", path) from error
-    parts.append(EqualRows(file, expected // shape[0]))
-    return file.values(dtype).reshape(shape)
-
-
 def column_path(directory: Path, split: Split, index: int, part: str = "") -> Path:
     """File of column number ``index``, or of a part of it."""
     return directory / f"{split}-{index:03d}{part}.bin"
 
 
-def _parts(kind: Specification) -> list[str]:
+def column_parts(kind: Specification) -> list[str]:
     """Suffixes of a column's files: of the values, then of the offsets where rows may differ."""
     if not kind.num_parts:
         return [""]

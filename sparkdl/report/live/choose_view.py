@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.report.live.progress import ProgressView, ReportView, SilentView, View
+from sparkdl.report.live.progress import (
+    LinesView,
+    ProgressView,
+    ReportView,
+    SilentView,
+    View,
+    on_terminal,
+)
 
 
 def fit_view(plan: TrainPlan, verbose: int) -> View:
-    """Nothing, a notebook's curves, or a console's bar.
+    """Nothing, a notebook's curves, a terminal's bar, or lines for a file.
 
     Args:
         plan: of the fit.
@@ -18,7 +25,9 @@ def fit_view(plan: TrainPlan, verbose: int) -> View:
         return SilentView()
     if in_notebook():
         return NotebookView(board_of_cell(), plan, shows_logs=verbose > 1)
-    return ProgressView(plan, shows_logs=verbose > 1)
+    if on_terminal():
+        return ProgressView(plan, shows_logs=verbose > 1)
+    return LinesView(plan, shows_logs=verbose > 1)
 
 
 def shows_lines(verbose: int) -> bool:

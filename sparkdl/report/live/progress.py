@@ -1,13 +1,14 @@
-"""What does the driver show while workers train?
+"""What the driver shows while workers train.
 
-A progress bar with epoch, step, loss, rows per second and worker, and time left; above it, the
-workers' log lines with their rank. Whatever is asked for, their warnings are not lost. Notebooks
-have a view of their own (`notebook`).
+On a terminal: a progress bar with epoch, step, loss, rows per second and worker, and time left;
+above it, the workers' log lines with their rank. Elsewhere: a line for each epoch. Whatever is
+asked for, their warnings are not lost. Notebooks have a view of their own (`notebook`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -148,8 +149,57 @@ class ReportView:
         """Nothing is open."""
 
 
+class LinesView(ReportView):
+    """A line for each epoch of a fit, where stderr is no terminal: a bar would fill a file."""
+
+    def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
+        super().__init__(shows_logs=shows_logs)
+        self._plan = plan
+
+    def attempt(self, number: int, start_step: int) -> None:
+        """Say that the gang is started again, and where it goes on."""
+        if number > 0:
+            _write(f"restart {number}, from step {start_step}")
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        """Print the epoch's record."""
+        _write(_epoch_line(record))
+
+    def done(self, steps: int) -> None:
+        """Say whether training ended before its last planned step."""
+        early = "stopped early" if steps < self._plan.total_steps else "trained"
+        _write(f"{early}: {steps}/{self._plan.total_steps} steps")
+
+
+def _epoch_line(record: Mapping[str, float]) -> str:
+    shown = [
+        f"{key} {value:.4f}"
+        for key, value in record.items()
+        if key not in ("epoch", "steps", "seconds", "learning_rate")
+    ]
+    return f"epoch {int(record['epoch'])}: {', '.join(shown)}"
+
+
 def _write(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    """True if what this process writes to stderr appears on a terminal at once.
+
+    spark-submit starts the driver's Python with a pipe for its output, and copies that to its own,
+    so there the JVM's counts, which is the parent process.
+    """
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        return sys.stderr.isatty()
+    try:
+        output = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:  # a socket, another user's process, or a system without /proc
+        return sys.stderr.isatty()
+    try:
+        return os.isatty(output)
+    finally:
+        os.close(output)
 
 
 class Speeds:
@@ -222,12 +272,7 @@ class ProgressView:
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """Print the epoch's record above the bar."""
-        shown = [
-            f"{key} {value:.4f}"
-            for key, value in record.items()
-            if key not in ("epoch", "steps", "seconds", "learning_rate")
-        ]
-        self._bar.write(f"epoch {int(record['epoch'])}: {', '.join(shown)}", file=sys.stderr)
+        self._bar.write(_epoch_line(record), file=sys.stderr)
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Print a worker's line above the bar."""

@@ -17,7 +17,7 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
 from sparkdl.comm.channel import Address, ChannelServer, Hub
-from sparkdl.runtime.versions import WorkerEnvironment
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.spark.session.compat import unbracketed
 
 if TYPE_CHECKING:

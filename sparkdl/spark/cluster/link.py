@@ -17,8 +17,8 @@ from sparkdl.errors import ClusterError, StorageError
 from sparkdl.spark.cluster.cluster_info import is_encrypted
 from sparkdl.spark.cluster.probe import Findings, probe
 from sparkdl.spark.session.compat import conf, driver_address, is_connect
-from sparkdl.spark.session.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.spark.session.settings import Settings
+from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.storage.mounted import Mounted
 from sparkdl.storage.storage import Storage, absolute, check_writable, open_storage
 from sparkdl.worker.lifecycle import RELAYED

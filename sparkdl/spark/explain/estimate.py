@@ -1,4 +1,4 @@
-"""What plan would a fit make? From a sample and a count, or from what a source tells."""
+"""The plan that a fit would make, from a sample and a count, or from what a source tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a fit explained before it runs? The whole of ``explain``, in order.
+"""Explains a fit before it runs: the whole of ``explain``, in order.
 
 The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
 then the plan; then, unless nothing shall be measured, a few measured steps and the predictions.
@@ -18,11 +18,10 @@ from pyspark.sql import DataFrame
 from sparkdl.comm import compression
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
-from sparkdl.explain.comparison import Outlook, Places, strategy_text, world_sizes
+from sparkdl.explain.comparison import Places, Predictor, strategy_text, world_sizes
 from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.explain.traffic import ModelSize
 from sparkdl.spark.cluster.cluster_info import (
     INTERPRETER_BYTES,
     ClusterInfo,
@@ -31,13 +30,14 @@ from sparkdl.spark.cluster.cluster_info import (
 )
 from sparkdl.spark.cluster.slots import Slots, plan_gang
 from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
-from sparkdl.spark.explain.measure_gang import Bench, Gauged, gauge, num_ranks, why_no_gang
+from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.dry_run import check_empty_batches
 from sparkdl.spark.fit.intake import Intake, check_plan_memory, replica_bytes, take_in
 from sparkdl.spark.frames.source_table import active_session
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
+from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.callbacks import make_stopper
 
@@ -91,18 +91,18 @@ def _explain(
     make_stopper(request.config, has_validation=found.may_validate)
     check_empty_batches(intake.module, plan, request.config)
     check_plan_memory(intake.spark, intake.module, plan, intake.slots)
-    gauged = None
+    measured = None
     if options.calibrate:
-        gauged = _gauged(intake, request, found, info, options, stack)
-    facts = _facts(intake, request, found, info, gauged)
+        measured = _measure(intake, request, found, info, options, stack)
+    facts = _facts(intake, request, found, info, measured)
     seconds = time.perf_counter() - began
-    if gauged is None:
+    if measured is None:
         note = (
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
             "Adam's; leave calibrate=False out for them"
         )
         return Explanation(plan=facts, notes=(*found.notes, note), explain_seconds=seconds)
-    return _with_times(intake, request, found, facts, gauged, info, options, seconds)
+    return _with_times(intake, request, found, facts, measured, info, options, seconds)
 
 
 def _known(slots: Slots, request: FitRequest, info: ClusterInfo) -> Slots:
@@ -114,14 +114,14 @@ def _known(slots: Slots, request: FitRequest, info: ClusterInfo) -> Slots:
 # --- the times ----------------------------------------------------------------------------------
 
 
-def _gauged(
+def _measure(
     intake: Intake,
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
     options: ExplainOptions,
     stack: ExitStack,
-) -> Gauged:
+) -> Measured:
     """Measure with as many ranks as there are slots, up to a limit."""
     ranks = num_ranks(intake.slots, in_rounds=intake.in_rounds)
     no_gang = why_no_gang(intake, info)
@@ -131,7 +131,7 @@ def _gauged(
             intake.spark, intake.settings, num_workers=ranks,
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip
-    bench = Bench(
+    setup = Setup(
         intake=intake,
         request=request,
         info=info,
@@ -141,7 +141,7 @@ def _gauged(
         seconds=options.measure_seconds,
         no_gang=no_gang,
     )
-    return gauge(bench, found.sample, _compressions(intake, request, ranks), stack)
+    return measure(setup, found.sample, _compressions(intake, request, ranks), stack)
 
 
 def _compressions(intake: Intake, request: FitRequest, ranks: int) -> list[Compression]:
@@ -167,40 +167,40 @@ def _with_times(
     request: FitRequest,
     found: Found,
     facts: PlanFacts,
-    gauged: Gauged,
+    measured: Measured,
     info: ClusterInfo,
     options: ExplainOptions,
     seconds: float,
 ) -> Explanation:
     """The plan with tables, recommendation and notes."""
     slots = intake.slots
-    outlook = Outlook(
-        calibration=gauged.calibration,
+    predictor = Predictor(
+        calibration=measured.calibration,
         workload=_workload(request, found, facts),
-        size=model_size(intake.module, gauged),
-        places=_places(slots, info, gauged),
+        size=model_size(intake.module, measured),
+        places=_places(slots, info, measured),
         config=request.config,
-        can_gang=gauged.gang is not None,
+        can_gang=measured.gang is not None,
         has_dataframe=found.sample is not None,
     )
-    sizes = world_sizes(slots.total, gauged.ranks, slots.num_workers, options.num_workers)
-    planned = outlook.prediction(intake.strategy, slots.num_workers, in_rounds=intake.in_rounds)
+    sizes = world_sizes(slots.total, measured.ranks, slots.num_workers, options.num_workers)
+    planned = predictor.prediction(intake.strategy, slots.num_workers, in_rounds=intake.in_rounds)
     available = [size for size in sizes if slots.total is None or size <= slots.total]
     return Explanation(
         plan=replace(facts, sent_bytes_per_step=planned.sent_bytes),
-        scaling=outlook.scaling(
+        scaling=predictor.scaling(
             intake.strategy, sizes, in_rounds=intake.in_rounds, planned=slots.num_workers
         ),
-        strategies=outlook.strategies(
+        strategies=predictor.strategies(
             intake.strategy, slots.num_workers, in_rounds=intake.in_rounds
         ),
         recommendation=recommend(
-            outlook.ladder(available),
-            outlook.option(intake.strategy, available, in_rounds=intake.in_rounds),
+            predictor.ladder(available),
+            predictor.option(intake.strategy, available, in_rounds=intake.in_rounds),
             slots.num_workers,
         ),
-        notes=(*found.notes, *_caveats(found, gauged, outlook, sizes)),
-        measured=_measured(gauged),
+        notes=(*found.notes, *_caveats(found, measured, predictor, sizes)),
+        measured=_measured(measured),
         explain_seconds=seconds,
     )
 
@@ -225,24 +225,24 @@ def _workload(request: FitRequest, found: Found, facts: PlanFacts) -> Workload:
     )
 
 
-def _places(slots: Slots, info: ClusterInfo, gauged: Gauged) -> Places:
+def _places(slots: Slots, info: ClusterInfo, measured: Measured) -> Places:
     """Machines: those that the gang has met, or as many more as there are executors unmet."""
     executors = max(1, info.num_executors or 1)
-    if gauged.gang is None:
+    if measured.gang is None:
         return Places(num_nodes=executors, slots=slots.total)
-    met = min(executors, gauged.ranks)
-    nodes = max(1, round(gauged.gang.num_nodes * executors / met))
+    met = min(executors, measured.ranks)
+    nodes = max(1, round(measured.gang.num_nodes * executors / met))
     return Places(num_nodes=nodes, slots=slots.total)
 
 
 # --- what is told -------------------------------------------------------------------------------
 
 
-def model_size(module: nn.Module, gauged: Gauged | None) -> ModelSize:
+def model_size(module: nn.Module, measured: Measured | None) -> ModelSize:
     """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
     trained = [p for p in module.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    gang = gauged.gang if gauged is not None else None
+    gang = measured.gang if measured is not None else None
     return ModelSize(
         shapes=tuple(tuple(p.shape) for p in trained),
         element_size=max((p.element_size() for p in trained), default=4),
@@ -259,11 +259,11 @@ def _facts(
     request: FitRequest,
     found: Found,
     info: ClusterInfo,
-    gauged: Gauged | None,
+    measured: Measured | None,
 ) -> PlanFacts:
     plan, slots = found.plan, intake.slots
-    size = model_size(intake.module, gauged)
-    gang = gauged.gang if gauged is not None else None
+    size = model_size(intake.module, measured)
+    gang = measured.gang if measured is not None else None
     device = gang.device if gang is not None else request.config.device
     sent = intake.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
     return PlanFacts(
@@ -295,38 +295,38 @@ def _facts(
 
 
 def _caveats(
-    found: Found, gauged: Gauged, outlook: Outlook, sizes: Iterable[int]
+    found: Found, measured: Measured, predictor: Predictor, sizes: Iterable[int]
 ) -> tuple[str, ...]:
     """What the numbers do not hold for."""
     notes = [
         "times are of the machines as they were while explain measured; they say nothing of how "
         "many epochs a strategy needs"
     ]
-    if gauged.no_gang is not None:
-        notes.append(gauged.no_gang)
-    slots = outlook.places.slots
-    beyond = [size for size in sizes if size > (slots or gauged.ranks)]
+    if measured.no_gang is not None:
+        notes.append(measured.no_gang)
+    slots = predictor.places.slots
+    beyond = [size for size in sizes if size > (slots or measured.ranks)]
     if beyond:
         notes.append(
             f"for {', '.join(map(str, beyond))} workers, more than were measured, the machines and "
             "links are taken to be like those that are there"
         )
-    if gauged.gang is not None and gauged.gang.num_nodes == 1 and beyond:
+    if measured.gang is not None and measured.gang.num_nodes == 1 and beyond:
         notes.append(
             "all workers that measured were on one machine: a network between machines is slower "
             "than the messages inside it that were timed"
         )
-    if outlook.config.sync_batch_norm:
+    if predictor.config.sync_batch_norm:
         notes.append("the messages of syncBatchNorm are not counted")
     if found.plan.num_validation_rows:
         notes.append("evaluation is taken to cost 0.4 of training per row")
     return tuple(notes)
 
 
-def _measured(gauged: Gauged) -> tuple[tuple[str, str], ...]:
+def _measured(measured: Measured) -> tuple[tuple[str, str], ...]:
     """What was measured, for people."""
     rows = []
-    calibration = gauged.calibration
+    calibration = measured.calibration
     for title, levels in (("gang", calibration.levels), ("rounds", calibration.stage_levels)):
         for level in levels:
             compute = level.compute

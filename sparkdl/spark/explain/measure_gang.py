@@ -1,7 +1,7 @@
-"""How are the numbers of a cost model measured on a cluster? With a small gang, and some rounds.
+"""Measures the numbers of the cost model on a cluster, with a small gang and some rounds.
 
 Spools a repeated sample, has a gang of the real executors measure steps and exchanges on it
-(`explain.measuring`), and runs some rounds on plain Spark stages. All of it takes seconds, whatever
+(`measure_worker`), and runs some rounds on plain Spark stages. All of it takes seconds, whatever
 the size of the data.
 """
 
@@ -22,7 +22,7 @@ from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measure_worker
 from sparkdl.explain.calibrate import GangFound, found_by
-from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Stages
+from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
@@ -32,7 +32,7 @@ from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, threads_per_worker
 from sparkdl.spark.cluster.supervisor import Limits, supervise
 from sparkdl.spark.explain.estimate import source_table
-from sparkdl.spark.explain.measure_rounds import RoundBench, RoundsFound, measure_rounds
+from sparkdl.spark.explain.measure_rounds import RoundsFound, RoundsToMeasure, measure_rounds
 from sparkdl.spark.fit.intake import Intake
 from sparkdl.spark.frames.frame_sample import Sample
 from sparkdl.spark.frames.shard_table import ShardTable, SpooledShard
@@ -54,7 +54,7 @@ _MOST_ROWS, _MOST_BYTES = 400_000, 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Setup:
     """Where measurements are made."""
 
     intake: Intake
@@ -70,52 +70,42 @@ class Bench:
     """Why no gang is measured, as a sentence; None: one is."""
 
     @property
+    def num_executors(self) -> int:
+        """Executors that ranks are on."""
+        return min(self.slots.num_workers, max(1, self.info.num_executors or 1))
+
+    @property
     def batch_sizes(self) -> tuple[int, ...]:
         """Three sizes of batches, the one that was asked for first."""
         size = self.request.config.batch_size
         return tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
 
 
-def table_of_ranks(
-    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
+def table_of(
+    setup: Setup, sample: Sample | None, num_shards: int, run_id: str, stack: contextlib.ExitStack
 ) -> tuple[ShardTable | SourceTable, Fixed]:
-    """A shard for every rank, what a spool takes, and what each row adds to it."""
-    ranks = bench.slots.num_workers
+    """So many shards with rows for the steps of a rank, and what a spool and its rows take."""
     if sample is None:
-        return source_table(bench.intake, bench.request, ranks, None), Fixed()
-    most = _most_rows(sample)
-    wanted = min(max(_wanted_rows(bench, ranks), most // 2), most)
-    times = max(1, -(-wanted // sample.num_rows))
-    _, few_seconds = _spool(bench, sample, 1, ranks, f"{run_id}-1", stack)
-    table, seconds = _spool(bench, sample, times, ranks, f"{run_id}-2", stack)
+        return source_table(setup.intake, setup.request, num_shards, None), Fixed()
+    most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
+    wanted = num_shards * _STEPS_OF_A_RANK * setup.request.config.batch_size
+    is_timed = num_shards == setup.slots.num_workers
+    if is_timed:  # by the difference to the sample alone, for which there must be one
+        wanted = max(wanted, most // 2)
+    times = max(1, -(-min(wanted, most) // sample.num_rows))
+    few_seconds = 0.0
+    if is_timed:
+        _, few_seconds = _spool(setup, sample, 1, num_shards, f"{run_id}-1", stack)
+    table, seconds = _spool(setup, sample, times, num_shards, f"{run_id}-2", stack)
     rows = (times - 1) * sample.num_rows
-    slot_seconds = max(0.0, seconds - few_seconds) * ranks / rows if rows else 0.0
+    slot_seconds = max(0.0, seconds - few_seconds) * num_shards / rows if rows else 0.0
     return table, Fixed(
         spool_seconds=few_seconds, spool_row_seconds=slot_seconds + sample.read_row_seconds
     )
 
 
-def table_of_one(
-    bench: Bench, sample: Sample | None, run_id: str, stack: contextlib.ExitStack
-) -> ShardTable | SourceTable:
-    """A single shard, with rows for the steps of a round."""
-    if sample is None:
-        return source_table(bench.intake, bench.request, 1, None)
-    wanted = min(_wanted_rows(bench, 1), _most_rows(sample))
-    times = max(1, -(-wanted // sample.num_rows))
-    return _spool(bench, sample, times, 1, run_id, stack)[0]
-
-
-def _wanted_rows(bench: Bench, ranks: int) -> int:
-    return ranks * _STEPS_OF_A_RANK * bench.request.config.batch_size
-
-
-def _most_rows(sample: Sample) -> int:
-    return min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
-
-
 def _spool(
-    bench: Bench,
+    setup: Setup,
     sample: Sample,
     times: int,
     num_shards: int,
@@ -129,8 +119,8 @@ def _spool(
         None,
         num_shards=num_shards,
         run_id=run_id,
-        profile=bench.slots.profile,
-        barrier=bench.no_gang is None,
+        profile=setup.slots.profile,
+        barrier=setup.no_gang is None,
     )
     stack.callback(table.close)
     began = time.perf_counter()
@@ -138,13 +128,13 @@ def _spool(
     return table, time.perf_counter() - began
 
 
-def plan_of(bench: Bench, shards: Sequence[SpooledShard]) -> TrainPlan:
+def plan_of(setup: Setup, shards: Sequence[SpooledShard]) -> TrainPlan:
     """The plan of what is measured on; validation rows are left aside."""
     return make_plan(
-        columns=bench.columns,
+        columns=setup.columns,
         shards=[replace(part.shard, num_validation_rows=0) for part in shards],
         world_size=len(shards),
-        batch_size=bench.request.config.batch_size,
+        batch_size=setup.request.config.batch_size,
         epochs=1,
     )
 
@@ -158,38 +148,14 @@ _MAX_INLINE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gauged:
+class Measured:
     """What was measured on the cluster."""
 
     gang: GangFound | None
     """None: the cluster cannot run a gang, and why is in ``no_gang``."""
     no_gang: str | None
-    gang_levels: tuple[Level, ...]
-    stage_levels: tuple[Level, ...]
-    stages: Mapping[int, Stages]
-    """Tasks at a time -> what rounds cost."""
-    fixed: Fixed
+    calibration: Calibration
     ranks: int
-
-    @property
-    def calibration(self) -> Calibration:
-        """All of it, for the cost model."""
-        gang = self.gang
-        if gang is None:
-            return Calibration(
-                levels=(), network=None, stage_levels=self.stage_levels, stages=self.stages,
-                fixed=self.fixed,
-            )  # fmt: skip
-        return Calibration(
-            levels=self.gang_levels,
-            stage_levels=self.stage_levels,
-            network=gang.network,
-            device=gang.device,
-            copy_byte_seconds=gang.copy_byte_seconds,
-            codec_seconds=gang.codec_seconds,
-            stages=self.stages,
-            fixed=self.fixed,
-        )
 
 
 def num_ranks(slots: Slots, *, in_rounds: bool) -> int:
@@ -214,16 +180,16 @@ def why_no_gang(intake: Intake, info: ClusterInfo) -> str | None:
     return None
 
 
-def gauge(
-    bench: Bench,
+def measure(
+    setup: Setup,
     sample: Sample | None,
     compressions: Sequence[Compression],
     stack: contextlib.ExitStack,
-) -> Gauged:
+) -> Measured:
     """Measure.
 
     Args:
-        bench: what to measure.
+        setup: what to measure.
         sample: rows of the DataFrame; None: those of the source are used.
         compressions: what is timed besides plain sums.
         stack: removes everything in the end.
@@ -232,49 +198,57 @@ def gauge(
         WorkerError: the user's code failed on a worker.
         SparkDLError: as in a fit.
     """
-    intake, run_id = bench.intake, uuid.uuid4().hex[:12]
-    no_gang = bench.no_gang
+    intake, run_id = setup.intake, uuid.uuid4().hex[:12]
+    no_gang = setup.no_gang
     began = time.perf_counter()
     link = open_link(
         intake.spark,
-        checkpoint_dir=bench.request.config.checkpoint.directory,
-        num_workers=bench.slots.num_workers,
-        profile=bench.slots.profile,
+        checkpoint_dir=setup.request.config.checkpoint.directory,
+        num_workers=setup.slots.num_workers,
+        profile=setup.slots.profile,
         settings=intake.settings,
         run_id=run_id,
         stack=stack,
         in_rounds=no_gang is not None,
     )
     link_seconds = time.perf_counter() - began
-    ranks = bench.slots.num_workers
-    table, fixed = table_of_ranks(bench, sample, run_id, stack)
-    plan, packed = plan_of(bench, table.collect()), pack(bench.module)
+    ranks = setup.slots.num_workers
+    table, fixed = table_of(setup, sample, ranks, run_id, stack)
+    plan, packed = plan_of(setup, table.collect()), pack(setup.module)
     gang, launch_seconds = None, 0.0
     if no_gang is None:
-        gang, launch_seconds = _measure_gang(bench, link, table, plan, packed, compressions, run_id)
-    rounds = {ranks: _measure_rounds(bench, link, table, plan, packed, run_id)}
+        gang, launch_seconds = _measure_gang(setup, link, table, plan, packed, compressions, run_id)
+    rounds = {ranks: _measure_rounds(setup, link, table, plan, packed, run_id)}
     if ranks > 1:  # the first are with all tasks, as they start Spark's workers
         run_id = f"{run_id}-alone"
-        alone = table_of_one(bench, sample, run_id, stack)
-        plan = plan_of(bench, alone.collect())
-        rounds[1] = _measure_rounds(bench, link, alone, plan, packed, run_id)
-    return Gauged(
-        gang=gang,
-        no_gang=no_gang,
-        gang_levels=() if gang is None else _those(gang.levels, gang_places(bench)),
-        stage_levels=_stage_levels(bench, gang, rounds),
+        alone, _ = table_of(setup, sample, 1, run_id, stack)
+        plan = plan_of(setup, alone.collect())
+        rounds[1] = _measure_rounds(setup, link, alone, plan, packed, run_id)
+    calibration = Calibration(
+        levels=(),
+        stage_levels=_stage_levels(setup, gang, rounds),
+        network=None,
         stages={tasks: found.stages for tasks, found in sorted(rounds.items())},
         fixed=replace(
             fixed,
             start_seconds=link_seconds + launch_seconds,
             stage_start_seconds=link_seconds + rounds[ranks].first_seconds,
         ),
-        ranks=ranks,
     )
+    if gang is not None:
+        calibration = replace(
+            calibration,
+            levels=_those(gang.levels, gang_places(setup)),
+            network=gang.network,
+            device=gang.device,
+            copy_byte_seconds=gang.copy_byte_seconds,
+            codec_seconds=gang.codec_seconds,
+        )
+    return Measured(gang=gang, no_gang=no_gang, calibration=calibration, ranks=ranks)
 
 
 def _measure_rounds(
-    bench: Bench,
+    setup: Setup,
     link: Link,
     table: ShardTable | SourceTable,
     plan: TrainPlan,
@@ -283,15 +257,15 @@ def _measure_rounds(
 ) -> RoundsFound:
     """Rounds with a task for every shard of the table."""
     return measure_rounds(
-        RoundBench(
+        RoundsToMeasure(
             table=table,
             plan=plan,
-            config=bench.request.config,
-            module=bench.module,
+            config=setup.request.config,
+            module=setup.module,
             packed=packed,
             link=link,
-            slots=bench.slots,
-            threads=task_threads(bench),
+            slots=setup.slots,
+            threads=task_threads(setup),
             run_id=run_id,
         )
     )
@@ -301,7 +275,7 @@ def _measure_rounds(
 
 
 def _measure_gang(
-    bench: Bench,
+    setup: Setup,
     link: Link,
     table: ShardTable | SourceTable,
     plan: TrainPlan,
@@ -310,28 +284,28 @@ def _measure_gang(
     run_id: str,
 ) -> tuple[GangFound, float]:
     """What the ranks have found, and what their launch and end took besides."""
-    intake, settings = bench.intake, bench.intake.settings
-    trained = [p for p in bench.module.parameters() if p.requires_grad]
+    intake, settings = setup.intake, setup.intake.settings
+    trained = [p for p in setup.module.parameters() if p.requires_grad]
     gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
     order = measure_worker.MeasureOrder(
         run_id=run_id,
         run_key=run_id,
         attempt=0,
-        device=bench.request.config.device,
+        device=setup.request.config.device,
         plan=plan,
-        payload=cloudpickle.dumps((bench.request.config, packed.skeleton)),
+        payload=cloudpickle.dumps((setup.request.config, packed.skeleton)),
         weights=_weights(link, packed),
-        levels=tuple(_levels(bench)),
+        levels=tuple(_levels(setup)),
         compressions=tuple(compressions),
         shapes=tuple(tuple(p.shape) for p in trained),
         gradient_bytes=gradient_bytes,
-        seconds=bench.seconds,
+        seconds=setup.seconds,
         source=table.reader,
         storage_url=None,
         relays=False,
         driver_hosts_channel=link.channel is not None,
         resume_path=None,
-        threads=bench.slots.threads,
+        threads=setup.slots.threads,
         versions=versions(),
         start_timeout_seconds=settings.start_timeout_seconds,
         collective_timeout_seconds=settings.collective_timeout_seconds,
@@ -346,16 +320,16 @@ def _measure_gang(
             measure_worker.run,
             replace(order, attempt=attempt),
             channel=link.channel,
-            profile=bench.slots.profile,
+            profile=setup.slots.profile,
         )
 
     result = supervise(
         intake.spark,
         submit,
-        world_size=bench.slots.num_workers,
+        world_size=setup.slots.num_workers,
         hub=link.hub,
         limits=Limits(
-            max_restarts=bench.request.max_restarts,
+            max_restarts=setup.request.max_restarts,
             heartbeat_timeout_seconds=settings.heartbeat_timeout_seconds,
             start_timeout_seconds=settings.start_timeout_seconds,
             queue_timeout_seconds=settings.queue_timeout_seconds,
@@ -384,51 +358,48 @@ def _weights(link: Link, packed: PackedModule) -> bytes | None:
     return packed.tensors
 
 
-def _levels(bench: Bench) -> list[measure_worker.LevelOrder]:
+def _levels(setup: Setup) -> list[measure_worker.LevelOrder]:
     """Who works at the same time, with which threads; of one level batches of several sizes."""
-    sizes = bench.batch_sizes
-    places = [*gang_places(bench), *task_places(bench)]
+    sizes = setup.batch_sizes
+    places = [*gang_places(setup), *task_places(setup)]
     return [
         measure_worker.LevelOrder(*place, sizes if number == 0 else sizes[:1])
         for number, place in enumerate(dict.fromkeys(places))
     ]
 
 
-def gang_places(bench: Bench) -> list[tuple[int, int]]:
-    """Workers on a machine and their threads: as in the fit, with all ranks, with one on each."""
-    ranks, info = bench.slots.num_workers, bench.info
-    executors = min(ranks, max(1, info.num_executors or 1))
-    planned = min(ranks, bench.intake.slots.num_workers)
-    cpus = bench.request.cpus_per_worker
+def gang_places(setup: Setup) -> list[tuple[int, int]]:
+    """Workers on a machine and their threads: with all ranks, and with one on each machine."""
+    ranks, executors = setup.slots.num_workers, setup.num_executors
+    cpus = setup.request.cpus_per_worker
     return [
-        (-(-workers // executors), threads_per_worker(info, workers, cpus))
-        for workers in dict.fromkeys((planned, ranks, executors))
+        (-(-workers // executors), threads_per_worker(setup.info, workers, cpus))
+        for workers in dict.fromkeys((ranks, executors))
     ]
 
 
-def task_places(bench: Bench) -> list[tuple[int, int]]:
+def task_places(setup: Setup) -> list[tuple[int, int]]:
     """The same of tasks of rounds, whose threads do not depend on how many there are."""
-    ranks = bench.slots.num_workers
-    executors = min(ranks, max(1, bench.info.num_executors or 1))
-    return [(1, task_threads(bench)), (-(-ranks // executors), task_threads(bench))]
+    per_node = -(-setup.slots.num_workers // setup.num_executors)
+    return [(1, task_threads(setup)), (per_node, task_threads(setup))]
 
 
-def task_threads(bench: Bench) -> int:
+def task_threads(setup: Setup) -> int:
     """Threads of a task of a round; see `slots.plan_rounds`."""
-    return bench.request.cpus_per_worker or bench.info.task_threads
+    return setup.request.cpus_per_worker or setup.info.task_threads
 
 
 def _stage_levels(
-    bench: Bench, gang: GangFound | None, rounds: Mapping[int, RoundsFound]
+    setup: Setup, gang: GangFound | None, rounds: Mapping[int, RoundsFound]
 ) -> tuple[Level, ...]:
     """Levels of tasks; without a gang the steps of the rounds are all that is known."""
     if gang is not None:
-        return _those(gang.levels, task_places(bench))
-    rows, executors = bench.request.config.batch_size, max(1, bench.info.num_executors or 1)
+        return _those(gang.levels, task_places(setup))
+    rows, executors = setup.request.config.batch_size, max(1, setup.info.num_executors or 1)
     return tuple(
         Level(
             ranks_per_node=-(-tasks // min(tasks, executors)),
-            threads=task_threads(bench),
+            threads=task_threads(setup),
             compute=Compute(fixed_seconds=0.0, row_seconds=found.step_seconds / rows),
         )
         for tasks, found in sorted(rounds.items())

@@ -1,4 +1,4 @@
-"""What do rounds on plain Spark stages cost beyond their steps? Some are run and timed."""
+"""Runs and times some rounds on plain Spark stages: what they cost beyond their steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparkdl.runtime.versions import versions
 from sparkdl.spark.cluster.attempt import verdict
 from sparkdl.spark.cluster.supervisor import Attempt
 from sparkdl.spark.rounds.round_stages import PATH, STATE, merge_states, run_stage
-from sparkdl.worker.round_task import RoundOrder, pack_payload
+from sparkdl.worker.round_task import RoundOrder, pack_payload, train_or_evaluate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ class RoundsFound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundBench:
+class RoundsToMeasure:
     """What is run."""
 
     table: ShardTable | SourceTable
@@ -94,6 +94,7 @@ class RoundBench:
             threads=self.threads,
             versions=versions(),
             source=self.table.reader,
+            work=train_or_evaluate,
         )
         began = time.perf_counter()
         data = b"".join(encode(snapshot(state)))
@@ -119,16 +120,16 @@ class RoundBench:
         return found, state
 
 
-def measure_rounds(bench: RoundBench) -> RoundsFound:
-    """Run some rounds, and jobs that do nothing; raises what `RoundBench.run` does."""
-    state: Any = {"model": bench.module.state_dict()}
+def measure_rounds(rounds: RoundsToMeasure) -> RoundsFound:
+    """Run some rounds, and jobs that do nothing; raises what `RoundsToMeasure.run` does."""
+    state: Any = {"model": rounds.module.state_dict()}
     timed: dict[int, list[TimedRound]] = {steps: [] for steps in _ROUNDS}
     numbers = [steps for steps, count in _ROUNDS.items() for _ in range(count)]
-    most = bench.plan.steps_per_epoch
+    most = rounds.plan.steps_per_epoch
     for number, num_steps in enumerate(numbers):
-        found, state = bench.run(number, min(num_steps, most), state)
+        found, state = rounds.run(number, min(num_steps, most), state)
         timed[num_steps].append(found)
-    return stages_of(timed, _empty_job_seconds(bench.table), most=most)
+    return stages_of(timed, _empty_job_seconds(rounds.table), most=most)
 
 
 def stages_of(

@@ -20,6 +20,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.column_stats import merge_stats
 from sparkdl.data.plan import Column
@@ -153,7 +154,8 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     nor while the module is lazy.
 
     Raises:
-        ConfigError: loss, metrics, optimizer or schedule cannot be used.
+        ConfigError: loss, metrics, optimizer or schedule cannot be used, or the strategy refuses
+            the optimizer.
         Exception: what the user's own callables raise.
     """
     import torch
@@ -164,16 +166,21 @@ def check_training(module: nn.Module, request: FitRequest) -> None:
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
     config = request.config
+    strategy = sync.resolve(config.sync_strategy)
     with borrowed_generator(config.seed):
         loss = loss_of(config)
         Metrics(config.metrics, config.task, loss.predictions, torch.device("cpu"))
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)
+            if isinstance(config.optimizer, str | type):
+                stand_in = nn.Parameter(torch.zeros(1))
+                strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
         else:
             copied = copy.deepcopy(module)
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
+            strategy.check_optimizer(optimizer)
             make_scheduler(config, optimizer, make, steps_per_epoch=1)
 
 
@@ -267,7 +274,6 @@ def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: i
     Raises:
         ConfigError: see `sync_batch_norm.check`.
     """
-    from sparkdl import sync
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:

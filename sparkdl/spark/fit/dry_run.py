@@ -158,7 +158,7 @@ def check_empty_batches(module: nn.Module, plan: TrainPlan, config: TrainConfig)
     import torch
 
     from sparkdl.data.collate import example_arguments
-    from sparkdl.train.validation import evaluation_mode
+    from sparkdl.sync.frozen_layers import evaluation_mode
 
     smallest = min(plan.rows_of(rank) for rank in range(plan.world_size)) // plan.steps_per_epoch
     has_empty = plan.world_size > 1 and smallest < config.gradient_accumulation_steps

@@ -27,9 +27,8 @@ from sparkdl.data.column_stats import (
     merge_stats,
     no_rows,
 )
-from sparkdl.data.plan import Column, Shard
-from sparkdl.data.source import SpoolSource
-from sparkdl.data.spool.writer import SpoolColumn
+from sparkdl.data.plan import Column, Shard, SpoolColumn
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError
 from sparkdl.spark.frames.columns import Prepared
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ import numpy as np
 import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.spool.local_disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
-from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
+from sparkdl.worker.kept import KEPT
 
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
@@ -135,8 +136,7 @@ class CleanTask:
         """Remove the paths that the driver knows, and the run's folder in every directory."""
         for _ in batches:
             pass
-        if "sparkdl.worker.round_task" in sys.modules:
-            sys.modules["sparkdl.worker.round_task"].cool_down()
+        KEPT.release()
         removed = [path for path in self.paths if remove_spool(Path(path))]
         for root in local_dirs():  # what the driver has not seen: of tasks that were lost
             shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)

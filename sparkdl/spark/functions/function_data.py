@@ -10,7 +10,8 @@ from functools import partial
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.column_stats import skipped_rows
-from sparkdl.data.source import Source, SpoolSource
+from sparkdl.data.source import Source
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.cluster_info import inspect_cluster

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from sparkdl.comm.channel import Hub
 from sparkdl.data.column_stats import no_rows
 from sparkdl.data.plan import Shard
-from sparkdl.data.source import SpoolSource
+from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.report.live.choose_view import function_view
@@ -36,8 +36,8 @@ from sparkdl.spark.functions.run_function import (
     check_folder,
 )
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.storage.checkpoint_format import latest, load_shared
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
@@ -91,7 +91,7 @@ def _run(
         stack.enter_context(default_group(device, _SECONDS))
         found = latest(storage, RUN_KEY, lambda _: True)
         manager = stack.enter_context(
-            checkpoints(storage, request.keep_checkpoints, RUN_KEY, _Keys(), _SECONDS)
+            checkpoints(storage, request.keep_checkpoints, RUN_KEY, Hub(), _SECONDS)
         )
         place = Context(
             rank=0,
@@ -163,12 +163,3 @@ def _spooled(name: str, df: DataFrame, prepared: Sequence[Prepared], directory: 
     data = DataSet(columns=found, shards=(shard,), source=SpoolSource())
     warn_of_skipped(name, data, [part])
     return data
-
-
-class _Keys(Hub):
-    """The keys of a run of one rank."""
-
-    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
-        """See `checkpoint.manager.KeyValue`."""
-        if self.missing(keys, timeout_seconds):
-            raise TimeoutError(f"{len(keys)} keys not set after {timeout_seconds:g} s")

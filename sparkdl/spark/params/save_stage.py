@@ -20,13 +20,13 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.model import TorchModel
 from sparkdl.report.summary import TrainingSummary
-from sparkdl.runtime.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.load import column_as_json, column_from_json
 from sparkdl.serialization.saved_module import (
     PreparedModule,
     load_module_from,
@@ -173,7 +173,7 @@ class ModelWriter(ParamsWriter):
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
         model = self.instance
         extra = {
-            "columns": [column.to_dict() for column in model.columns],
+            "columns": [column_as_json(column) for column in model.columns],
             "num_classes": model._num_classes,
             "factory": _describable(model.module_factory),
         }
@@ -260,7 +260,7 @@ class ModelReader(ParamsReader[M]):
             data = storage.read(f"{_MODEL}/{_SUMMARY}")  # not in the list of files then
         summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
         module, extra = saved.make(), saved.extra()
-        columns = [Column.from_dict(column) for column in extra["columns"]]
+        columns = [column_from_json(column) for column in extra["columns"]]
         model = self.cls(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
         return model

@@ -20,11 +20,11 @@ from pyspark.sql import functions as F
 
 from sparkdl import __version__
 from sparkdl.errors import StorageError
-from sparkdl.runtime.json_objects import import_object
+from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import is_spark_error
-from sparkdl.spark.session.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.atomic_folder import digest
+from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
     Storage,
     check_writable,

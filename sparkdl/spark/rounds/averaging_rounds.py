@@ -1,4 +1,4 @@
-"""How does a run train in rounds? One plain Spark job per round; the driver merges in between.
+"""Parameter averaging in rounds: one plain Spark job per round, and the driver merges in between.
 
 Deeplearning4j's shape: the state goes to every shard, each shard trains a round of steps from it,
 the states come back as their weighted mean, summed in the order of shards. No gang is needed: slots
@@ -14,79 +14,87 @@ import math
 from typing import Any
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.spark.rounds.round_driver import RoundsDriver, run_rounds
+from sparkdl.spark.rounds.round_driver import run_rounds
+from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
 from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.sync.averaging.averaging import AveragingStrategy
-from sparkdl.train.state import Record
+from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.state import Record, TrainState
 
 
 def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
-    return run_rounds(_Averaging(run, strategy))
+    watch = LossWatch(run.config.divergence_factor)
+    period = strategy.make_period()
+    return run_rounds(run, period, lambda jobs: _Averaged(run, strategy, jobs), watch=watch)
 
 
-class _Averaging(RoundsDriver):
-    """All replicas of a round begin from one state, which is the mean of what they come to."""
+class _Averaged:
+    """`Replicas` that begin each round from one state, the mean of what they came to before."""
 
-    def __init__(self, run: Run, strategy: AveragingStrategy) -> None:
-        super().__init__(run, strategy.make_period())
+    def __init__(self, run: Run, strategy: AveragingStrategy, jobs: RoundJobs) -> None:
         self._strategy = strategy
+        self._jobs = jobs
+        self._num_shards = run.plan.world_size
         self._outer = strategy.make_outer(run.plan.world_size)
         self._state: dict[str, Any] = {"model": copy.deepcopy(run.module.state_dict())}
         self._trained = [n for n, p in run.module.named_parameters() if p.requires_grad]
 
-    def _round(self, part: RoundPart) -> RoundDone:
-        """See `RoundsDriver._round`."""
-        rows = self._job_over_all(part, self._state, depth=self._strategy.merge_depth)
+    @property
+    def learning_rate(self) -> float:
+        """See `Replicas.learning_rate`."""
+        if "optimizer" not in self._state:
+            return math.nan
+        return float(self._state["optimizer"]["param_groups"][0].get("lr", math.nan))
+
+    def train(self, part: RoundPart) -> RoundDone:
+        """See `Replicas.train`."""
+        state = self._jobs.encoded(self._state)
+        rows = self._jobs.run_on_all(part, state, depth=self._strategy.merge_depth)
         reports = {rank: json.loads(data) for rank, kind, data in rows if kind == "result"}
-        assert len(reports) == self._run.plan.world_size
+        assert len(reports) == self._num_shards
         payloads = {rank: data for rank, kind, data in rows if kind == STATE}
+        if payloads:
+            self._merge(list(payloads.values()))
         return RoundDone(
-            reports=reports,
-            bytes_sent={rank: len(data) for rank, data in payloads.items()},
-            learning_rate=self._merge(list(payloads.values()))
-            if payloads
-            else self._learning_rate(),
+            reports=reports, bytes_sent={rank: len(data) for rank, data in payloads.items()}
         )
 
-    def _merge(self, payloads: list[bytes]) -> float:
+    def _merge(self, payloads: list[bytes]) -> None:
         """Take the mean of the replicas, and what the strategy makes of it."""
         _, mean = merge_states(payloads)
         # What does not train was not sent back.
-        mean["model"] = {n: mean["model"].get(n, value) for n, value in self._model().items()}
-        learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
+        mean["model"] = {n: mean["model"].get(n, value) for n, value in self.model().items()}
         if self._outer is not None:
+            learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
             anchor = [self._state["model"][name] for name in self._trained]
             self._outer.step(anchor, [mean["model"][name] for name in self._trained], learning_rate)
         if self._strategy.optimizer_state == "reset":
             mean["optimizer"]["state"] = {}
         self._state = mean
-        return learning_rate
 
-    def _model(self) -> dict[str, Any]:
-        """See `RoundsDriver._model`."""
+    def model(self) -> dict[str, Any]:
+        """See `Replicas.model`."""
         model: dict[str, Any] = self._state["model"]
         return model
 
-    def _learning_rate(self) -> float:
-        """See `RoundsDriver._learning_rate`."""
-        if "optimizer" not in self._state:
-            return math.nan
-        return float(self._state["optimizer"]["param_groups"][0].get("lr", math.nan))
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """See `Replicas.evaluate`."""
+        return self._jobs.measure(self.model())
 
-    def _evaluate(self) -> Record:
-        """See `RoundsDriver._evaluate`."""
-        return self._evaluate_model(self._model())
+    def notes(self) -> list[Record]:
+        """See `Replicas.notes`; there is no population."""
+        return []
 
-    def _states(self) -> dict[str, Any]:
-        """See `RoundsDriver._states`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replicas.state_dict`."""
         outer = None if self._outer is None else self._outer.state_dict()
         return {"round": self._state, "outer": outer}
 
-    def _load_states(self, states: dict[str, Any]) -> None:
-        """See `RoundsDriver._load_states`."""
-        self._state = states["round"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replicas.load_state_dict`."""
+        self._state = state["round"]
         if self._outer is not None:
-            self._outer.load_state_dict(states["outer"])
+            self._outer.load_state_dict(state["outer"])

@@ -1,4 +1,4 @@
-"""How does the driver keep a population? It holds each member's state and sends it to its task.
+"""Populations in rounds: the driver holds each member's state and sends it to the member's task.
 
 A round is one plain Spark job in which every member trains on one shard. The driver holds the
 newest state of every member as bytes that it never looks into: one times members times the size of
@@ -12,8 +12,9 @@ import json
 import math
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, TrainingDiverged
-from sparkdl.spark.rounds.round_driver import RoundsDriver, run_rounds
-from sparkdl.spark.rounds.round_stages import Rows, run_member_stage, run_stage
+from sparkdl.spark.rounds.round_driver import run_rounds
+from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
+from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
 from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run, Trained
 from sparkdl.sync.averaging.merge import merge
@@ -34,7 +36,8 @@ from sparkdl.sync.population.population_based_training import PopulationBasedTra
 from sparkdl.sync.population.tournament import Tournament
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
-from sparkdl.train.state import Record
+from sparkdl.train.state import Record, TrainState
+from sparkdl.worker import population_member
 from sparkdl.worker.population_member import (
     MODEL,
     OPTIONS,
@@ -54,6 +57,20 @@ and some ways to send them end at 128 MB."""
 Parts = dict[str, bytes]
 
 
+def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
+    """Train, and give the result to the run's module; raises what `run_rounds` raises."""
+    watch = LossWatch(run.config.divergence_factor)
+    if isinstance(strategy, OneShotAveraging):
+        period: Period = FixedPeriod(sys.maxsize)
+        return run_rounds(run, period, lambda jobs: _OneShot(run, strategy, jobs), watch=watch)
+    if isinstance(strategy, Tournament):
+        period = AlignedPeriod(strategy.period)
+        return run_rounds(run, period, lambda jobs: _Tournament(run, strategy, jobs), watch=watch)
+    assert isinstance(strategy, PopulationBasedTraining)
+    period, watch = AlignedPeriod(strategy.period), LossWatch(None)  # who runs away is replaced
+    return run_rounds(run, period, lambda jobs: _PopulationBased(run, strategy, jobs), watch=watch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """A member's state, as its task encoded it."""
@@ -66,121 +83,98 @@ class Member:
     learning_rate: float = math.nan
 
 
-class PopulationDriver(RoundsDriver):
-    """The driver's side of a run of several members, each of which has a state of its own."""
+@dataclass(frozen=True, kw_only=True)
+class MemberTask:
+    """What one member does in a round."""
 
-    may_diverge = False
-    """Whether a member may, and goes on from where its round began."""
+    shard: int
+    """Where it trains."""
+    hyperparameters: Mapping[str, float] = field(default_factory=dict)
+    """What it trains with where it is not what the user set."""
+    may_diverge: bool = False
+    """Whether it may, and goes on from where its round began."""
+    rival: Parts = field(default_factory=dict)
+    """State of the member with which it competes first, by part."""
 
-    def __init__(self, run: Run, period: Period) -> None:
-        super().__init__(run, period)
-        self._shards = members_of(run.plan)
+
+class Population:
+    """The members of a run, and the jobs that train and measure them.
+
+    Attributes:
+        members: the newest state of each.
+        shards: the shard at which each begins.
+    """
+
+    def __init__(self, run: Run, jobs: RoundJobs) -> None:
+        self._run = run
+        self._jobs = jobs
+        self.shards = members_of(run.plan)
         first = Member(model=encoded({"model": run.module.state_dict()}))
-        self._members = [first] * len(self._shards)
+        self.members = [first] * len(self.shards)
         self._notes: dict[tuple[int, int], Record] = {}
         """(step, member) -> what was seen of the member when it had taken so many steps."""
 
-    # --- rounds -------------------------------------------------------------------------------
+    def train(self, part: RoundPart, tasks: Sequence[MemberTask]) -> RoundDone:
+        """Let each member train the steps of ``part``, as its task says.
 
-    def _prepare(self, part: RoundPart) -> list[Parts]:
-        """What each member's task needs besides its state, before the steps of ``part``."""
-        return [{} for _ in self._members]
-
-    def _hyperparameters(self, member: int) -> Mapping[str, float]:
-        """What ``member`` trains with where it is not what the user said."""
-        return {}
-
-    def _shard_of(self, member: int, step: int) -> int:
-        """Where ``member`` takes step number ``step``."""
-        return self._shards[member]
-
-    def _take(self, part: RoundPart, reports: Sequence[Any]) -> None:
-        """Take note of what the members report of a round."""
-
-    def _round(self, part: RoundPart) -> RoundDone:
-        """See `RoundsDriver._round`."""
-        extra = self._prepare(part)  # may change members
-        shards = [self._shard_of(member, part.step) for member in range(len(self._members))]
-        parts = {
-            shard: {**self._state_of(number), **extra[number]}
-            for number, shard in enumerate(shards)
-        }
-        results: dict[int, Parts] = {shard: {} for shard in shards}
-        for shard, kind, data in self._train_members(part, parts):
-            results[shard][kind] = data
-        reports = {shard: json.loads(found["result"]) for shard, found in results.items()}
-        for number, shard in enumerate(shards):
-            self._members[number] = _after(self._members[number], results[shard], reports[shard])
-        if all("diverged" in report for report in reports.values()):
-            raise TrainingDiverged(f"all members: {reports[shards[0]]['diverged']}")
-        self._take(part, [reports[shard] for shard in shards])
-        return RoundDone(
-            reports=reports,
-            bytes_sent={
-                shard: len(found.get(MODEL, b"")) + len(found.get(REST, b""))
-                for shard, found in results.items()
-            },
-            learning_rate=self._learning_rate(),
-        )
-
-    def _state_of(self, number: int) -> Parts:
-        member = self._members[number]
-        options = {
-            "hyperparameters": dict(self._hyperparameters(number)),
-            "may_diverge": self.may_diverge,
-        }
-        return {MODEL: member.model, REST: member.rest, OPTIONS: json.dumps(options).encode()}
-
-    def _train_members(self, part: RoundPart, parts: dict[int, Parts]) -> Rows:
+        Raises:
+            TrainingDiverged: all members have diverged.
+        """
         run = self._run
+        parts = {
+            task.shard: _parts(member, task)
+            for member, task in zip(self.members, tasks, strict=True)
+        }
 
         def stage(order: RoundOrder) -> Rows:
             return run_member_stage(
                 run.table.df, order, parts, link=run.link, profile=run.slots.profile
             )
 
-        return self._job(part, stage)
+        results: dict[int, Parts] = {shard: {} for shard in parts}
+        for shard, kind, data in self._jobs.run(part, population_member.work, stage):
+            results[shard][kind] = data
+        reports = {shard: json.loads(found["result"]) for shard, found in results.items()}
+        self.members = [
+            _after(member, results[task.shard], reports[task.shard])
+            for member, task in zip(self.members, tasks, strict=True)
+        ]
+        if all("diverged" in report for report in reports.values()):
+            raise TrainingDiverged(f"all members: {reports[tasks[0].shard]['diverged']}")
+        return RoundDone(
+            reports=reports,
+            bytes_sent={
+                shard: len(found.get(MODEL, b"")) + len(found.get(REST, b""))
+                for shard, found in results.items()
+            },
+        )
 
-    # --- measuring ----------------------------------------------------------------------------
-
-    def _measure(self, models: Sequence[bytes]) -> list[Record]:
-        """Each model's entries of the history, over the validation rows of all shards."""
+    def measure(self) -> list[Record]:
+        """Each member's entries of the history, over the validation rows of all shards."""
+        models = [member.model for member in self.members]
         records: dict[int, Record] = {}
         for group in grouped([len(model) for model in models], _MEASURED_BYTES):
-            rows = self._measure_together({str(number): models[number] for number in group})
+            data = pack_parts({str(number): models[number] for number in group})
+            rows = self._jobs.run_on_all(None, data, work=population_member.work)
             reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
             for number in group:
-                records[number] = self._combined(
+                records[number] = self._jobs.evaluation(
                     [report[str(number)] for report in reports],
                     [data for _, kind, data in rows if kind == f"metrics {number}"],
-                )
+                ).record
         return [records[number] for number in range(len(models))]
 
-    def _measure_together(self, parts: Parts) -> Rows:
-        run, data = self._run, pack_parts(parts)
-
-        def stage(order: RoundOrder) -> Rows:
-            return run_stage(
-                run.table.df,
-                replace(order, is_population=True),
-                data,
-                depth=1,
-                channel=run.link.channel,
-                profile=run.slots.profile,
-            )
-
-        return self._job(None, stage)
-
-    def _note(self, member: int, **values: float) -> None:
-        """Add to what is known of ``member`` at the present step."""
-        step = self._progress.step
+    def note(self, step: int, member: int, **values: float) -> None:
+        """Add to what is known of ``member`` when it has taken ``step`` steps."""
         key = (step, member)
         self._notes.setdefault(key, {"step": step, "member": member}).update(values)
 
-    # --- what stays ---------------------------------------------------------------------------
+    def notes(self) -> list[Record]:
+        """What is known of the members, by step and member."""
+        return [self._notes[key] for key in sorted(self._notes)]
 
-    def _states(self) -> dict[str, Any]:
-        """See `RoundsDriver._states`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replicas.state_dict`."""
         return {
             "members": [
                 {
@@ -189,88 +183,242 @@ class PopulationDriver(RoundsDriver):
                     "weight": member.weight,
                     "learning_rate": member.learning_rate,
                 }
-                for member in self._members
+                for member in self.members
             ],
-            "notes": self._sorted_notes(),
+            "notes": self.notes(),
         }
 
-    def _load_states(self, states: dict[str, Any]) -> None:
-        """See `RoundsDriver._load_states`."""
-        found = states["members"]
-        if len(found) != len(self._members):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave.
+
+        Raises:
+            CheckpointError: there are more or fewer members now.
+        """
+        found = state["members"]
+        if len(found) != len(self.members):
             raise CheckpointError(
                 f"the checkpoint holds a population of {len(found)}, and there are "
-                f"{len(self._members)} shards with training rows: set numWorkers as it was, or "
+                f"{len(self.members)} shards with training rows: set numWorkers as it was, or "
                 "another checkpointDir to begin anew"
             )
-        self._members = [
+        self.members = [
             Member(
                 **{**member, "model": _as_bytes(member["model"]), "rest": _as_bytes(member["rest"])}
             )
             for member in found
         ]
-        self._notes = {(note["step"], note["member"]): note for note in states["notes"]}
-
-    def _sorted_notes(self) -> list[Record]:
-        return [self._notes[key] for key in sorted(self._notes)]
-
-    def _outcome(self) -> Trained:
-        return replace(super()._outcome(), population=self._sorted_notes())
+        self._notes = {(note["step"], note["member"]): note for note in state["notes"]}
 
 
-class CompetitionDriver(PopulationDriver):
-    """Members are measured against each other; the best is the result."""
+class _OneShot:
+    """`Replicas` for `OneShotAveraging`. A round is what is left of an epoch."""
 
-    def __init__(self, run: Run, period: int) -> None:
-        super().__init__(run, AlignedPeriod(period))
+    def __init__(self, run: Run, strategy: OneShotAveraging, jobs: RoundJobs) -> None:
+        self._strategy = strategy
+        self._jobs = jobs
+        self._population = Population(run, jobs)
+        self.notes = self._population.notes
+        self.state_dict = self._population.state_dict
+        self.load_state_dict = self._population.load_state_dict
+
+    @property
+    def learning_rate(self) -> float:
+        """See `Replicas.learning_rate`."""
+        members = self._population.members
+        rates = [member.learning_rate for member in members if member.weight > 0]
+        return rates[0] if rates else math.nan
+
+    def train(self, part: RoundPart) -> RoundDone:
+        """See `Replicas.train`."""
+        tasks = [MemberTask(shard=shard) for shard in self._population.shards]
+        return self._population.train(part, tasks)
+
+    def model(self) -> dict[str, Any]:
+        """See `Replicas.model`."""
+        members = self._population.members
+        weights = [member.weight for member in members]
+        if self._strategy.weighting == "equal":
+            weights = [float(weight > 0) for weight in weights]
+        models = [decoded(member.model)["model"] for member in members]
+        merged: dict[str, Any] = merge(models, weights) if any(weights) else models[0]
+        return merged
+
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """See `Replicas.evaluate`."""
+        return self._jobs.measure(self.model())
+
+
+class _Competition(ABC):
+    """`Replicas` whose members are measured against each other; the best is the result."""
+
+    def __init__(self, run: Run, jobs: RoundJobs) -> None:
+        self._run = run
+        self._population = Population(run, jobs)
         self._best_member = 0
         self._measured: tuple[int, list[Record]] | None = None
+        """Steps, and what the members were worth after them."""
+        self.notes = self._population.notes
 
-    def _describe(self, member: int) -> Record:
-        """What else to note of ``member`` whenever it is measured."""
+    @property
+    def learning_rate(self) -> float:
+        """See `Replicas.learning_rate`; that of the best member."""
+        return self._population.members[self._best_member].learning_rate
+
+    @abstractmethod
+    def train(self, part: RoundPart) -> RoundDone:
+        """See `Replicas.train`."""
+
+    def describe(self, member: int, step: int) -> Record:
+        """What else to note of ``member`` when it is measured after ``step`` steps."""
         return {}
 
-    def _scores(self) -> list[Record]:
-        """Every member's entries of the history, at the present step."""
-        step = self._progress.step
+    def scores(self, step: int) -> list[Record]:
+        """Every member's entries of the history after ``step`` steps, which are the present."""
         if self._measured is None or self._measured[0] != step:
-            records = self._measure([member.model for member in self._members])
+            records = self._population.measure()
             self._measured = step, records
             for number, record in enumerate(records):
-                self._note(number, **record, **self._describe(number))
+                self._population.note(step, number, **record, **self.describe(number, step))
         return self._measured[1]
 
-    def _evaluate(self) -> Record:
-        """See `RoundsDriver._evaluate`."""
-        records = self._scores()
-        self._confusion = None  # that of the member which was measured last
+    def model(self) -> dict[str, Any]:
+        """See `Replicas.model`."""
+        best = self._population.members[self._best_member]
+        model: dict[str, Any] = decoded(best.model)["model"]
+        return model
+
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """See `Replicas.evaluate`."""
+        records = self.scores(state.step)
         losses = [record["val_loss"] for record in records]
         order = best_first(losses)
         self._best_member = order[0]
-        return {
+        record = {
             **records[order[0]],
             "val_loss_spread": losses[order[-1]] - losses[order[0]],
             "best_member": order[0],
-            "learning_rate": self._learning_rate(),
+            "learning_rate": self.learning_rate,
+        }
+        return Evaluation(record=record, confusion=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replicas.state_dict`."""
+        return {**self._population.state_dict(), "best_member": self._best_member}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replicas.load_state_dict`."""
+        self._population.load_state_dict(state)
+        self._best_member = state["best_member"]
+
+
+class _Tournament(_Competition):
+    """`Replicas` for `Tournament`. Contests are part of the job that trains the winners."""
+
+    def __init__(self, run: Run, strategy: Tournament, jobs: RoundJobs) -> None:
+        super().__init__(run, jobs)
+        self._strategy = strategy
+
+    def train(self, part: RoundPart) -> RoundDone:
+        """See `Replicas.train`."""
+        run, population = self._run, self._population
+        rivals = self._strategy.rivals(run.plan, run.config.seed, part.step)
+        tasks = [MemberTask(shard=shard) for shard in population.shards]
+        for member, rival in rivals.items():
+            state = {RIVAL_MODEL: population.members[rival].model}
+            if self._strategy.exchange == "all":
+                state[RIVAL_REST] = population.members[rival].rest
+            tasks[member] = replace(tasks[member], rival=state)
+        done = population.train(part, tasks)
+        for member, rival in rivals.items():
+            contest = done.reports[tasks[member].shard]["contest"]
+            population.note(
+                part.step,
+                member,
+                rival=rival,
+                tournament_loss=contest["loss"],
+                rival_loss=contest["rival_loss"],
+                is_lost=float(contest["is_lost"]),
+            )
+        return done
+
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """See `Replicas.evaluate`."""
+        found = super().evaluate(state)
+        notes = [n for n in self.notes() if n["step"] >= state.step - state.step_in_epoch]
+        takeovers = sum(note.get("is_lost", 0.0) for note in notes)
+        return replace(found, record={**found.record, "takeovers": takeovers})
+
+
+class _PopulationBased(_Competition):
+    """`Replicas` for `PopulationBasedTraining`."""
+
+    def __init__(self, run: Run, strategy: PopulationBasedTraining, jobs: RoundJobs) -> None:
+        super().__init__(run, jobs)
+        self._strategy = strategy
+        module = copy.deepcopy(run.module)
+        optimizer = resolve_optimizer(run.config, module)(
+            [parameter for parameter in module.parameters() if parameter.requires_grad]
+        )
+        self._own = first_values(optimizer, strategy.mutations)
+        num_members = len(self._population.members)
+        self._values = [
+            strategy.first(member, self._own, run.config.seed) for member in range(num_members)
+        ]
+        self._has_diverged = [False] * num_members
+
+    def train(self, part: RoundPart) -> RoundDone:
+        """See `Replicas.train`; bad members first copy good ones."""
+        if self._strategy.is_due(part.step):
+            self._exploit(part.step)
+        tasks = [
+            MemberTask(
+                shard=self._strategy.shard_of(self._run.plan, member, part.step),
+                hyperparameters=values,
+                may_diverge=True,
+            )
+            for member, values in enumerate(self._values)
+        ]
+        done = self._population.train(part, tasks)
+        for member, task in enumerate(tasks):
+            self._has_diverged[member] |= "diverged" in done.reports[task.shard]
+        return done
+
+    def _exploit(self, step: int) -> None:
+        """Let bad members go on from good ones, with other hyperparameters."""
+        strategy, seed, members = self._strategy, self._run.config.seed, self._population.members
+        losses = [
+            math.nan if diverged else record["val_loss"]
+            for record, diverged in zip(self.scores(step), self._has_diverged, strict=True)
+        ]
+        for member, donor in strategy.donors(losses, seed, step).items():
+            self._population.note(step, member, donor=donor)
+            members[member] = members[donor]
+            self._values[member] = strategy.explored(
+                self._values[donor], self._own, seed=seed, step=step, member=member
+            )
+            self._has_diverged[member] = False
+
+    def describe(self, member: int, step: int) -> Record:
+        """See `_Competition.describe`."""
+        return {
+            "shard": self._strategy.shard_of(self._run.plan, member, max(0, step - 1)),
+            "has_diverged": float(self._has_diverged[member]),
+            **self._values[member],
         }
 
-    def _model(self) -> dict[str, Any]:
-        """See `RoundsDriver._model`."""
-        model: dict[str, Any] = decoded(self._members[self._best_member].model)["model"]
-        return model
+    def state_dict(self) -> dict[str, Any]:
+        """See `Replicas.state_dict`."""
+        return {
+            **super().state_dict(),
+            "values": self._values,
+            "has_diverged": self._has_diverged,
+        }
 
-    def _learning_rate(self) -> float:
-        """See `RoundsDriver._learning_rate`; that of the best member."""
-        return self._members[self._best_member].learning_rate
-
-    def _states(self) -> dict[str, Any]:
-        """See `RoundsDriver._states`."""
-        return {**super()._states(), "best_member": self._best_member}
-
-    def _load_states(self, states: dict[str, Any]) -> None:
-        """See `RoundsDriver._load_states`."""
-        super()._load_states(states)
-        self._best_member = states["best_member"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replicas.load_state_dict`."""
+        super().load_state_dict(state)
+        self._values = state["values"]
+        self._has_diverged = state["has_diverged"]
 
 
 class AlignedPeriod(Period):
@@ -295,6 +443,17 @@ def grouped(sizes: Iterable[int], limit: int) -> list[list[int]]:
         groups[-1].append(position)
         total += size
     return groups
+
+
+def _parts(member: Member, task: MemberTask) -> Parts:
+    """What a member's task gets."""
+    options = {"hyperparameters": dict(task.hyperparameters), "may_diverge": task.may_diverge}
+    return {
+        MODEL: member.model,
+        REST: member.rest,
+        OPTIONS: json.dumps(options).encode(),
+        **task.rival,
+    }
 
 
 def _after(member: Member, found: Parts, report: Any) -> Member:
@@ -322,152 +481,3 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array.tobytes()
-
-
-def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
-    """Train, and give the result to the run's module; raises what `run_rounds` raises."""
-    if isinstance(strategy, OneShotAveraging):
-        return run_rounds(_OneShot(run, strategy))
-    if isinstance(strategy, Tournament):
-        return run_rounds(_Tournament(run, strategy))
-    assert isinstance(strategy, PopulationBasedTraining)
-    return run_rounds(_PopulationBased(run, strategy))
-
-
-class _OneShot(PopulationDriver):
-    """See `OneShotAveraging`. A round is what is left of an epoch."""
-
-    def __init__(self, run: Run, strategy: OneShotAveraging) -> None:
-        super().__init__(run, FixedPeriod(sys.maxsize))
-        self._strategy = strategy
-
-    def _model(self) -> dict[str, Any]:
-        """See `RoundsDriver._model`."""
-        weights = [member.weight for member in self._members]
-        if self._strategy.weighting == "equal":
-            weights = [float(weight > 0) for weight in weights]
-        models = [decoded(member.model)["model"] for member in self._members]
-        merged: dict[str, Any] = merge(models, weights) if any(weights) else models[0]
-        return merged
-
-    def _evaluate(self) -> Record:
-        """See `RoundsDriver._evaluate`."""
-        return self._evaluate_model(self._model())
-
-    def _learning_rate(self) -> float:
-        """See `RoundsDriver._learning_rate`."""
-        rates = [member.learning_rate for member in self._members if member.weight > 0]
-        return rates[0] if rates else math.nan
-
-
-class _Tournament(CompetitionDriver):
-    """See `Tournament`. Contests are part of the job that trains the winners."""
-
-    def __init__(self, run: Run, strategy: Tournament) -> None:
-        super().__init__(run, strategy.period)
-        self._strategy = strategy
-        self._rivals: dict[int, int] = {}
-
-    def _prepare(self, part: RoundPart) -> list[Parts]:
-        """See `PopulationDriver._prepare`."""
-        run = self._run
-        self._rivals = self._strategy.rivals(run.plan, run.config.seed, part.step)
-        parts: list[Parts] = [{} for _ in self._members]
-        for member, rival in self._rivals.items():
-            parts[member][RIVAL_MODEL] = self._members[rival].model
-            if self._strategy.exchange == "all":
-                parts[member][RIVAL_REST] = self._members[rival].rest
-        return parts
-
-    def _take(self, part: RoundPart, reports: Sequence[Any]) -> None:
-        """See `PopulationDriver._take`."""
-        for member, rival in self._rivals.items():
-            contest = reports[member]["contest"]
-            self._note(
-                member,
-                rival=rival,
-                tournament_loss=contest["loss"],
-                rival_loss=contest["rival_loss"],
-                is_lost=float(contest["is_lost"]),
-            )
-
-    def _evaluate(self) -> Record:
-        """See `RoundsDriver._evaluate`."""
-        progress = self._progress
-        began = progress.step - progress.step_in_epoch
-        notes = [note for (step, _), note in self._notes.items() if step >= began]
-        takeovers = sum(note.get("is_lost", 0.0) for note in notes)
-        return {**super()._evaluate(), "takeovers": takeovers}
-
-
-class _PopulationBased(CompetitionDriver):
-    """See `PopulationBasedTraining`."""
-
-    may_diverge = True
-
-    def __init__(self, run: Run, strategy: PopulationBasedTraining) -> None:
-        super().__init__(run, strategy.period)
-        self._strategy = strategy
-        self._watch = LossWatch(None)  # a member whose loss runs away is replaced
-        module = copy.deepcopy(run.module)
-        optimizer = resolve_optimizer(run.config, module)(
-            [parameter for parameter in module.parameters() if parameter.requires_grad]
-        )
-        self._own = first_values(optimizer, strategy.mutations)
-        self._values = [
-            strategy.first(member, self._own, run.config.seed)
-            for member in range(len(self._members))
-        ]
-        self._has_diverged = [False] * len(self._members)
-
-    def _prepare(self, part: RoundPart) -> list[Parts]:
-        """See `PopulationDriver._prepare`; let bad members copy good ones."""
-        strategy, seed = self._strategy, self._run.config.seed
-        if strategy.is_due(part.step):
-            losses = [
-                math.nan if diverged else record["val_loss"]
-                for record, diverged in zip(self._scores(), self._has_diverged, strict=True)
-            ]
-            for member, donor in strategy.donors(losses, seed, part.step).items():
-                self._note(member, donor=donor)
-                self._members[member] = self._members[donor]
-                self._values[member] = strategy.explored(
-                    self._values[donor], self._own, seed=seed, step=part.step, member=member
-                )
-                self._has_diverged[member] = False
-        return super()._prepare(part)
-
-    def _hyperparameters(self, member: int) -> Mapping[str, float]:
-        """See `PopulationDriver._hyperparameters`."""
-        return self._values[member]
-
-    def _shard_of(self, member: int, step: int) -> int:
-        """See `PopulationDriver._shard_of`."""
-        return self._strategy.shard_of(self._run.plan, member, step)
-
-    def _take(self, part: RoundPart, reports: Sequence[Any]) -> None:
-        """See `PopulationDriver._take`."""
-        for member, report in enumerate(reports):
-            self._has_diverged[member] |= "diverged" in report
-
-    def _describe(self, member: int) -> Record:
-        """See `CompetitionDriver._describe`."""
-        return {
-            "shard": self._shard_of(member, max(0, self._progress.step - 1)),
-            "has_diverged": float(self._has_diverged[member]),
-            **self._values[member],
-        }
-
-    def _states(self) -> dict[str, Any]:
-        """See `RoundsDriver._states`."""
-        return {
-            **super()._states(),
-            "values": self._values,
-            "has_diverged": self._has_diverged,
-        }
-
-    def _load_states(self, states: dict[str, Any]) -> None:
-        """See `RoundsDriver._load_states`."""
-        super()._load_states(states)
-        self._values = states["values"]
-        self._has_diverged = states["has_diverged"]

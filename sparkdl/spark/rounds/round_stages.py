@@ -1,4 +1,4 @@
-"""How does a round run on Spark? A plain stage over the shard table, and a tree that merges.
+"""A round as a Spark job: a plain stage over the shard table, and a tree of stages that merge.
 
 Nothing here needs a barrier: Spark may run tasks one after the other, twice (speculation), or
 again after a loss. The state travels as a broadcast variable, and on Spark Connect, which has
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ _ARROW_SCHEMA = pa.schema(
 _CHUNK_BYTES = 16 << 20
 STATE = "state"
 PATH = "path"
-"""Kind of the row that tells where a task has found its shard."""
+"""Kind of the row that says where a task has found its shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class MergeTask:
 
 
 def merge_payloads(payloads: Sequence[bytes]) -> bytes:
-    """The weighted mean of states that `roundworker.run` gave, with the sum of their weights."""
+    """The weighted mean of states that `round_task.run` gave, with the sum of their weights."""
     from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.tensor_tree import snapshot
 
@@ -229,9 +229,6 @@ def _joined(chunks: dict[int, bytes]) -> bytes:
     return b"".join(chunks[number] for number in sorted(chunks))
 
 
-"""Spark sends a DataFrame's rows within its tasks, each of which may have 128 MB."""
-
-
 def run_member_stage(
     table: DataFrame,
     order: RoundOrder,
@@ -245,8 +242,8 @@ def run_member_stage(
     Args:
         table: the shard table.
         order: what every task shall do.
-        parts: shard -> the parts of its member's state, as `memberworker.work` takes them; shards
-            that are not in it have nothing to do.
+        parts: shard -> the parts of its member's state, as `population_member.work` takes them;
+            shards that are not in it have nothing to do.
         link: where tasks report, and get their states.
         profile: resources of a task.
 
@@ -257,7 +254,6 @@ def run_member_stage(
         TaskLost: a task could not find its shard anywhere, or not reach the driver.
         Exception: Spark's own, when tasks were lost too often.
     """
-    order = replace(order, is_population=True)
     table = table.where(F.col("shard_id").isin(list(parts)))
     if link.channel is None:
         table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")

@@ -1,4 +1,4 @@
-"""What have the rounds of a run brought and cost, added up?"""
+"""What the rounds of a run have brought and cost, added up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ class RoundDone:
     """What a round has brought."""
 
     reports: dict[int, Any]
-    """Shard -> what its task tells: ``rows``, ``seconds``, ``loss_sum``, ``weight``,
+    """Shard -> what its task reports: ``rows``, ``seconds``, ``loss_sum``, ``weight``,
     ``label_sums``."""
     bytes_sent: dict[int, int]
     """Shard -> bytes of the states that its task has sent."""
-    learning_rate: float
 
     @property
     def rows(self) -> int:
@@ -28,7 +27,7 @@ class RoundDone:
     def sums(self) -> tuple[float, ...]:
         """Weighted losses and weights of the samples of the round, then each label's losses."""
         reports = list(self.reports.values())
-        # A replica that has diverged tells nothing of its labels.
+        # A replica that has diverged reports nothing of its labels.
         labels = [r["label_sums"] for r in reports if r["label_sums"]]
         return (
             sum(r["loss_sum"] for r in reports),
@@ -73,12 +72,18 @@ class Totals:
         for position, value in enumerate(done.sums):
             self.epoch_sums[position] += value
 
+    def begin_epoch(self) -> None:
+        """Forget the sums of the epoch that has ended."""
+        self.epoch_sums = [0.0] * len(self.epoch_sums)
+
     def spend_round(self, done: RoundDone, overhead: float) -> None:
         """Take note of what a round's time was spent on, by shard.
 
         A shard waits from its own end to that of the slowest. What the round has taken besides,
         for Spark's scheduling, for states on their way and their mean, is communication.
         """
+        self.steps += done.seconds
+        self.overhead += overhead
         for shard_id in range(len(self.rows)):
             report = done.reports.get(shard_id, {"spent": {}})
             own = dict(report["spent"])

@@ -15,8 +15,8 @@ from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.session.compat import conf, is_connect
-from sparkdl.spark.session.hadoop_storage import open_on_driver
 from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
+from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:

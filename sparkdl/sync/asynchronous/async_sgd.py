@@ -1,4 +1,4 @@
-"""How do replicas train without waiting for each other? Through a sharded parameter server.
+"""Asynchronous SGD: replicas train through a sharded parameter server, without waiting.
 
 Every rank serves a slice of the parameters with its optimizer, and trains on all of them: after
 each step it pushes its gradient to all slices and pulls what the pushes of all ranks have made of
@@ -8,6 +8,7 @@ the weights meanwhile (Dean et al., "Large Scale Distributed Deep Networks", NIP
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_client import SliceExchange
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules
 from sparkdl.sync.asynchronous.parameter_slices import ServedOptimizer, check_learning_rates
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer, SyncStrategy
 
 
@@ -101,6 +103,30 @@ class AsyncSGD(SyncStrategy):
         """
         num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
         return (1 + 1 / self.pull_period) * (world_size - 1) * num_bytes / world_size
+
+    @classmethod
+    def examples(cls) -> tuple[AsyncSGD, ...]:
+        """See `SyncStrategy.examples`."""
+        return cls(), cls(staleness_bound=4)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: a push to all slices, and now and then a pull from them.
+
+        Every rank serves a ``W``-th, so each way carries ``(W - 1) / W`` of the bytes in and as
+        many out; the messages of a push start together, so that their latencies do not add up. A
+        push is answered before the pull is sent, so the link is used in one direction at a time.
+        """
+        ways = 1 + 1 / self.pull_period
+        sent = ways * (world_size - 1) / world_size * size.gradient_bytes
+        return Pattern(
+            kind="messages",
+            num_bytes=size.gradient_bytes,
+            copies=2,
+            latency_rounds=2 * ways,
+            exchanged_bytes=2 * sent,
+            sent_bytes=sent,
+            lead=math.inf if self.staleness_bound is None else self.staleness_bound,
+        )
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

@@ -1,4 +1,4 @@
-"""What part of its group's batch is a rank's, if nobody waits to hear what the others have?"""
+"""Estimates which part of its group's batch a rank has, without asking the others at each step."""
 
 from __future__ import annotations
 

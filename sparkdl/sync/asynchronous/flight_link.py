@@ -1,4 +1,4 @@
-"""How do ranks reach the slices that others serve? One Arrow Flight server per rank.
+"""Streams between ranks and the slices that others serve: one Arrow Flight server per rank.
 
 Each rank keeps one stream open to each other rank's server, so that a request costs no new call,
 and the end of a stream, orderly or not, tells the server at once that the rank has gone. Every

@@ -1,4 +1,4 @@
-"""How do the ranks of a node train on one set of weights? In shared memory, without locks.
+"""Hogwild: the ranks of a node train on one set of weights in shared memory, without locks.
 
 Recht et al., "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS
 2011: updates may overwrite each other, which costs little where they are small or touch different
@@ -17,13 +17,13 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
+from sparkdl.sync.collective import counting_anew, exchange_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, SyncStrategy
 
 if TYPE_CHECKING:
@@ -77,6 +77,15 @@ class Hogwild(SyncStrategy):
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
         sent = exchange_bytes(None, shapes, element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: a sum over machines, along a ring."""
+        return Pattern(
+            num_bytes=size.gradient_bytes,
+            period=self.averaging_period,
+            copies=3,
+            between_nodes=True,
+        )
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

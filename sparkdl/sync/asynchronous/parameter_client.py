@@ -1,4 +1,4 @@
-"""How does a rank push its gradient to all slices and pull from them, all at the same time?"""
+"""One rank's side of the parameter server: it pushes to all slices and pulls from them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a parameter server do with the gradients that arrive?
+"""A parameter server: it applies the gradients that ranks push to the slice that it serves.
 
 It steps the optimizer with each at once, or, where the staleness bound is 0, with the sum of all
 ranks' gradients of a step. A rank's clock counts the steps whose gradients it has pushed; how far

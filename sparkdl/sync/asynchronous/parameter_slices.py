@@ -1,4 +1,4 @@
-"""Which rank of a gang serves which parameters, and how is an optimizer cut along with them?
+"""Slices: which rank serves which parameters, and the part of an optimizer that steps them.
 
 A slice is the part of the parameters that one rank serves. Tensors are never cut, because
 optimizers such as LARS, LAMB, Muon or Adafactor look at whole ones.

@@ -1,4 +1,4 @@
-"""How are replicas' updates added so that those which agree are averaged, and others summed?
+"""Adasum: replicas' updates that agree are averaged, and those that are orthogonal summed.
 
 Adasum (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; Horovod):
 two updates ``a`` and ``b`` of one parameter tensor become
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.averaging.averaging import ApartSynchronizer
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.collective import counting_anew
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
@@ -72,6 +73,13 @@ class Adasum(SyncStrategy):
         products = _PRODUCTS_BYTES * len(shapes) * (levels * (levels + 1) // 2)
         sent = size * (halved + products) + num_extra * 2 * element_size * numel
         return sent / world_size / self.averaging_period
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`."""
+        pattern = super().pattern(size, world_size)
+        assert pattern.wire_ratio is not None
+        ratio = pattern.wire_ratio * self.averaging_period if world_size > 1 else 1.0
+        return replace(pattern, period=self.averaging_period, wire_ratio=ratio)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

@@ -1,4 +1,4 @@
-"""How do replicas that train apart come together? They take the weighted mean of their states.
+"""The base of strategies whose replicas train apart and then take the weighted mean of states.
 
 Every replica trains alone for a round of steps; then all continue from the mean of their
 parameters, buffers and, if wanted, optimizer states, each weighted by the samples it has seen
@@ -10,11 +10,10 @@ itself or what an `OuterRule` makes of it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,12 +21,12 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
-from sparkdl.sync.gradients.buckets import FlatGradients, zeros
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
+from sparkdl.sync.strategy import MakeOptimizer
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -92,6 +91,29 @@ class AveragingStrategy(CollectiveStrategy):
             return None
         return sent / period.steps(0)
 
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: once a round weights, buffers and averaged optimizers."""
+        pattern = super().pattern(size, world_size)
+        extra = size.buffer_bytes
+        if self.optimizer_state == "average":
+            extra += size.optimizer_bytes
+        num_bytes = size.gradient_bytes + extra
+        ratio = pattern.wire_ratio
+        if ratio is not None:  # only the parameters are compressed
+            ratio = (ratio * size.gradient_bytes + extra) / max(1, num_bytes)
+        messages = 1 + (extra > 0)
+        pattern = replace(pattern, num_bytes=num_bytes, wire_ratio=ratio, num_messages=messages)
+        return self._in_rounds(pattern)
+
+    def stages_pattern(self, size: ModelSize) -> Pattern:
+        """See `SyncStrategy.stages_pattern`."""
+        return self._in_rounds(super().stages_pattern(size))
+
+    def _in_rounds(self, pattern: Pattern) -> Pattern:
+        """The pattern with the length of rounds; of periods that adapt, the first round's."""
+        period = self.make_period()
+        return replace(pattern, period=period.steps(0), target_share=period.target_share)
+
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> ApartSynchronizer:
@@ -130,55 +152,6 @@ def round_bytes(
     """Bytes that one rank sends to average parameters once, with the message about shares."""
     sent = exchange_bytes(strategy.resolved_compression(), shapes, element_size, world_size)
     return None if sent is None else sent + SHARE_BYTES * (world_size - 1)
-
-
-class ApartSynchronizer(Synchronizer):
-    """Trains one replica by itself, and counts the weights of the samples of the round."""
-
-    trains_apart = True
-
-    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self.parameters)
-        self.round_sums = torch.zeros(2, dtype=torch.float64)
-        """Weighted losses and weights of the samples of the present round, ``(2,)``."""
-        self.round_steps = 0
-        self._gradients: FlatGradients | None = None
-
-    def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
-        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
-            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
-        self._gradients.zero()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
-        return contextlib.nullcontext()
-
-    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
-        self.round_sums += sums.cpu()
-        return Reduced(sums, divisor)
-
-    def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`; alone, a replica always agrees with itself."""
-        self.round_steps += 1
-        return True
-
-    def close_round(self) -> None:
-        """Begin to count anew."""
-        self.round_sums.zero_()
-        self.round_steps = 0
-
-    def close(self) -> None:
-        """See `Synchronizer.close`."""
-        if self._gradients is not None:
-            self._gradients.release()
-
-    def learning_rate(self) -> float:
-        """That of the first parameter group."""
-        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
 
 
 class AveragingSynchronizer(ApartSynchronizer):

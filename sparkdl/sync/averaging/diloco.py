@@ -1,7 +1,7 @@
 """DiLoCo: replicas train apart for long; what they have moved is a gradient of an outer optimizer.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023. In
-fragments, and with overlap, as `streaming` has it.
+fragments, and with overlap, as `streaming_diloco` has it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.averaging import ApartSynchronizer, AveragingStrategy, OptimizerState
+from sparkdl.sync.apart import ApartSynchronizer
+from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
-from sparkdl.sync.averaging.streaming_diloco import StreamingSynchronizer, fragments_of
-from sparkdl.sync.gradients.allreduce import exchange_bytes
+from sparkdl.sync.averaging.streaming_diloco import (
+    Streaming,
+    StreamingSynchronizer,
+    fragments_of,
+)
+from sparkdl.sync.collective import exchange_bytes
 from sparkdl.sync.strategy import MakeOptimizer
 
 
@@ -135,5 +140,13 @@ class DiLoCo(AveragingStrategy):
             ConfigError: the model has fewer layers than fragments are wanted.
         """
         if self.is_streaming:
-            return StreamingSynchronizer(model, make_optimizer, comm, self)
+            options = Streaming(
+                averaging_period=self.averaging_period,
+                num_fragments=self.num_fragments,
+                overlap_steps=self.overlap_steps,
+                kept=self.kept,
+                compression=self.resolved_compression(),
+                make_outer=self.make_outer,
+            )
+            return StreamingSynchronizer(model, make_optimizer, comm, options)
         return super().setup(model, make_optimizer, comm)

@@ -98,6 +98,11 @@ class LocalSGD(AveragingStrategy):
             return "the ranks of a node agree inside a gang only; use one period"
         return super().why_not_rounds()
 
+    @classmethod
+    def examples(cls) -> tuple[LocalSGD, ...]:
+        """See `SyncStrategy.examples`."""
+        return (cls(averaging_period=16),)
+
     def make_period(self) -> Period:
         """See `AveragingStrategy.make_period`."""
         _, between = self.periods()

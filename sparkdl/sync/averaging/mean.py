@@ -1,4 +1,4 @@
-"""How do the ranks of a gang form the mean of their states? By sums of shares, over the network.
+"""The mean of the states of a gang's ranks, formed by sums of shares over the network.
 
 The same mean as `merge.merge` forms on a list of states, up to rounding.
 """

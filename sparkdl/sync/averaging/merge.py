@@ -1,4 +1,4 @@
-"""What is the mean of several replicas' states? The same pure function in a gang and in rounds.
+"""The mean of several replicas' states, by the same pure function in a gang and in rounds.
 
 A state is a tree of dicts, lists and tuples, such as ``{"model": state_dict, "optimizer":
 optimizer.state_dict()}``. The mean of means is the mean: a tree of merges gives what one merge

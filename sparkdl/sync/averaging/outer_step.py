@@ -1,4 +1,4 @@
-"""What becomes of the replicas' mean at the end of a round? The step that follows averaging.
+"""The step that follows averaging: what becomes of the replicas' mean at the end of a round.
 
 An outer rule sees where the round began (the anchor) and where the replicas came to on average,
 and says where the next round begins. It is the same in a gang and in rounds, where the driver

@@ -65,6 +65,11 @@ class ParameterAveraging(AveragingStrategy):
         """See `AveragingStrategy.merge_depth`."""
         return self.aggregation_depth
 
+    @classmethod
+    def examples(cls) -> tuple[ParameterAveraging, ...]:
+        """See `SyncStrategy.examples`."""
+        return (cls(averaging_period="auto"),)
+
     def make_period(self) -> Period:
         """See `AveragingStrategy.make_period`."""
         if self.averaging_period == "auto":

@@ -1,4 +1,4 @@
-"""How many steps does a round have?"""
+"""The lengths of rounds, in steps: fixed, by a share of the time, or by the loss."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Period(ABC):
 
     needs_report: bool = False
     """Whether `observe` wants to be called; measuring and sharing a report costs a message."""
+
+    target_share: float | None = None
+    """Part of the time that agreeing shall take; None: the period does not follow the clock."""
 
     @abstractmethod
     def steps(self, step: int) -> int:
@@ -75,7 +78,7 @@ class AutoPeriod(Period):
     needs_report = True
 
     def __init__(self, *, share: float = 0.05, first: int = 8, limit: int = 10_000) -> None:
-        self._share = share
+        self.target_share: float = share
         self._limit = limit
         self._length = first
         self._step_seconds = 0.0
@@ -89,7 +92,7 @@ class AutoPeriod(Period):
         """See `Period.observe`."""
         self._step_seconds = _smoothed(self._step_seconds, report.step_seconds / report.steps)
         self._merge_seconds = _smoothed(self._merge_seconds, report.merge_seconds)
-        wanted = steps_for_share(self._merge_seconds, self._step_seconds, self._share)
+        wanted = steps_for_share(self._merge_seconds, self._step_seconds, self.target_share)
         bounded = min(max(wanted, self._length / 2), self._length * 2)
         self._length = min(max(1, round(bounded)), self._limit)
 

@@ -1,4 +1,4 @@
-"""How is a model agreed on in fragments, each while training goes on? Streaming DiLoCo.
+"""Streaming DiLoCo: a model is agreed on in fragments, each while training goes on.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512. Fragment
 ``p`` of ``P`` is sent at steps ``p H / P``, ``p H / P + H``, ... of the run (the first fragment
@@ -10,7 +10,8 @@ while it travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +19,14 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.own_weights.own_weights import OwnWeightsSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.sync.weight_changes import Changes
 
 if TYPE_CHECKING:
-    from sparkdl.sync.averaging.diloco import DiLoCo
+    from sparkdl.comm.compression.compression import Compression
     from sparkdl.sync.averaging.outer_step import OuterRule
 
 
@@ -43,6 +44,20 @@ def fragments_of(shapes: Sequence[tuple[int, ...]], num_fragments: int) -> list[
         layers[-1].append(place)
     dealt = [layers[number::num_fragments] for number in range(num_fragments)]
     return [[place for layer in some for place in layer] for some in dealt if some]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """The options of `DiLoCo` that its streaming form needs."""
+
+    averaging_period: int
+    num_fragments: int
+    overlap_steps: int
+    kept: float
+    """Part of its own weights that a replica keeps when a fragment arrives."""
+    compression: Compression | None
+    make_outer: Callable[[int], OuterRule]
+    """Makes the outer optimizer of one fragment, given the number of ranks."""
 
 
 class _Fragment:
@@ -99,15 +114,13 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         model: nn.Module,
         make_optimizer: MakeOptimizer,
         comm: Communicator,
-        strategy: DiLoCo,
+        options: Streaming,
     ) -> None:
         super().__init__(model, make_optimizer)
         self._comm = counting_anew(comm)
-        self._period = strategy.averaging_period
-        self._overlap = strategy.overlap_steps
-        self._kept = strategy.kept
+        self._options = options
         self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
-        self._fragments = self._make_fragments(strategy)
+        self._fragments = self._make_fragments()
 
     @property
     def bytes_sent(self) -> int:
@@ -120,7 +133,7 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         for fragment in self._fragments:
             if fragment.due == done:
                 self._arrive(fragment)
-            if done % self._period == fragment.offset:
+            if done % self._options.averaging_period == fragment.offset:
                 self._send(fragment, done)
         return True
 
@@ -163,8 +176,8 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
             return
         fragment.changes.take(fragment.parameters, fragment.anchor)
         fragment.changes.start(shares[self._comm.rank])
-        fragment.due = done + self._overlap
-        if self._overlap == 0:
+        fragment.due = done + self._options.overlap_steps
+        if self._options.overlap_steps == 0:
             self._arrive(fragment)
 
     @torch.no_grad()
@@ -177,11 +190,11 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         for parameter, begin, value in zip(
             fragment.parameters, fragment.anchor, agreed, strict=True
         ):
-            parameter.lerp_(value, 1 - self._kept)
+            parameter.lerp_(value, 1 - self._options.kept)
             begin.copy_(value)
 
-    def _make_fragments(self, strategy: DiLoCo) -> list[_Fragment]:
-        wanted = strategy.num_fragments
+    def _make_fragments(self) -> list[_Fragment]:
+        wanted = self._options.num_fragments
         places = fragments_of([tuple(p.shape) for p in self.parameters], wanted)
         if len(places) < wanted:
             raise ConfigError(
@@ -189,16 +202,15 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
                 "weights; use fewer fragments"
             )
         return [
-            self._make_fragment(strategy, [self.parameters[i] for i in some], number)
+            self._make_fragment([self.parameters[i] for i in some], number)
             for number, some in enumerate(places)
         ]
 
-    def _make_fragment(
-        self, strategy: DiLoCo, parameters: Sequence[nn.Parameter], number: int
-    ) -> _Fragment:
+    def _make_fragment(self, parameters: Sequence[nn.Parameter], number: int) -> _Fragment:
+        options = self._options
         return _Fragment(
             parameters,
-            number * self._period // strategy.num_fragments,
-            Changes(parameters, self._comm, strategy.resolved_compression()),
-            strategy.make_outer(self._comm.world_size),
+            number * options.averaging_period // options.num_fragments,
+            Changes(parameters, self._comm, options.compression),
+            options.make_outer(self._comm.world_size),
         )

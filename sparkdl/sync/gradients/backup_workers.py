@@ -1,4 +1,4 @@
-"""How is a straggler not waited for? Each step takes the first gradients, and drops the others.
+"""Backup workers: each step takes the first gradients that are ready, and drops the others.
 
 Synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD",
 2016): of ``W`` ranks a step needs the gradients of ``W - k``; whatever is ready by then is used,
@@ -6,12 +6,22 @@ and what comes later is dropped. The gradient is that of the united batch of the
 weights travel with it, so nothing is biased by how many they were. Rows of dropped gradients count
 as not used: not in the history's losses, nor in the number of rows seen.
 
-A thread on each rank speaks for it while its main thread computes. Towards the end of a step the
-threads tell each other again and again who is ready. Once enough are, all of them sum what there
-is, those of late ranks with zeros, and keep the result. A late rank finds it when it is done,
-throws away its own gradient, and takes the step that everyone has taken: replicas stay equal, bit
-for bit. Batches of steps that were concluded meanwhile are passed over. A rank can be `MAX_LAG`
-steps behind; then the others wait for it, so no more than that many results are ever kept.
+A thread on each rank exchanges messages with those of the others while the main thread computes.
+Towards the end of a step all threads gather one `Readiness` from each rank, again and again:
+
+============  ===================================================  ============================
+a rank says   when                                                 its part of the sum
+============  ===================================================  ============================
+`NOT_READY`   its main thread computes, or lags behind             zeros
+`READY`       its gradients of this step are in the buckets        the buckets
+`EMPTY`       as `READY`, but its batch has no samples             the buckets, which are zero
+`FULL`        it has `MAX_LAG` results that it has not yet taken   (the others wait for it)
+`LEAVING`     it ends, after the run or after a failure            (the others fail)
+============  ===================================================  ============================
+
+Once enough ranks are ready, all threads sum what there is and keep the result. A late rank finds
+it when it is done, throws away its own gradient, and takes the step that everyone has taken:
+replicas stay equal, bit for bit. Batches of steps that were concluded meanwhile are passed over.
 
 A rank that is always slow never contributes, and its rows are never learnt from: for that there are
 work shares.
@@ -31,31 +41,33 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, Reduced
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
+    from sparkdl.sync.collective import CollectiveStrategy
 
 MAX_LAG = 4
 """Concluded steps that a late rank may not have taken yet."""
-_QUIET, _PATIENCE = 0.8, 0.1
-"""A rank that is not ready says nothing for so much of a usual step, and then says so each time
-that a step has taken so much longer: by that much the others wait longer than needed."""
+_FIRST_REPORT, _REPORT_AGAIN = 0.8, 0.1
+"""A rank that is not ready reports nothing for so much of a usual step, and then each time that a
+step has taken so much longer: by that much the others wait longer than needed."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 1e-3, 0.1
-"""How long it is silent at least and at most."""
+"""Shortest and longest time until it reports."""
 _NUM_RECENT = 8
 """Steps of which the shortest is the usual one."""
 
 
-def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
+def check_backup_workers(
+    strategy: CollectiveStrategy, num_backup: int, config: TrainConfig, world_size: int
+) -> None:
     """Refuse what backup workers do not go together with.
 
     Raises:
         ConfigError: with the reason.
     """
-    num_backup = strategy.num_backup_workers
     if num_backup > world_size - 2:
         raise ConfigError(
             f"num_backup_workers={num_backup} of {world_size} worker(s) would leave steps with one "
@@ -84,7 +96,7 @@ def check(strategy: AllReduce, config: TrainConfig, world_size: int) -> None:
 
 
 _NO_CUDA = (
-    "num_backup_workers is for CPU workers: a thread speaks for the rank while it computes, which "
+    "num_backup_workers is for CPU workers: a thread exchanges while the rank computes, which "
     "NCCL does not allow; leave it out, or set device to 'cpu'"
 )
 
@@ -115,14 +127,14 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         if self._buckets[0].flat.device.type == "cuda":
             raise ConfigError(_NO_CUDA)
         flats = [bucket.flat for bucket in self._buckets]
-        self._speaker = _Speaker(self._comm, quorum, flats, self._start)
+        self._thread = StepThread(self._comm, quorum, flats, self._start)
         self._has_samples = False
 
     def zero_gradients(self) -> None:
         """See `Synchronizer.zero_gradients`."""
         super().zero_gradients()
         self._has_samples = False
-        self.is_late = self._speaker.is_ahead()
+        self.is_late = self._thread.is_ahead()
 
     def start_sums(self, sums: torch.Tensor) -> None:
         """Note that there are samples; the sums travel with the gradients."""
@@ -130,7 +142,7 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`."""
-        result = self._speaker.offer(_Offer(sums, self._has_samples))
+        result = self._thread.contribute(Contribution(sums, self._has_samples))
         for bucket, flat in zip(self._buckets, result.flats, strict=True):
             if bucket.flat is not flat:
                 bucket.flat.copy_(flat)
@@ -138,11 +150,11 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
 
     def close(self) -> None:
         """See `Synchronizer.close`; peers that still train are told."""
-        self._speaker.leave()
+        self._thread.leave()
         super().close()
 
 
-class _Said(IntEnum):
+class Readiness(IntEnum):
     """What a rank tells the others about the next step to conclude."""
 
     NOT_READY = 0
@@ -154,14 +166,14 @@ class _Said(IntEnum):
     LEAVING = 4
 
 
-class _Offer(NamedTuple):
+class Contribution(NamedTuple):
     """What the main thread has for a step; its gradients are in the buckets."""
 
     sums: torch.Tensor
     has_samples: bool
 
 
-class _Result(NamedTuple):
+class ConcludedStep(NamedTuple):
     """A concluded step."""
 
     sums: torch.Tensor
@@ -171,8 +183,8 @@ class _Result(NamedTuple):
     """Whose gradients were used; None: everyone's."""
 
 
-class _Speaker(threading.Thread):
-    """Speaks for this rank, whatever its main thread does.
+class StepThread(threading.Thread):
+    """Concludes steps with the threads of the other ranks, whatever its main thread does.
 
     Args:
         comm: a group that nobody else uses.
@@ -194,8 +206,8 @@ class _Speaker(threading.Thread):
         self._flats = flats
         self._start_sum = start
         self._changed = threading.Condition()
-        self._offer: _Offer | None = None
-        self._results: deque[_Result] = deque()
+        self._contribution: Contribution | None = None
+        self._results: deque[ConcludedStep] = deque()
         self._is_leaving = False
         self._failure: Exception | None = None
         self._since = time.monotonic()
@@ -208,7 +220,7 @@ class _Speaker(threading.Thread):
         with self._changed:
             return bool(self._results)
 
-    def offer(self, offer: _Offer) -> _Result:
+    def contribute(self, contribution: Contribution) -> ConcludedStep:
         """Give this rank's part of the main thread's next step and get what came of the step.
 
         Raises:
@@ -216,7 +228,7 @@ class _Speaker(threading.Thread):
         """
         with self._changed:
             if not self._results:
-                self._offer = offer
+                self._contribution = contribution
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._results or self._failure)
             if not self._results:
@@ -234,78 +246,79 @@ class _Speaker(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        """Speak until someone leaves or is lost."""
+        """Conclude steps until someone leaves or is lost."""
         try:
             while True:
-                said = self._say()
-                heard = self._comm.all_gather(torch.tensor([said], dtype=torch.uint8))
-                everyone = [_Said(one) for one in heard.flatten().tolist()]
-                if _Said.LEAVING in everyone:
-                    who = everyone.index(_Said.LEAVING)
+                mine = self._report()
+                gathered = self._comm.all_gather(torch.tensor([mine], dtype=torch.uint8))
+                everyone = [Readiness(one) for one in gathered.flatten().tolist()]
+                if Readiness.LEAVING in everyone:
+                    who = everyone.index(Readiness.LEAVING)
                     raise CommunicationError(f"rank {who} has left the gang")
                 if is_quorum(everyone, self._quorum):
-                    self._conclude(said, everyone)
-        except Exception as error:  # raised again in the main thread, by `offer`
+                    self._conclude(mine, everyone)
+        except Exception as error:  # raised again in the main thread, by `contribute`
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _say(self) -> _Said:
-        """Wait until there is something to say, but not for long."""
+    def _report(self) -> Readiness:
+        """Wait until there is something to report, but not for long."""
         with self._changed:
             is_full = len(self._results) >= MAX_LAG
             elapsed = time.monotonic() - self._since
             self._changed.wait_for(
                 lambda: (
-                    self._offer is not None
+                    self._contribution is not None
                     or self._is_leaving
                     or (is_full and len(self._results) < MAX_LAG)
                 ),
-                silence(elapsed, min(self._recent, default=0.0)),
+                report_delay(elapsed, min(self._recent, default=0.0)),
             )
             if self._is_leaving:
-                return _Said.LEAVING
-            if self._offer is not None:
-                return _Said.READY if self._offer.has_samples else _Said.EMPTY
-            return _Said.FULL if len(self._results) >= MAX_LAG else _Said.NOT_READY
+                return Readiness.LEAVING
+            if self._contribution is not None:
+                return Readiness.READY if self._contribution.has_samples else Readiness.EMPTY
+            return Readiness.FULL if len(self._results) >= MAX_LAG else Readiness.NOT_READY
 
-    def _conclude(self, said: _Said, everyone: Sequence[_Said]) -> None:
+    def _conclude(self, mine: Readiness, everyone: Sequence[Readiness]) -> None:
         """Sum the gradients of those that were ready; collective."""
-        ranks = tuple(rank for rank, one in enumerate(everyone) if one is not _Said.NOT_READY)
-        if said is _Said.NOT_READY:  # also if the main thread is done by now: the others know not
+        ranks = tuple(rank for rank, one in enumerate(everyone) if one is not Readiness.NOT_READY)
+        # A rank that is done by now counts as late too: the others know no better.
+        if mine is Readiness.NOT_READY:
             flats = [torch.zeros_like(flat) for flat in self._flats]
             sums = torch.zeros(2, dtype=torch.float64)
         else:
-            assert self._offer is not None
-            flats, sums = list(self._flats), self._offer.sums
+            assert self._contribution is not None
+            flats, sums = list(self._flats), self._contribution.sums
         pending = [self._comm.all_reduce_async(sums)]
         pending += [self._start_sum(number, flat) for number, flat in enumerate(flats)]
         for message in pending:
             message.wait()
         is_all = len(ranks) == len(everyone)
         with self._changed:
-            self._offer = None
-            self._results.append(_Result(sums, flats, None if is_all else ranks))
+            self._contribution = None
+            self._results.append(ConcludedStep(sums, flats, None if is_all else ranks))
             now = time.monotonic()
             self._recent.append(now - self._since)
             self._since = now
             self._changed.notify_all()
 
 
-def silence(elapsed_seconds: float, usual_seconds: float) -> float:
+def report_delay(elapsed_seconds: float, usual_seconds: float) -> float:
     """Seconds until a rank that is not ready says so, given the time of this step and of others."""
-    wanted = max(_QUIET * usual_seconds - elapsed_seconds, _PATIENCE * elapsed_seconds)
+    wanted = max(_FIRST_REPORT * usual_seconds - elapsed_seconds, _REPORT_AGAIN * elapsed_seconds)
     return min(max(wanted, _SHORTEST_SECONDS), _LONGEST_SECONDS)
 
 
-def is_quorum(everyone: Sequence[_Said], quorum: int) -> bool:
+def is_quorum(everyone: Sequence[Readiness], quorum: int) -> bool:
     """Whether the next step can be concluded.
 
     Ranks without samples are ready at once; they do not make a step by themselves, as long as
     others may have samples.
     """
-    if _Said.FULL in everyone:
+    if Readiness.FULL in everyone:
         return False
-    num_ready = everyone.count(_Said.READY)
-    num_done = num_ready + everyone.count(_Said.EMPTY)
+    num_ready = everyone.count(Readiness.READY)
+    num_done = num_ready + everyone.count(Readiness.EMPTY)
     return num_done == len(everyone) or (num_done >= quorum and num_ready > 0)

@@ -1,4 +1,4 @@
-"""Where do gradients live? In flat buffers, so that many small tensors travel as few large ones.
+"""Flat buffers for gradients, so that many small tensors travel as few large ones.
 
 The gradients of all parameters are views of flat buffers, which are cut into buckets. A parameter
 that takes no part in a step has a gradient of zero, not None, so that weight decay and momentum

@@ -1,4 +1,4 @@
-"""How can gradients travel during the whole next step? Each step applies those of the one before.
+"""Double buffering: each step applies the gradients of the one before, while its own travel.
 
 ChainerMN's double buffering (Akiba, Fukuda, Suzuki, "ChainerMN: Scalable Distributed Deep Learning
 Framework", 2017): of two sets of gradients one is filled while the other is summed over the ranks.
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.gradients.allreduce import AllReduceSynchronizer
 from sparkdl.sync.gradients.buckets import FlatGradients
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, Reduced
 
 if TYPE_CHECKING:

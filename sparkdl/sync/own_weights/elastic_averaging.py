@@ -7,7 +7,7 @@ synchronous form: every rank holds the center, and moves it by the same sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import CollectiveStrategy, counting_anew
-from sparkdl.sync.gradients.allreduce import exchange_bytes
-from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.sync.collective import CollectiveStrategy, counting_anew, exchange_bytes
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.sync.weight_changes import Changes
 
@@ -79,6 +79,10 @@ class ElasticAveraging(CollectiveStrategy):
         """See `SyncStrategy.bytes_per_step`."""
         sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
         return None if sent is None else sent / self.averaging_period
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`."""
+        return replace(super().pattern(size, world_size), period=self.averaging_period)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

@@ -18,9 +18,10 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
+from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.own_weights.own_weights import OWN_WEIGHTS, OwnWeightsSynchronizer
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
 WEIGHT_BYTES = 8
@@ -75,6 +76,20 @@ class Gossip(SyncStrategy):
         num_bytes = element_size * sum(torch.Size(shape).numel() for shape in shapes)
         met = self.probability * 2 * (world_size // 2) / world_size
         return met * (num_bytes + WEIGHT_BYTES)
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`: now and then a message to one other rank."""
+        num_bytes = size.gradient_bytes
+        return Pattern(
+            kind="messages",
+            num_bytes=num_bytes,
+            period=1 / self.probability,
+            copies=3,
+            latency_rounds=1,
+            exchanged_bytes=num_bytes,
+            sent_bytes=2 * (world_size // 2) / world_size * num_bytes,
+            in_pairs=True,
+        )
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator

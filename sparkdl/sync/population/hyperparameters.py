@@ -1,4 +1,4 @@
-"""Which numbers of an optimizer can be changed during training, and how?"""
+"""Reads and changes the numbers of an optimizer during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What if replicas agree only once? They train apart to the end, and then take their mean.
+"""One-shot averaging: replicas train apart to the end, and then take their mean.
 
 Zinkevich et al., "Parallelized Stochastic Gradient Descent", NIPS 2010; Mann et al., "Efficient
 Large-Scale Distributed Training of Conditional Maximum Entropy Models", NIPS 2009, for the weights.
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import Weighting, check_weighting
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.own_weights.own_weights import OwnWeightsSynchronizer
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import MakeOptimizer
 

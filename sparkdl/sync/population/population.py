@@ -1,4 +1,4 @@
-"""What do populations share: replicas that keep states of their own, and compete or are merged?
+"""Bases of populations: replicas that keep states of their own, and compete or are merged.
 
 A population lives on plain Spark stages. A member is a replica with its own weights, optimizer
 state and schedule; there are as many as shards with training rows. The driver holds the states of
@@ -17,6 +17,7 @@ import numpy as np
 from sparkdl.data.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.sync.averaging.period import check_period
+from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class PopulationStrategy(SyncStrategy):
     def why_not_rounds(self) -> str | None:
         """See `SyncStrategy.why_not_rounds`."""
         return None
+
+    def pattern(self, size: ModelSize, world_size: int) -> Pattern:
+        """See `SyncStrategy.pattern`; nothing is exchanged before the end."""
+        return replace(super().pattern(size, world_size), period=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,10 @@ class Competition(PopulationStrategy):
         amended = replace(plan, shards=shards)
         rows = [amended.rows_of(rank) for rank in range(plan.world_size)]
         return replace(amended, steps_per_epoch=steps_per_epoch(rows, plan.batch_size))
+
+    def stages_pattern(self, size: ModelSize) -> Pattern:
+        """See `SyncStrategy.stages_pattern`."""
+        return replace(super().stages_pattern(size), period=self.period)
 
     def is_due(self, step: int) -> bool:
         """Whether members compete before step number ``step``, from 0, is taken."""

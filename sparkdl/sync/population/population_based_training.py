@@ -1,4 +1,4 @@
-"""How do the members of a population find good hyperparameters while they train?
+"""Population based training: members find good hyperparameters while they train.
 
 Jaderberg et al., "Population Based Training of Neural Networks", arXiv 1711.09846; the numbers are
 those of the paper and of Ray Tune.
@@ -18,7 +18,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.population.population import Competition, best_first, drawn, members_of
 
 if TYPE_CHECKING:
-    from sparkdl.config import TrainConfig
+    import torch
 
 # Purposes of the draws, so that they differ from each other.
 _FIRST, _EXPLOIT, _EXPLORE = 2, 3, 4
@@ -131,17 +131,11 @@ class PopulationBasedTraining(Competition):
         for name, mutation in self.mutations.items():
             _check_mutation(name, mutation)
 
-    def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `SyncStrategy.check`."""
-        super().check(config, world_size)
-        if isinstance(config.optimizer, str | type):
-            import torch
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `SyncStrategy.check_optimizer`."""
+        from sparkdl.sync.population.hyperparameters import first_values
 
-            from sparkdl.sync.population.hyperparameters import first_values
-            from sparkdl.train.optimizers.optimizers import resolve_optimizer
-
-            parameter = torch.nn.Parameter(torch.zeros(1))
-            self.domains(first_values(resolve_optimizer(config)([parameter]), self.mutations))
+        self.domains(first_values(optimizer, self.mutations))
 
     def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
         """Hyperparameter -> its values, given the user's own.

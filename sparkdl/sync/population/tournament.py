@@ -1,4 +1,4 @@
-"""Who meets whom in a tournament of models, and who wins?
+"""A tournament of models: pairs of trainers meet, and the better model goes on.
 
 Jacobs et al., "Towards Scalable Parallel Training of Deep Neural Networks", MLHPC 2017: LTFB, "let
 a thousand flowers bloom", as in LBANN.

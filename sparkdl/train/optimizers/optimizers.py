@@ -1,6 +1,6 @@
-"""Which optimizer and which schedule did the user ask for?
+"""Makes the optimizer and the schedule that the user asked for.
 
-The learning rate is what the user said, on any number of ranks: it is never scaled.
+The learning rate is what the user set, on any number of ranks: it is never scaled.
 """
 
 from __future__ import annotations
@@ -117,49 +117,22 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
             optimizer was given together with options for it.
     """
-    options: dict[str, Any] = dict(config.optimizer_params)
-    if config.learning_rate is not None:
-        if "lr" in options:
-            raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
-        options["lr"] = config.learning_rate
-    kind, may_fuse = config.optimizer, False
-    if kind == AUTO:
-        kind = OwnOptimizer(module) if module is not None and is_lightning(module) else "adam"
-    if isinstance(kind, str):
-        if kind.lower() not in OPTIMIZERS:
-            known = ", ".join(sorted(OPTIMIZERS))
-            raise ConfigError(f"unknown optimizer {kind!r}; known: {known}")
-        kind = OPTIMIZERS[kind.lower()]
-        may_fuse = (
-            kind in _FUSED
-            # Its scaler may skip the first step, after which fused SGD has a momentum of garbage.
-            and config.precision != "fp16"
-            and not options.keys() & {"fused", "foreach", "differentiable"}
-        )
-    if isinstance(kind, OwnOptimizer) and not (options or config.parameter_groups):
-        return kind
-    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
-        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    options = _options(config)
+    kind = _kind(config, module)
+    may_fuse = (
+        isinstance(config.optimizer, str)
+        and kind in _FUSED
+        # Its scaler may skip the first step, after which fused SGD has a momentum of garbage.
+        and config.precision != "fp16"
+        and not options.keys() & {"fused", "foreach", "differentiable"}
+    )
+    divides = bool(config.parameter_groups) and module is not None
+    _check(kind, options, has_groups=bool(config.parameter_groups), divides=divides)
     if isinstance(kind, OwnOptimizer):
-        raise ConfigError(
-            "configure_optimizers of the module makes its optimizer, with options and groups of "
-            f"its own; set {sorted(options) or 'parameterGroups'} there, or choose an optimizer"
-        )
-    if not is_class and options:
-        raise ConfigError(
-            f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "
-            "optimizer's class"
-        )
-    if not callable(kind):
-        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+        return kind
     groups = None
-    if config.parameter_groups and module is not None:
-        if not is_class:
-            raise ConfigError(
-                "a callable makes its optimizer itself; make the parameterGroups there, or pass "
-                "the optimizer's class"
-            )
+    if divides:
+        assert module is not None
         groups = ParameterGroups(module, config.parameter_groups)
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -179,8 +152,71 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
     return make
 
 
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """The optimizer's options, with the learning rate.
+
+    Raises:
+        ConfigError: the rate was given twice.
+    """
+    options = dict(config.optimizer_params)
+    if config.learning_rate is not None:
+        if "lr" in options:
+            raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
+        options["lr"] = config.learning_rate
+    return options
+
+
+def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
+    """What makes the optimizer: a class, a callable, or an `OwnOptimizer`.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    kind = config.optimizer
+    if kind == AUTO:
+        if module is not None and is_lightning(module):
+            return OwnOptimizer(module)
+        kind = "adam"
+    if not isinstance(kind, str):
+        return kind
+    if kind.lower() not in OPTIMIZERS:
+        known = ", ".join(sorted(OPTIMIZERS))
+        raise ConfigError(f"unknown optimizer {kind!r}; known: {known}")
+    return OPTIMIZERS[kind.lower()]
+
+
+def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: bool) -> None:
+    """Refuse what cannot make an optimizer, or does not take the options.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
+        raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
+    if isinstance(kind, OwnOptimizer):
+        if not options and not has_groups:
+            return
+        raise ConfigError(
+            "configure_optimizers of the module makes its optimizer, with options and groups of "
+            f"its own; set {sorted(options) or 'parameterGroups'} there, or choose an optimizer"
+        )
+    if not is_class and options:
+        raise ConfigError(
+            f"a callable makes its optimizer itself; set {sorted(options)} there, or pass the "
+            "optimizer's class"
+        )
+    if not callable(kind):
+        raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
+    if divides and not is_class:
+        raise ConfigError(
+            "a callable makes its optimizer itself; make the parameterGroups there, or pass the "
+            "optimizer's class"
+        )
+
+
 def _check_group(kind: Any, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]) -> None:
-    """Refuse what an optimizer would take for all parameters neither; in a group it would not look.
+    """Refuse options that an optimizer would refuse for all parameters; in groups it never looks.
 
     Raises:
         ConfigError: with the optimizer's reason.

@@ -21,7 +21,7 @@ from sparkdl.comm.compression.topk import TopKCompression
 from sparkdl.comm.compression.twobit import TwoBitCompression
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from tests.comm.compression.ranks import (
     KEEPING,
     SHAPES,

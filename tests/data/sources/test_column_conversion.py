@@ -14,11 +14,10 @@ import pytest
 from PIL import Image as pillow
 
 from sparkdl.data.column_readers import Rows
-from sparkdl.data.plan import Column, make_plan
+from sparkdl.data.plan import Column, SpoolColumn, make_plan
 from sparkdl.data.source import Wanted
 from sparkdl.data.sources.column_conversion import as_spark, checked_rows, column_at
 from sparkdl.data.sources.parquet import ParquetSource
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Specification
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.plan import TrainPlan, make_plan
+from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.source import Contents, Source, Wanted
 from sparkdl.data.sources.parquet import ParquetSource
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError, StorageError
 from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.inputs import Tensor

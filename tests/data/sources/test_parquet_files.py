@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkdl.data.batches import Batches
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Contents
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.parquet_files import digest_of
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import DataError, StorageError
 from sparkdl.inputs import Tensor
 from tests.data.sources.test_parquet import FEATURES, LABEL, epoch_of, joined, plan_of, wanted

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Contents
 from sparkdl.data.sources.parquet import ParquetSource
 from sparkdl.data.sources.streamed import StreamedRows
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.inputs import Sequence
 from tests.data.sources.test_parquet import FEATURES, epoch_of, joined, plan_of, wanted
 from tests.data.sources.test_parquet_files import write_all

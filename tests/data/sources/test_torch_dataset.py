@@ -11,10 +11,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.plan import TrainPlan, make_plan
+from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.source import Contents, Source, Wanted
 from sparkdl.data.sources.torch_dataset import DatasetShard, DatasetSource
-from sparkdl.data.spool.writer import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
 

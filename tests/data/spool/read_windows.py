@@ -15,8 +15,8 @@ import torch
 from sparkdl.data.batches import Batches, sequential_batches
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import Windows
-from sparkdl.data.spool.mapped import ShardData
-from sparkdl.data.spool.writer import open_spool
+from sparkdl.data.spool.mapped import MappedRows, ShardData
+from sparkdl.data.spool.spool_source import open_spool
 
 
 def main() -> None:
@@ -43,8 +43,9 @@ def main() -> None:
 
 def read(shards: list[ShardData], plan: TrainPlan, what: str) -> int:
     """Sum of all values, so that every row is looked at."""
-    source = Batches(shards, plan, 0, seed=0, epoch=0)
-    batches = sequential_batches(shards, plan) if what == "validation" else source
+    rows = MappedRows(shards, plan)
+    source = Batches(rows, plan, 0, seed=0, epoch=0)
+    batches = sequential_batches(rows, plan) if what == "validation" else source
     return sum(int(batch.inputs[0].sum(dtype=torch.int64)) for batch in batches)
 
 

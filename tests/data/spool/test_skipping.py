@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sparkdl.data.column_stats import SpoolSummary, no_rows, skipped_rows
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool.writer import SpoolColumn, SpoolWriter, open_spool
+from sparkdl.data.spool.spool_source import open_spool
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.inputs import Image
 from tests.cli.images.trees import png
 

@@ -13,15 +13,11 @@ import pytest
 import torch
 
 from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool.local_disk import DiskFull
-from sparkdl.data.spool.writer import (
-    SpoolColumn,
-    SpoolWriter,
-    column_path,
-    open_spool,
-)
+from sparkdl.data.spool.spool_source import open_spool
+from sparkdl.data.spool.writer import SpoolWriter, column_path
 from sparkdl.errors import ShardLost, StorageError
 from sparkdl.inputs import Sequence, Tensor
 

@@ -13,8 +13,8 @@ from torch import nn
 from sparkdl.errors import SparkDLError
 from sparkdl.report.listeners.listener import RunStart
 from sparkdl.report.listeners.mlflow import MLflow
-from sparkdl.runtime.json_objects import describe, restore
 from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.json_objects import describe, restore
 from tests.report.runs import record
 
 START = RunStart(

@@ -9,7 +9,7 @@ import pytest
 from sparkdl.errors import SparkDLError
 from sparkdl.report.listeners.listener import RunStart
 from sparkdl.report.listeners.tensorboard import TensorBoard
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from tests.report.runs import record
 
 START = RunStart(run_id="r1", name="Test", folder="20260101-000000-Test-r1", params={"a|b": "1"})

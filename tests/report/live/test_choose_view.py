@@ -1,4 +1,4 @@
-"""Silent if asked for, a notebook's view in a kernel, a console's elsewhere."""
+"""Silent if asked for, a notebook's view in a kernel, a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import pytest
 from sparkdl.report.live import choose_view
 from sparkdl.report.live.choose_view import fit_view, function_view, shows_lines
 from sparkdl.report.live.notebook import Board, NotebookView
-from sparkdl.report.live.progress import ProgressView, ReportView, SilentView
+from sparkdl.report.live.progress import LinesView, ProgressView, ReportView, SilentView
 from tests.report.live.test_notebook import FakeScreen
 from tests.report.live.test_progress import PLAN
 
 
-def test_on_a_console() -> None:
-    for verbose, expected in ((0, SilentView), (1, ProgressView), (2, ProgressView)):
+@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LinesView)])
+def test_on_a_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: type) -> None:
+    monkeypatch.setattr(choose_view, "on_terminal", lambda: terminal)
+    for verbose, expected in ((0, SilentView), (1, shown), (2, shown)):
         view = fit_view(PLAN, verbose)
         view.close()
         assert type(view) is expected

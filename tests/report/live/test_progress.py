@@ -1,14 +1,21 @@
-"""The bar shows what rank 0 does, every rank's speed, and the workers' lines above it."""
+"""The bar shows what rank 0 does, every rank's speed, and the workers' lines above it.
+
+Without a terminal there is a line for each epoch.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
-from sparkdl.report.live.progress import ProgressView, SilentView, View
+from sparkdl.report.live.progress import LinesView, ProgressView, SilentView, View
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -166,3 +173,66 @@ def test_the_silent_view_passes_warnings_on(caplog: pytest.LogCaptureFixture) ->
         SilentView().log(1, "beware", logging.WARNING)
     assert caplog.messages == ["[rank 1] beware"]
     assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"), [(20, "trained: 20/20 steps"), (14, "stopped early: 14/20 steps")]
+)
+def test_without_a_terminal_there_is_a_line_for_each_epoch(
+    console: Console, steps: int, last: str
+) -> None:
+    view = LinesView(PLAN, shows_logs=False)
+    view.attempt(0, 0)
+    for step in range(steps):
+        view.heartbeat(0, beat(step, 10 * step))
+    view.epoch({"epoch": 1, "steps": 10, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.5})
+    view.attempt(1, 10)
+    view.log(0, "hello", logging.INFO)
+    view.log(1, "beware", logging.WARNING)
+    view.epoch({"epoch": 2, "steps": 20, "seconds": 3.0, "learning_rate": 0.1, "loss": 0.25})
+    view.done(steps)
+    view.close()
+    assert console.text().splitlines() == [
+        "epoch 1: loss 0.5000",
+        "restart 1, from step 10",
+        "[rank 1] beware",
+        "epoch 2: loss 0.2500",
+        last,
+    ]
+
+
+DRIVER = "from sparkdl.report.live.progress import on_terminal; print(on_terminal())"
+LAUNCHER = f"""
+import subprocess, sys
+done = subprocess.run([sys.executable, "-c", {DRIVER!r}], stdout=-1, stderr=-1, text=True)
+sys.exit(int(done.stdout.strip() == "True"))
+"""
+
+
+def statuses(output: int) -> tuple[int, int]:
+    """1 for a terminal: of a driver that writes itself, and of one that spark-submit started."""
+    direct = (
+        "import sys; from sparkdl.report.live.progress import on_terminal; "
+        "sys.exit(int(on_terminal()))"
+    )
+    environment = {**os.environ, "PYSPARK_GATEWAY_PORT": "1"}
+    submitted = subprocess.run([sys.executable, "-c", LAUNCHER], stdout=output, env=environment)
+    environment.pop("PYSPARK_GATEWAY_PORT")
+    alone = subprocess.run([sys.executable, "-c", direct], stderr=output, env=environment)
+    return alone.returncode, submitted.returncode
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    try:
+        assert statuses(theirs) == (1, 1)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    with (tmp_path / "log").open("w") as file:
+        assert statuses(file.fileno()) == (0, 0)
+
+
+def test_a_pipe_is_no_terminal() -> None:
+    assert statuses(subprocess.PIPE) == (0, 0)

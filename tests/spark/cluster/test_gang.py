@@ -13,7 +13,7 @@ import pytest
 from py4j.protocol import Py4JJavaError
 
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
-from sparkdl.runtime.versions import WorkerEnvironment
+from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.spark.cluster.gang import _CHUNK_BYTES, launch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What do some timed rounds say of the costs of a round?"""
+"""What some timed rounds say of the costs of a round."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.spool.writer import open_spool
+from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.errors import ConfigError
 from sparkdl.spark.fit import fit as module
 from sparkdl.spark.fit.fit import fit

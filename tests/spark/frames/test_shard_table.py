@@ -17,7 +17,7 @@ import torch
 from pyspark.sql import functions as F
 
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.spool.writer import open_spool
+from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.errors import DataError, StorageError
 from sparkdl.inputs import Named, Tensor
 from sparkdl.inputs import Sequence as SequenceInput

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.data.shuffle import WindowedOrder, cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import make_windows
-from sparkdl.data.spool.writer import open_spool
+from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.spark.frames.columns import prepare
 from sparkdl.spark.frames.shard_table import ShardTable
 

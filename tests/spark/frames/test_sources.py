@@ -26,9 +26,8 @@ from sparkdl import (
 )
 from sparkdl.config import EarlyStopping
 from sparkdl.data.batches import sequential_batches
-from sparkdl.data.plan import make_plan
+from sparkdl.data.plan import Split, make_plan
 from sparkdl.data.source import Contents, Wanted
-from sparkdl.data.spool.writer import Split
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Tensor
 from sparkdl.spark.fit.checks import prepare_columns, shaped

@@ -21,8 +21,8 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.summary import TrainingSummary
-from sparkdl.runtime.json_objects import DescribeError
 from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.serialization.json_objects import DescribeError
 from sparkdl.spark.params import save_stage, stage_metadata
 from sparkdl.spark.params.stage_metadata import load_instance
 from sparkdl.storage.storage import LocalStorage

@@ -31,17 +31,15 @@ pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(240)]
 
 df = test_averaging_rounds.df
 
-SHARDS = 3
-"""One more than there are slots."""
 TOURNAMENT = Tournament(period=2)
 BASED = PopulationBasedTraining(period=2)
-ALL = pytest.mark.parametrize("strategy", [TOURNAMENT, BASED, OneShotAveraging()], ids=repr)
 
 
 def wanted(strategy: PopulationStrategy, **changes: Any) -> FitRequest:
+    metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
     values = {
-        "sync_strategy": strategy, "num_workers": SHARDS, "validation_col": "held_out",
-        "batch_size": 16,
+        "sync_strategy": strategy, "num_workers": 3, "validation_col": "held_out",
+        "batch_size": 16, "metrics": metrics,
     }  # fmt: skip
     return request(**{**values, **changes})
 
@@ -52,55 +50,64 @@ def told(result: FitResult) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
 
 
-@ALL
-def test_bits_repeat_and_a_run_goes_on_where_it_stopped(
-    df: DataFrame, tmp_path: Path, strategy: PopulationStrategy
+@pytest.fixture(scope="module")
+def tournament(df: DataFrame) -> FitResult:
+    """Two epochs of three steps, so that periods and epochs do not end together."""
+    return fit(df, wanted(TOURNAMENT))
+
+
+@pytest.fixture(scope="module")
+def based(df: DataFrame) -> FitResult:
+    return fit(df, wanted(BASED))
+
+
+def test_the_best_member_is_the_result(
+    df: DataFrame, tournament: FitResult, based: FitResult
 ) -> None:
-    """Epochs of three steps, so that periods and epochs do not end together."""
-    undisturbed = fit(df, wanted(strategy))
-    steps = {note["step"] for note in undisturbed.summary.population}
-    assert steps == (set() if isinstance(strategy, OneShotAveraging) else {2, 3, 4, 6})
-    checkpoint = CheckpointConfig(directory=str(tmp_path / "kept"), interval=2)
-    stop = 3 if isinstance(strategy, OneShotAveraging) else 4
-    stopped = fit(df, wanted(strategy, checkpoint=checkpoint, max_steps=stop))
-    assert stopped.summary.steps == stop
-    resumed = fit(df, wanted(strategy, checkpoint=checkpoint))
-    assert equal(undisturbed, resumed)
-    mine = told(resumed)
-    if stop == 4:  # the stopped run was measured at its end
-        mine = [note for note in mine if note.get("step") != 4]
-        assert mine == [note for note in told(undisturbed) if note.get("step") != 4]
-    else:
-        assert mine == told(undisturbed)
+    for result in (tournament, based):
+        last, step = result.summary.history[-1], result.summary.steps
+        assert {note["step"] for note in result.summary.population} == {2, 3, 4, 6}
+        members = [note for note in result.summary.population if note["step"] == step]
+        assert [note["member"] for note in members] == [0, 1, 2]
+        losses = [note["val_loss"] for note in members]
+        assert last["val_loss"] == min(losses) == losses[int(last["best_member"])]
+        assert last["val_loss_spread"] == max(losses) - min(losses) > 0
+        loss, accuracy = measured(result.module, df)
+        assert loss == pytest.approx(last["val_loss"], abs=1e-12)
+        assert accuracy == pytest.approx(last["val_accuracy"])
 
 
-def test_a_checkpoint_of_another_population_is_refused(df: DataFrame, tmp_path: Path) -> None:
+def test_a_population_goes_on_where_it_stopped(
+    df: DataFrame, tmp_path: Path, based: FitResult
+) -> None:
     checkpoint = CheckpointConfig(directory=str(tmp_path), interval=2)
-    fit(df, wanted(TOURNAMENT, checkpoint=checkpoint, max_steps=2))
+    stopped = fit(df, wanted(BASED, checkpoint=checkpoint, max_steps=4))
+    assert stopped.summary.steps == 4
     with pytest.raises(CheckpointError, match=r"a population of 3, and there are 2 .* numW"):
-        fit(df, wanted(TOURNAMENT, checkpoint=checkpoint, num_workers=2))
+        fit(df, wanted(BASED, checkpoint=checkpoint, num_workers=2))
+    resumed = fit(df, wanted(BASED, checkpoint=checkpoint))
+    assert equal(based, resumed)
+    # The stopped run was measured at its end.
+    mine, theirs = ([n for n in told(run) if n.get("step") != 4] for run in (resumed, based))
+    assert mine == theirs
 
 
-def test_one_shot_in_rounds_is_one_shot_in_a_gang(df: DataFrame) -> None:
+def test_one_shot_averaging_is_that_of_a_gang_and_goes_on_where_it_stopped(
+    df: DataFrame, tmp_path: Path
+) -> None:
     in_rounds = wanted(OneShotAveraging(), num_workers=2)
     rounds = fit(df, in_rounds)
+    assert rounds.summary.population == []
     gang = fit(df, dataclasses.replace(in_rounds, execution_mode="gang"))
     assert_about_equal(rounds, gang)
-
-
-@pytest.mark.parametrize("strategy", [TOURNAMENT, BASED], ids=repr)
-def test_the_best_member_is_the_result(df: DataFrame, strategy: PopulationStrategy) -> None:
-    metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
-    result = fit(df, wanted(strategy, metrics=metrics))
-    last, step = result.summary.history[-1], result.summary.steps
-    members = [note for note in result.summary.population if note["step"] == step]
-    assert [note["member"] for note in members] == [0, 1, 2]
-    losses = [note["val_loss"] for note in members]
-    assert last["val_loss"] == min(losses) == losses[int(last["best_member"])]
-    assert last["val_loss_spread"] == max(losses) - min(losses) > 0
-    loss, accuracy = measured(result.module, df)
-    assert loss == pytest.approx(last["val_loss"], abs=1e-12)
-    assert accuracy == pytest.approx(last["val_accuracy"])
+    checkpoint = CheckpointConfig(directory=str(tmp_path), interval=2)
+    kept = wanted(OneShotAveraging(), num_workers=2, checkpoint=checkpoint)
+    stop = rounds.summary.steps // 2
+    config = dataclasses.replace(kept.config, max_steps=stop)
+    assert fit(df, dataclasses.replace(kept, config=config)).summary.steps == stop
+    resumed = fit(df, kept)
+    assert equal(rounds, resumed)
+    assert told(rounds) == told(resumed)
 
 
 def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
@@ -114,6 +121,7 @@ def measured(module: nn.Module, df: DataFrame) -> tuple[float, float]:
     return nn.functional.cross_entropy(output, labels).item(), accuracy
 
 
+@pytest.mark.slow
 def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataFrame) -> None:
     long = {"epochs": 6, "num_workers": 4}
     apart = fit(df, wanted(Tournament(period=10_000), **long)).summary
@@ -126,11 +134,12 @@ def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataF
     assert together.history[-1]["val_loss_spread"] < worst - best
 
 
-def test_losers_keep_their_optimizer_if_only_weights_are_exchanged(df: DataFrame) -> None:
-    both = fit(df, wanted(TOURNAMENT))
+def test_losers_keep_their_optimizer_if_only_weights_are_exchanged(
+    df: DataFrame, tournament: FitResult
+) -> None:
     weights = fit(df, wanted(Tournament(period=2, exchange="weights")))
-    assert both.summary.history[0]["takeovers"] > 0
-    assert both.summary.history[-1]["val_loss"] != weights.summary.history[-1]["val_loss"]
+    assert tournament.summary.history[0]["takeovers"] > 0
+    assert tournament.summary.history[-1]["val_loss"] != weights.summary.history[-1]["val_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -234,15 +243,16 @@ def test_few_rows_make_few_members(df: DataFrame) -> None:
         fit(df.limit(1), wanted(BASED, num_workers=2, module=plain, validation_col=None))
 
 
-def test_states_travel_without_the_drivers_channel_too(df: DataFrame, spark: SparkSession) -> None:
-    expected = fit(df, wanted(TOURNAMENT, epochs=1))
+def test_bits_repeat_also_without_the_drivers_channel(
+    df: DataFrame, spark: SparkSession, tournament: FitResult
+) -> None:
     spark.conf.set("spark.sparkdl.channel", "workers")
     try:
-        found = fit(df, wanted(TOURNAMENT, epochs=1))
+        found = fit(df, wanted(TOURNAMENT))
     finally:
         spark.conf.unset("spark.sparkdl.channel")
-    assert equal(expected, found)
-    assert told(expected) == told(found)
+    assert equal(tournament, found)
+    assert told(tournament) == told(found)
 
 
 def test_modes() -> None:

@@ -21,9 +21,7 @@ def test_what_a_shards_time_was_spent_on() -> None:
         rows=[0, 0], seconds=[0.0, 0.0], bytes_sent=[0, 0], epoch_sums=[0.0, 0.0],
         tell=told.__setitem__, began=time.perf_counter() - 10.0,
     )  # fmt: skip
-    done = RoundDone(
-        reports={0: report(4, 1.0, 2.0), 1: report(4, 1.0, 4.0)}, bytes_sent={}, learning_rate=0.1
-    )
+    done = RoundDone(reports={0: report(4, 1.0, 2.0), 1: report(4, 1.0, 4.0)}, bytes_sent={})
     totals.add(done)
     totals.spend_round(done, overhead=0.5)
     totals.spend("evaluate", 0.25)

@@ -9,6 +9,7 @@ from torch import nn
 from sparkdl import sync
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.adasum import Adasum, adasum, combine
 from tests.gang import Gang
@@ -116,7 +117,7 @@ def reference(config: TrainConfig, rows: list[int]) -> tuple[torch.Tensor, list[
     for epoch in range(config.epochs):
         anchor = [p.detach().clone() for p in nets[0].parameters()]
         parts = [
-            Batches([shard], plan, rank, seed=config.seed, epoch=epoch)
+            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum = 0.0

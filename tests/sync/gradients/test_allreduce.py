@@ -6,7 +6,8 @@ from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator, Pending
 from sparkdl.errors import ConfigError
-from sparkdl.sync.gradients.allreduce import AllReduce, AllReduceSynchronizer
+from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 
 
 class Recorder(LocalCommunicator):

@@ -15,14 +15,15 @@ from torch import nn
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
+from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.backup_workers import (
     MAX_LAG,
     BackupWorkersSynchronizer,
-    _Said,
+    Readiness,
     is_quorum,
-    silence,
+    report_delay,
 )
 from sparkdl.sync.strategy import Reduced
 from tests.gang import Gang, started_gang
@@ -109,7 +110,7 @@ def reference(
     losses, num_rows, step = [], 0, 0
     for epoch in range(config.epochs):
         parts = [
-            Batches([shard], plan, rank, seed=config.seed, epoch=epoch)
+            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum, count = 0.0, 0
@@ -286,7 +287,7 @@ def test_alone_it_is_all_reduce() -> None:
 
 
 def test_when_a_step_is_concluded() -> None:
-    no, yes, empty, full = _Said.NOT_READY, _Said.READY, _Said.EMPTY, _Said.FULL
+    no, yes, empty, full = Readiness.NOT_READY, Readiness.READY, Readiness.EMPTY, Readiness.FULL
     assert not is_quorum([yes, no, no], 2)
     assert is_quorum([yes, no, yes], 2)
     assert is_quorum([yes, empty, no], 2)
@@ -296,10 +297,10 @@ def test_when_a_step_is_concluded() -> None:
 
 
 def test_when_a_rank_says_that_it_is_not_ready() -> None:
-    assert silence(0.0, 0.0) == 0.001
-    assert silence(0.02, 0.1) == pytest.approx(0.06)  # until 0.8 of a usual step
-    assert silence(0.09, 0.1) == pytest.approx(0.009)  # from then on a tenth longer
-    assert silence(20.0, 0.1) == silence(0.0, 20.0) == 0.1
+    assert report_delay(0.0, 0.0) == 0.001
+    assert report_delay(0.02, 0.1) == pytest.approx(0.06)  # until 0.8 of a usual step
+    assert report_delay(0.09, 0.1) == pytest.approx(0.009)  # from then on a tenth longer
+    assert report_delay(20.0, 0.1) == report_delay(0.0, 20.0) == 0.1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batches
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.errors import ConfigError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
@@ -50,7 +50,7 @@ def reference(config: TrainConfig, rows: list[int]) -> tuple[torch.Tensor, list[
     losses = []
     for epoch in range(config.epochs):
         parts = [
-            Batches([shard], plan, rank, seed=config.seed, epoch=epoch)
+            Batches(MappedRows([shard], plan), plan, rank, seed=config.seed, epoch=epoch)
             for rank, shard in enumerate(shards)
         ]
         loss_sum = weight_sum = 0.0
@@ -171,7 +171,7 @@ def test_resumes_on_another_number_of_workers(gang: Gang) -> None:
 
 
 def resume_elsewhere(comm: Any, shared: Any) -> torch.Tensor:
-    from sparkdl.train.loop import ResumePoint
+    from sparkdl.train.rank_state import ResumePoint
 
     net = make_net()
     point = ResumePoint(step=4, shared=shared, rank_state=None)

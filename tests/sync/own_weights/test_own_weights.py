@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparkdl.sync.own_weights.own_weights import OwnWeightsSynchronizer
+from sparkdl.sync.apart import OwnWeightsSynchronizer
 from tests.sync.apart import make_net
 from tests.train.runs import weights
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.sync.population.population import drawn
 from sparkdl.sync.population.population_based_training import Around, PopulationBasedTraining, Range
 from tests.sync.population.test_population import plan_of
@@ -128,16 +127,17 @@ def test_every_member_sees_every_shard_and_each_shard_one_member() -> None:
 
 
 def test_check_knows_the_optimizers_numbers() -> None:
-    config = TrainConfig(optimizer="sgd", learning_rate=0.1, optimizer_params={"momentum": 0.9})
-    STRATEGY.check(config, 4)
-    by_class = TrainConfig(optimizer=torch.optim.Adam)
-    PopulationBasedTraining(mutations={"weight_decay": [0.0, 0.01]}).check(by_class, 4)
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    adam = torch.optim.Adam(parameters)
+    STRATEGY.check_optimizer(sgd)
+    PopulationBasedTraining(mutations={"weight_decay": [0.0, 0.01]}).check_optimizer(adam)
     with pytest.raises(ConfigError, match=r"Adam has no number called 'momentum' .* weight_decay"):
-        STRATEGY.check(by_class, 4)
+        STRATEGY.check_optimizer(adam)
     with pytest.raises(ConfigError, match="has no number called 'nesterov'"):
-        but(mutations={"nesterov": [0, 1]}).check(config, 4)
+        but(mutations={"nesterov": [0, 1]}).check_optimizer(sgd)
     with pytest.raises(ConfigError, match="which is 0; give a Range"):
-        but(mutations={"weight_decay": Around()}).check(config, 4)
+        but(mutations={"weight_decay": Around()}).check_optimizer(sgd)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import sparkdl
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import describe, restore
+from sparkdl.serialization.json_objects import describe, restore
 from tests.train.runs import NUM_FEATURES, Keeper, make_data, run, seeded, weights
 
 COSINE = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=6)

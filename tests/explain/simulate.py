@@ -1,8 +1,8 @@
-"""Do the formulae hold for gangs that nobody has at hand? Play the steps, event by event.
+"""Steps of many workers, played event by event, for gangs that nobody has at hand.
 
 Every worker has a clock. Its steps take lognormal times; messages leave when sender and receiver
-are ready and the link is free. This knows nothing of the formulae in `cost` and `predict`, which
-are compared with it for 8 to 1,000 workers.
+are ready and the link is free. This knows nothing of the formulae in `cost_model` and
+`predict_times`, which are compared with it for 8 to 1,000 workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkdl.explain.cost_model import Compute, Layout, Link, Network, Stages
-from sparkdl.explain.traffic import Pattern
+from sparkdl.sync.exchange_pattern import Pattern
 
 Clocks = npt.NDArray[np.float64]
 
@@ -49,13 +49,9 @@ def simulate(
         seed: of the workers' times.
     """
     run = _Run(cluster, pattern, topology, rows, np.random.default_rng(seed))
-    play = {
-        "sum": run.sums,
-        "nodes": run.sums,
-        "server": run.server,
-        "pairs": run.pairs,
-        "stages": run.stages,
-    }[pattern.kind]
+    play = {"sum": run.sums, "messages": run.server, "stages": run.stages}[pattern.kind]
+    if pattern.in_pairs:
+        play = run.pairs
     play(num_steps)
     return float(run.clocks.max()) / num_steps
 
@@ -91,7 +87,6 @@ class _Run:
     def sums(self, num_steps: int) -> None:
         """Steps apart, then a sum, again and again; with a period of one, gradients."""
         pattern = self._pattern
-        assert pattern.period is not None
         period = max(1, round(pattern.period))
         for step in range(1, num_steps + 1):
             began, took = self.clocks.copy(), self._steps()
@@ -130,7 +125,7 @@ class _Run:
     def _summed(self, ready: Clocks, num_bytes: float) -> Clocks:
         """When each rank has the sum, given when each is ready."""
         network, layout = self._cluster.network, self._cluster.layout
-        if self._pattern.kind == "nodes" or self._topology in ("shared", "hierarchical"):
+        if self._pattern.between_nodes or self._topology in ("shared", "hierarchical"):
             return self._summed_by_nodes(ready, num_bytes)
         if self._topology == "tree":
             return _tree(ready, network.messages, num_bytes)
@@ -143,7 +138,7 @@ class _Run:
         np.maximum.at(nodes, node_of, ready)
         per_node = layout.ranks_per_node
         share = num_bytes
-        if self._pattern.kind != "nodes" and per_node > 1:
+        if not self._pattern.between_nodes and per_node > 1:
             inside = network.shared if self._pattern.in_place else network.staged
             assert inside is not None
             nodes += inside.seconds(num_bytes) * max(1.0, per_node / network.shared_ranks)
@@ -157,23 +152,18 @@ class _Run:
     def server(self, num_steps: int) -> None:
         """Nobody begins a step before the slowest is at most ``lead`` steps behind."""
         pattern, link = self._pattern, self._cluster.network.messages
-        assert pattern.num_bytes >= 0
-        slice_bytes = pattern.num_bytes / self._world_size
-        # Replies of all slices share the worker's link, requests to a slice share the slice's.
-        one_way = 2 * link.latency_seconds
-        one_way += 2 * (self._world_size - 1) * slice_bytes * link.byte_seconds
+        exchange = pattern.latency_rounds * link.latency_seconds
+        exchange += pattern.exchanged_bytes * link.byte_seconds
         ended: list[float] = []
         for step in range(num_steps):
-            pulls = (step + 1) % pattern.pull_period == 0
             behind = step - 1 - pattern.lead
             if behind >= 0:
                 self.clocks = np.maximum(self.clocks, ended[int(behind)])
-            self.clocks = self.clocks + self._steps() + one_way * (1 + pulls)
+            self.clocks = self.clocks + self._steps() + exchange
             ended.append(float(self.clocks.max()))
 
     def pairs(self, num_steps: int) -> None:
         """Random pairs meet."""
-        assert self._pattern.period is not None
         took = self._cluster.network.messages.seconds(self._pattern.num_bytes)
         for _ in range(num_steps):
             self.clocks += self._steps()
@@ -188,7 +178,7 @@ class _Run:
     def stages(self, num_steps: int) -> None:
         """A job per round: tasks take the next free slot; the driver merges."""
         stages, period = self._cluster.stages, self._pattern.period
-        assert stages is not None and period is not None
+        assert stages is not None
         slots = self._cluster.num_slots or self._world_size
         now = 0.0
         for _ in range(num_steps // round(period)):

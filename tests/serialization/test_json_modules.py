@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.runtime.json_objects import DescribeError, describe, restore
-from sparkdl.serialization.rebuild import find_difference
+from sparkdl.serialization.compare_modules import find_difference
+from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from tests.describable import NeedsWidth, Plain, Tied
 
 MODULES: list[Any] = [

@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ import torch
 
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
-from sparkdl.runtime.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from tests import describable
 from tests.describable import Mutable, Options, Plain, add
 
@@ -128,8 +124,8 @@ def test_a_dataclass_that_was_changed_by_force_is_refused() -> None:
         (object(), "not a description"),
         ({"import": "os"}, "reads 'package.module:name'"),
         ({"import": 3}, "reads 'package.module:name'"),
-        ({"import": "absent_package.x:y"}, "cannot import absent_package"),
-        ({"import": "os:absent"}, "module os has no absent"),
+        ({"import": "absent_package.x:y"}, "cannot import 'absent_package.x:y'"),
+        ({"import": "os:absent"}, "cannot import 'os:absent'"),
         ({"partial": {"import": "os:getpid"}}, "KeyError: 'keywords'"),
         ({"dataclass": "os:getpid", "fields": {}}, "not a dataclass"),
         ({"dataclass": "sparkdl.config:EarlyStopping", "fields": {"x": 1}}, "unexpected keyword"),
@@ -143,14 +139,3 @@ def test_a_dataclass_that_was_changed_by_force_is_refused() -> None:
 def test_malformed_descriptions_are_configuration_errors(description: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         restore(description)
-
-
-def test_describing_plain_values_does_not_import_torch() -> None:
-    code = (
-        "import sys; from sparkdl.runtime.json_objects import describe, restore; "
-        "from sparkdl.config import EarlyStopping; "
-        "assert restore(describe(EarlyStopping())) == EarlyStopping(); "
-        "assert 'torch' not in sys.modules"
-    )
-    root = str(Path(__file__).parents[2])
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": root})

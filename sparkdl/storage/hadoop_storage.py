@@ -1,8 +1,9 @@
-"""How does the driver read and write Hadoop's file systems? Through Spark's own JVM.
+"""Hadoop's file systems as the driver reads and writes them: through the JVM of its Spark session.
 
-What Spark can read, checkpoints and models can lie on: its FileSystem brings high availability,
+Checkpoints and models can lie wherever Spark can read: its FileSystem brings high availability,
 Kerberos, encryption zones and the cluster's own settings, and needs no native library in Python.
-Executors have no such JVM at hand; `spark.link` says how their files get there.
+Executors have no such JVM at hand; `spark.cluster.link` sends their files to the driver. This
+file needs a session that exists already, and imports pyspark only for its types.
 """
 
 from __future__ import annotations
@@ -12,11 +13,8 @@ import errno
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import SparkSession
-
-from sparkdl.spark.session.compat import is_connect
 from sparkdl.storage.storage import (
     Data,
     Folder,
@@ -27,6 +25,9 @@ from sparkdl.storage.storage import (
     scheme_of,
     without_password,
 )
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _ERRORS: dict[str, Callable[[str], OSError]] = {
     "FileNotFoundException": lambda text: FileNotFoundError(errno.ENOENT, text),
@@ -49,7 +50,8 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
         StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
     """
     scheme = scheme_of(path_or_url)
-    if scheme in (None, "file") or is_connect(spark) or not knows_scheme(spark, str(scheme)):
+    has_jvm = hasattr(spark, "_jsparkSession")  # a Spark Connect client has none
+    if scheme in (None, "file") or not has_jvm or not knows_scheme(spark, str(scheme)):
         return open_storage(path_or_url)
     return HadoopStorage(spark, path_or_url)
 
@@ -102,7 +104,6 @@ class HadoopStorage:
         return str(self._root.toString())
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`."""
         target = self._at(path)
         try:
             with tempfile.NamedTemporaryFile(prefix="sparkdl-") as file:
@@ -118,7 +119,6 @@ class HadoopStorage:
             raise failure("write", place, error) from error
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         source = self._at(path)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             copy = Path(folder) / "copy"
@@ -130,7 +130,6 @@ class HadoopStorage:
                 raise self._failure("read", path, error) from error
 
     def list(self, path: str) -> builtins.list[str]:
-        """See `Storage.list`."""
         folder = self._at(path)
         try:
             if not self._fs.getFileStatus(folder).isDirectory():
@@ -143,7 +142,6 @@ class HadoopStorage:
             raise self._failure("list", path, error) from error
 
     def remove(self, path: str) -> None:
-        """See `Storage.remove`."""
         gone = self._at(path)
         try:
             if not self._fs.delete(gone, True) and self._fs.exists(gone):
@@ -152,7 +150,6 @@ class HadoopStorage:
             raise self._failure("remove", path, error) from error
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`."""
         origin, place = self._at(source), self._at(target)
         try:
             if not self._fs.exists(origin):
@@ -165,7 +162,6 @@ class HadoopStorage:
             raise self._failure("move", source, error) from error
 
     def exists(self, path: str) -> bool:
-        """See `Storage.exists`."""
         place = self._at(path)
         try:
             return bool(self._fs.exists(place))

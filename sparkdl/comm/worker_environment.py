@@ -1,0 +1,32 @@
+"""A worker's place in the gang: its rank, its node, and the channel to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkdl.comm.channel import Address
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """A worker's place in the gang, as the launcher found it."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Address that Spark uses for this host; the peers can reach it."""
+    gpu_addresses: tuple[str, ...]
+    """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
+    channel: Address
+
+
+def numbered(hosts: Sequence[object]) -> tuple[int, ...]:
+    """Number of each rank's node, from 0 in the order of first appearance in ``hosts``."""
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+
+
+def local_rank(nodes: Sequence[int], rank: int) -> int:
+    """Place of ``rank`` among the ranks of its node."""
+    return list(nodes[:rank]).count(nodes[rank])

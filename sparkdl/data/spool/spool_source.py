@@ -1,0 +1,121 @@
+"""Shards that Spark tasks have written to a disk of this host, as a source of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparkdl.data.plan import Column, Shard, Split, TrainPlan
+from sparkdl.data.ragged import Array, Ragged
+from sparkdl.data.source import ShardRows, rows_of
+from sparkdl.data.spool.local_disk import told
+from sparkdl.data.spool.page_cache import EqualRows, FilePart, MappedFile, Pages, RaggedRows
+from sparkdl.data.spool.writer import column_parts, column_path
+from sparkdl.errors import ShardLost
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SpoolSource:
+    """The default: shards that a Spark task has written to a disk of this host."""
+
+    def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
+        """See `ShardSource.open`: maps the files into memory."""
+        from sparkdl.data.spool.mapped import MappedRows, ShardData
+
+        opened = []
+        for shard in shards:
+            num_rows = rows_of(shard, split)
+            spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
+            opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+        return MappedRows(opened, plan).begin()
+
+    def is_here(self, shard: Shard) -> bool:
+        """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
+        return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
+
+
+@dataclass(frozen=True)
+class OpenSpool:
+    """A split of a shard, mapped into memory."""
+
+    columns: dict[str, torch.Tensor | Ragged]
+    """Key of each column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
+    process, read on demand."""
+    pages: Pages
+    """Which of it is in memory."""
+
+
+def open_spool(
+    directory: Path, columns: Sequence[Column], *, num_rows: int, split: Split
+) -> OpenSpool:
+    """Map a split of a shard into memory.
+
+    Args:
+        directory: the shard's spool.
+        columns: the spool's columns, in the order in which they were written.
+        num_rows: rows of the split, as the shard table says.
+        split: which split.
+
+    Raises:
+        ShardLost: a file is missing or has another size than the table says.
+        StorageError: a file cannot be opened.
+    """
+    import torch
+
+    opened: dict[str, torch.Tensor | Ragged] = {}
+    parts: list[FilePart] = []
+    for index, column in enumerate(columns):
+        if column.kind.num_parts:
+            opened[column.key] = _map_ragged(directory, split, index, column, num_rows, parts)
+            continue
+        path, shape = column_path(directory, split, index), (num_rows, *column.shape)
+        opened[column.key] = torch.from_numpy(_map(path, column.dtype, shape, parts))
+    return OpenSpool(opened, Pages(parts))
+
+
+def _map_ragged(
+    directory: Path,
+    split: Split,
+    index: int,
+    column: Column,
+    num_rows: int,
+    parts: list[FilePart],
+) -> Ragged:
+    *names, offsets_name = column_parts(column.kind)
+    offsets, own = np.zeros(1, dtype=np.int64), list[FilePart]()
+    if num_rows:  # otherwise the split need not be there
+        path = column_path(directory, split, index, offsets_name)
+        offsets = _map(path, "int64", (num_rows + 1,), own)
+    total, arrays = int(offsets[-1]), []
+    for name, (dtype, inner) in zip(names, column.stored_parts, strict=True):
+        path, found = column_path(directory, split, index, name), list[FilePart]()
+        arrays.append(_map(path, dtype, (total, *inner), found))
+        parts += [RaggedRows(part.file, part.span(0, 1)[1], offsets) for part in found]
+    parts += own  # last: they say where the values are
+    return Ragged(tuple(arrays), offsets, column.shape)
+
+
+def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) -> Array:
+    """The file's values; adds the file to ``parts`` unless it is empty."""
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    if expected == 0:
+        return np.empty(shape, dtype)
+    try:
+        size = path.stat().st_size
+        if size != expected:
+            raise ShardLost(f"spool file {path} has {size} bytes, expected {expected}")
+        file = MappedFile(path, size)
+    except FileNotFoundError:
+        raise ShardLost(f"spool file {path} is not on this host") from None
+    except OSError as error:
+        raise told(error, "read", path) from error
+    parts.append(EqualRows(file, expected // shape[0]))
+    return file.values(dtype).reshape(shape)

@@ -1,0 +1,135 @@
+"""The comparison of two modules: their structure, and what else they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_VALUES = (
+    bool, int, float, complex, str, bytes, frozenset, set, enum.Enum, np.generic,
+    torch.dtype, torch.device,
+)  # fmt: skip
+"""Types whose ``==`` says whether two are equal."""
+
+
+def find_difference(a: nn.Module, b: nn.Module) -> str | None:
+    """Name a difference in the structure of two modules' state, or None.
+
+    Compares names, shapes and dtypes in the state dicts, and which parameters are tied.
+    """
+    ours, theirs = _state(a), _state(b)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} ({theirs.get(name, 'missing')} instead of {ours.get(name, 'nothing')})"
+    if _ties(a) != _ties(b):
+        return "which parameters are shared"
+    return None
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def _ties(module: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return sorted(groups.values())
+
+
+def find_attribute(a: nn.Module, b: nn.Module) -> str | None:
+    """Name something else that differs: class, printed form, hooks, plain attributes."""
+    if repr(a) != repr(b):
+        return "its printed form"
+    ours, theirs = dict(a.named_modules()), dict(b.named_modules())
+    for name, one in ours.items():
+        other = theirs.get(name)
+        if other is None or type(one) is not type(other):
+            return f"the class of {name or 'itself'}"
+        for key in sorted((vars(one).keys() | vars(other).keys()) - repeated_attributes(one)):
+            if not _is_same(key, vars(one).get(key), vars(other).get(key)):
+                return f"{name}.{key}".lstrip(".")
+        if not _has_same_buffers(one, other):
+            return f"the buffers of {name or 'it'}"
+        if not _has_same_frozen(one, other):
+            return f"which parameters of {name or 'it'} train"
+    return None
+
+
+def _has_same_frozen(one: nn.Module, other: nn.Module) -> bool:
+    flags = [[p.requires_grad for p in m.parameters(recurse=False)] for m in (one, other)]
+    return flags[0] == flags[1]
+
+
+def _is_same(key: str, ours: Any, theirs: Any) -> bool:
+    if key in ("training", "_modules", "_parameters", "_buffers"):  # a mode; compared elsewhere
+        return True
+    if key.endswith("_hooks") or "_hooks_" in key:
+        return not ours
+    return is_equal(ours, theirs)
+
+
+def _has_same_buffers(one: nn.Module, other: nn.Module) -> bool:
+    """Names must agree, and values too where the weights' file will not bring them."""
+    ours, theirs = one._buffers, other._buffers
+    return ours.keys() == theirs.keys() and all(
+        is_equal(ours[name], theirs[name])
+        if name in one._non_persistent_buffers_set
+        else (ours[name] is None) == (theirs[name] is None)
+        for name in ours
+    )
+
+
+def repeated_attributes(module: nn.Module) -> set[str]:
+    """Attributes that only repeat what the registered parameters say."""
+    return {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
+
+
+def is_equal(ours: Any, theirs: Any, registered: Mapping[int, str] | None = None) -> bool:
+    """Compare two attributes of modules, part by part.
+
+    Args:
+        ours: an attribute of one module.
+        theirs: the same attribute of the other.
+        registered: names of the parameters, buffers and layers of both modules by their ``id``,
+            which are equal if their names are. With it, objects of which nobody knows how they
+            compare (functions, locks, generators) are taken for equal if their types are; without
+            it, they must say themselves that they are equal.
+    """
+    if registered is not None and (id(ours) in registered or id(theirs) in registered):
+        return registered.get(id(ours)) == registered.get(id(theirs))
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs.cpu())
+    if isinstance(ours, np.ndarray):
+        return ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    if isinstance(ours, nn.Module):  # no child of anything, so no file has its weights
+        is_alike = find_difference(ours, theirs) is None and find_attribute(ours, theirs) is None
+        states = dict(ours.state_dict()), dict(theirs.state_dict())
+        return (is_alike or registered is not None) and is_equal(*states, registered)
+    if registered is not None and dataclasses.is_dataclass(ours) and not isinstance(ours, type):
+        names = [field.name for field in dataclasses.fields(ours)]
+        ours, theirs = ({n: getattr(v, n, None) for n in names} for v in (ours, theirs))
+    if isinstance(ours, list | tuple):
+        pairs = zip(ours, theirs, strict=False)
+        return len(ours) == len(theirs) and all(is_equal(*pair, registered) for pair in pairs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(
+            is_equal(value, theirs[key], registered) for key, value in ours.items()
+        )
+    if registered is not None and not isinstance(ours, _VALUES):
+        return True
+    try:
+        return bool(ours == theirs) or (ours != ours and theirs != theirs)
+    except (TypeError, ValueError, RuntimeError):  # some objects have no single truth value
+        return False

@@ -1,0 +1,170 @@
+"""The Spark jobs of a run in rounds, each of which trains or measures; lost jobs are run again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparkdl.data.plan import RoundPart
+from sparkdl.runtime.versions import versions
+from sparkdl.serialization.packed_module import pack_blank
+from sparkdl.spark.cluster.supervisor import Limits, supervise
+from sparkdl.spark.rounds.round_stages import PATH, Rows, run_stage
+from sparkdl.spark.run.run import Run
+from sparkdl.storage.checkpoint_format import encode
+from sparkdl.storage.tensor_tree import Snapshot, snapshot
+from sparkdl.train.objective.label_losses import part_names
+from sparkdl.train.objective.metrics import Metrics
+from sparkdl.train.objective.training_step import objective_of
+from sparkdl.train.state import EpochBook, Record
+from sparkdl.train.validation import record as evaluation_record
+from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train_or_evaluate
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 6
+"""How many heartbeat time-outs a task may be silent: Spark itself replaces lost ones meanwhile."""
+
+Stage = Callable[[RoundOrder], Rows]
+"""Runs one job, given what all its tasks need to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What the validation rows of all shards say of a model."""
+
+    record: Record
+    """Its entries of the history."""
+    confusion: list[list[int]] | None
+    """A classifier's rows by label and prediction, or None."""
+
+
+class RoundJobs:
+    """Runs the jobs of one run.
+
+    Attributes:
+        restarts: how often a job was run again.
+        labels: the labels whose losses are told apart.
+    """
+
+    def __init__(self, run: Run, book: EpochBook) -> None:
+        """Prepare what all jobs need; ``book`` tells how far the run has come."""
+        self.restarts = 0
+        self._run = run
+        self._book = book
+        self._num_jobs = 0
+        self._sent: Snapshot | None = None
+        self._loss = objective_of(run.config, run.module)
+        self.labels = part_names(self._loss)
+        blank = pack_blank(run.module)
+        self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
+
+    def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
+        """Run one job, as often as `max_restarts` allows in the whole run.
+
+        Args:
+            part: the steps that it trains; None: it measures.
+            work: what its tasks do.
+            stage: runs it.
+
+        Raises:
+            WorkerError: the user's code failed in a task.
+            TrainingFailed: jobs failed more than ``max_restarts`` times.
+        """
+        run, settings = self._run, self._run.settings
+        result = supervise(
+            run.spark,
+            partial(self._submit, part, work, stage),
+            world_size=run.plan.world_size,
+            hub=run.link.hub,
+            limits=Limits(
+                max_restarts=run.max_restarts - self.restarts,
+                heartbeat_timeout_seconds=_PATIENCE * settings.heartbeat_timeout_seconds,
+                start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
+                queue_timeout_seconds=settings.queue_timeout_seconds,
+            ),
+            view=run.view,
+            run_id=run.run_id,
+            is_watched=run.link.channel is not None,
+            first_attempt=self._num_jobs,
+            recorder=run.recorder,
+            what="evaluate" if part is None else f"train from step {part.step}",
+        )
+        self.restarts += result.restarts
+        self._num_jobs += result.restarts + 1
+        run.table.note({data.decode() for _, kind, data in result.rows if kind == PATH})
+        return [row for row in result.rows if row[1] != PATH]
+
+    def run_on_all(
+        self,
+        part: RoundPart | None,
+        state: bytes,
+        *,
+        work: RoundWork = train_or_evaluate,
+        depth: int = 1,
+    ) -> Rows:
+        """Run one job in which all shards get the same ``state``; see `run` and `run_stage`."""
+        run = self._run
+
+        def stage(order: RoundOrder) -> Rows:
+            return run_stage(
+                run.table.df,
+                order,
+                state,
+                depth=depth,
+                channel=run.link.channel,
+                profile=run.slots.profile,
+            )
+
+        return self.run(part, work, stage)
+
+    def encoded(self, state: Any) -> bytes:
+        """A state that all shards share, as `train_or_evaluate` takes it."""
+        self._sent = snapshot(state, self._sent)
+        return b"".join(encode(self._sent))
+
+    def measure(self, model: dict[str, Any]) -> Evaluation:
+        """Measure one model on the validation rows of all shards."""
+        rows = self.run_on_all(None, self.encoded({"model": model}))
+        reports = [json.loads(data) for _, kind, data in rows if kind == "result"]
+        return self.evaluation(reports, [data for _, kind, data in rows if kind == "metrics"])
+
+    def evaluation(self, reports: Iterable[Any], metrics: Sequence[bytes]) -> Evaluation:
+        """What the shards report of one model, put together."""
+        config, cpu = self._run.config, torch.device("cpu")
+        sums = torch.zeros(2 + len(self.labels), dtype=torch.float64)
+        for report in reports:
+            values = (report["loss_sum"], report["weight"], *report["label_sums"])
+            sums += torch.tensor(values, dtype=torch.float64)
+        over_all = Metrics(config.metrics, config.task, self._loss.predictions, cpu)
+        record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
+        return Evaluation(record=record, confusion=over_all.confusion)
+
+    def _submit(
+        self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: int
+    ) -> Callable[[], Rows]:
+        run = self._run
+        if attempt > self._num_jobs:
+            number = self.restarts + attempt - self._num_jobs
+            run.recorder.begun_again(number, self._book.state.step)
+            run.table.rebuild()  # whatever was lost: all shards are written anew
+            logger.info("running the round again from its beginning")
+        order = RoundOrder(
+            run_id=run.run_id,
+            attempt=attempt,
+            plan=run.plan,
+            payload=self._payload,
+            part=part,
+            threads=run.slots.threads,
+            versions=versions(),
+            work=work,
+            source=run.table.reader,
+        )
+        return partial(stage, order)

@@ -1,0 +1,109 @@
+"""Bases of synchronizers whose replicas train apart: by rounds, or with weights of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparkdl.sync.gradients.buckets import FlatGradients, zeros
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+
+OWN_WEIGHTS = "a lost task could not be run again if each replica kept weights of its own"
+"""Why strategies of this kind do not run on plain Spark stages."""
+
+
+class ApartSynchronizer(Synchronizer):
+    """Trains one replica by itself, and counts the weights of the samples of the round."""
+
+    trains_apart = True
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.parameters)
+        self.round_sums = torch.zeros(2, dtype=torch.float64)
+        """Weighted losses and weights of the samples of the present round, ``(2,)``."""
+        self.round_steps = 0
+        self._gradients: FlatGradients | None = None
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
+            self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
+        self._gradients.zero()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See `Synchronizer.no_sync`; there is nothing that would be sent."""
+        return contextlib.nullcontext()
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        """See `Synchronizer.reduce_gradients`."""
+        self.round_sums += sums.cpu()
+        return Reduced(sums, divisor)
+
+    def after_step(self, step: int) -> bool:
+        """See `Synchronizer.after_step`; alone, a replica always agrees with itself."""
+        self.round_steps += 1
+        return True
+
+    def close_round(self) -> None:
+        """Begin to count anew."""
+        self.round_sums.zero_()
+        self.round_steps = 0
+
+    def close(self) -> None:
+        """See `Synchronizer.close`."""
+        if self._gradients is not None:
+            self._gradients.release()
+
+    def learning_rate(self) -> float:
+        """That of the first parameter group."""
+        return float(self.optimizer.param_groups[0].get("lr", float("nan")))
+
+
+class OwnWeightsSynchronizer(ApartSynchronizer):
+    """Trains one replica by itself; what all agree on is in the model between rounds only.
+
+    Buffers, such as BatchNorm's statistics, are those of the replicas: the loop averages them at
+    the end of every epoch. The optimizer's state is the replica's own.
+    """
+
+    keeps_optimizer = True
+    _own: Sequence[torch.Tensor] | None = None
+    """The replica's weights while the model shows the agreed ones."""
+
+    @abstractmethod
+    def show_agreed(self) -> None:
+        """Overwrite the parameters by what all replicas agree on; collective, without gradients."""
+
+    def zero_gradients(self) -> None:
+        """See `Synchronizer.zero_gradients`."""
+        if self._own is not None:
+            with torch.no_grad():
+                for parameter, own in zip(self.parameters, self._own, strict=True):
+                    parameter.copy_(own)
+            self._own = None
+        super().zero_gradients()
+
+    def close_round(self) -> None:
+        """See `Synchronizer.close_round`; `round_sums` are counted on."""
+        if self._own is not None:
+            return
+        self._own = [parameter.detach().clone() for parameter in self.parameters]
+        with torch.no_grad():
+            self.show_agreed()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.rank_state_dict`."""
+        own = None if self._own is None else list(self._own)
+        return {"own": own, "round_sums": self.round_sums}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_rank_state_dict`; without it a replica begins from the agreed."""
+        self._own = state["own"]
+        self.round_sums.copy_(state["round_sums"])

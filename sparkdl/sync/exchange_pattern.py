@@ -1,0 +1,107 @@
+"""What a strategy's workers exchange, how often, and for whom they wait: values for `explain`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What a module's tensors take; all sizes in bytes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the trained parameters."""
+    element_size: int
+    """Of one number of them."""
+    replica_bytes: int
+    """All parameters and buffers."""
+    buffer_bytes: int
+    """The buffers that move, which averaging sends too."""
+    optimizer_bytes: int
+    """State of the optimizer."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The trained parameters' gradients, which are as large as these."""
+        return self.element_size * sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What a checkpoint holds of tensors."""
+        return self.replica_bytes + self.optimizer_bytes
+
+    @property
+    def worker_bytes(self) -> int:
+        """A worker's tensors: replica, gradients, optimizer, and a checkpoint's copy of these."""
+        return 2 * self.checkpoint_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """How a strategy's workers exchange and wait; a strategy says it by `SyncStrategy.pattern`.
+
+    There are three kinds. ``sum``: ``num_bytes`` are summed over all ranks, along a topology.
+    ``messages``: a rank has ``latency_rounds`` messages one after the other, and
+    ``exchanged_bytes`` pass its link. ``stages``: states of ``num_bytes`` go to the tasks of a
+    Spark job and come back.
+    """
+
+    kind: Literal["sum", "messages", "stages"] = "sum"
+    num_bytes: float
+    """Size of what is summed, sent, or carried to one task, at a time."""
+    period: float = 1
+    """Steps between two exchanges."""
+    target_share: float | None = None
+    """Part of the time that exchanges take, which sets the period; None: the period holds."""
+    copies: float = 0.0
+    """How often ``num_bytes`` are copied for an exchange, besides what travels."""
+
+    topology: str = "ring"
+    """Of a sum, as the user writes it."""
+    between_nodes: bool = False
+    """True if the sum is over machines, whose workers share what is summed."""
+    in_place: bool = False
+    """True if what is summed lies in shared memory already, where there is one."""
+    wire_ratio: float | None = 1.0
+    """Bytes on the wire over those of a sum without compression; None: it depends on the data."""
+    codec: str | None = None
+    """The compression, by the name of its class."""
+    hidden_share: float = 0.0
+    """Part of the bytes that may travel while the backward pass goes on."""
+    num_messages: int = 1
+    """Sums one after the other into which one is cut (buckets)."""
+
+    latency_rounds: float = 0.0
+    exchanged_bytes: float = 0.0
+    """Through a rank's link, one after the other, per exchange by messages."""
+    sent_bytes: float = 0.0
+    """Those of them that the rank sends, on the average over ranks."""
+
+    in_pairs: bool = False
+    """True if a rank waits for one other rank, not for all of them."""
+    lead: float = 0
+    """Steps that a worker may be ahead of the slowest; infinite: it never waits."""
+    num_backup_workers: int = 0
+    """Workers that no step waits for."""
+
+    @property
+    def waits_every(self) -> float:
+        """Steps in which one worker's slow steps and its quick ones make up for each other."""
+        return max(self.period, 1) + self.lead
+
+    def sent_bytes_per_step(self, world_size: int) -> float | None:
+        """What a rank sends per step; of stages a task's states, back and forth."""
+        if self.kind == "stages":
+            return 2 * self.num_bytes / self.period
+        if self.kind == "messages":
+            return self.sent_bytes / self.period
+        if self.wire_ratio is None:
+            return None
+        return ring_bytes(self.num_bytes, world_size) * self.wire_ratio / self.period
+
+
+def ring_bytes(num_bytes: float, world_size: int) -> float:
+    """What one rank sends for a sum of ``num_bytes`` along a ring."""
+    return 2 * (world_size - 1) / world_size * num_bytes

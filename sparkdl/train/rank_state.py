@@ -1,0 +1,111 @@
+"""What of one rank of a gang survives a restart, and how it comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.random_state import random_state, seed_everything, set_random_state
+from sparkdl.train.replica import Replica
+from sparkdl.train.state import EpochBook
+
+
+class CheckpointSink(Protocol):
+    """Where checkpoints go. Every rank calls `save` at the same steps."""
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is wanted after ``step`` completed steps; equal on all ranks."""
+
+    def save(self, step: int, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
+        """Copy all tensors before returning; write them afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """A checkpoint as the training loop sees it. Its tensors may become the replica's own."""
+
+    step: int
+    """Completed steps."""
+    shared: dict[str, Any]
+    """Equal on all ranks; rank 0's is kept."""
+    rank_state: dict[str, Any] | None
+    """This rank's own; None when the shards are not those of the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """Everything that training changes on one rank."""
+
+    replica: Replica
+    book: EpochBook
+    epoch_sums: torch.Tensor
+    """This rank's weighted losses and weights of the present epoch, and the losses of each label
+    where there are several, float64."""
+    watch: LossWatch
+    """What the loss is compared with."""
+
+    def snapshot(self) -> ResumePoint:
+        """The present state; its tensors are the replica's own, not copies."""
+        synchronizer = self.replica.synchronizer
+        buffers = self.replica.module.named_buffers()
+        return ResumePoint(
+            step=self.book.state.step,
+            shared={
+                **self.replica.state_dict(),
+                "strategy": synchronizer.state_dict(),
+                **self.book.state_dict(),
+            },
+            rank_state={
+                "rng": random_state(),
+                # Running statistics differ between ranks until the epoch ends.
+                "buffers": {name: value.detach() for name, value in buffers},
+                "strategy": synchronizer.rank_state_dict(),
+                "own": self._own_state(),
+                "watch": self.watch.state_dict(),
+                "epoch_sums": self.epoch_sums,
+            },
+        )
+
+    def restore(self, point: ResumePoint, *, seed: int, rank: int) -> None:
+        """Go back to ``point``; bit-exact if it holds this rank's own state.
+
+        Otherwise an epoch that was under way is begun anew with the checkpoint's weights, and
+        the rank draws random numbers that no rank has drawn yet.
+        """
+        self.replica.load_state_dict(point.shared)
+        self.replica.synchronizer.load_state_dict(point.shared["strategy"])
+        self.book.load_state_dict(point.shared)
+        if point.rank_state is not None:
+            self._restore_rank(point.rank_state)
+            return
+        self.book.state.begin_epoch_anew()
+        seed_everything(seed, rank, self.book.state.step)
+
+    def _restore_rank(self, rank_state: dict[str, Any]) -> None:
+        replica = self.replica
+        buffers = dict(replica.module.named_buffers())
+        for name, value in rank_state["buffers"].items():
+            buffers[name].detach().copy_(value)
+        own = rank_state["own"]
+        if own is not None:
+            replica.number_format.load_state_dict(own["scaler"])
+            if replica.scheduler is not None and own["scheduler"] is not None:
+                replica.scheduler.load_state_dict(own["scheduler"])
+            if own["optimizer"] is not None:
+                replica.synchronizer.optimizer.load_state_dict(own["optimizer"])
+        self.watch.load_state_dict(rank_state["watch"])
+        replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
+        self.epoch_sums.copy_(rank_state["epoch_sums"])
+        set_random_state(rank_state["rng"])
+
+    def _own_state(self) -> dict[str, Any] | None:
+        """What is equal on all ranks unless they train apart (fp16 skips steps on some only)."""
+        synchronizer = self.replica.synchronizer
+        if not synchronizer.trains_apart:
+            return None
+        own = self.replica.state_dict()
+        del own["model"]
+        return own if synchronizer.keeps_optimizer else {**own, "optimizer": None}
