@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,7 @@ class Result:
 
 def run(name: str, command: Sequence[str], folder: Path) -> Part:
     """Run a part to its end, then print what it said; log and results lie in ``folder``."""
-    results = f"--junit-xml={folder / name}.xml"
+    results = shlex.quote(f"--junit-xml={folder / name}.xml")
     options = " ".join(filter(None, (os.environ.get("PYTEST_ADDOPTS"), results)))
     environment = {**os.environ, "PYTEST_ADDOPTS": options}
     for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of the make that has started this one
