@@ -64,20 +64,22 @@ evaluate: setup data/digits ## measure the trained network on held-out digits
 predict: setup data/digits ## write the trained network's predictions
 	@$(SUBMIT) jobs/predict.py --config conf/predict.toml
 
-# Tests run in parts, JOBS of them at a time and the longest first; tests/suite.py runs them and
-# says in the end how long each took. Leaving out what is slow but proves no promise of the README
-# leaves what a change can break; HDFS=skip leaves out what needs Hadoop's jars.
+# Tests run in parts, JOBS of them at a time and the long ones first; tests/suite.py runs them and
+# says in the end how long each took. make test leaves out what is slow, unless it is the proof of
+# a promise of the README; HDFS=skip leaves out what needs Hadoop's jars.
 JOBS ?= 2
 SELECT ?= not bench and (promise or not slow)
 PYTEST := $(BIN)/python -m pytest
-PARTS := spark plain pages cluster gangs notebooks connect test-hdfs docs types package lint
-MORE := standalone petastorm cluster-gpu
+PARTS := lint spark plain gangs cluster pages types notebooks test-hdfs connect docs package
+ALL := lint spark cluster pages notebooks test-hdfs plain gangs connect standalone petastorm \
+	cluster-gpu types docs package
 
 test: tools ## what a change can break, in ten minutes; JOBS=1 one part at a time
 	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
 
 test-all: tools ## every test there is, in forty minutes
-	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(MORE) $(PARTS)
+	@-.ci/get_chromium.sh >/dev/null
+	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
 promises: tools ## what the README promises, and the test that proves it
 	@$(BIN)/python -m tests.promises
@@ -99,10 +101,10 @@ docs: tools ## the documentation as a site in docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 unit: tools ## the tests of TESTS, as TESTS=tests/sync, slow ones too
+	@-.ci/get_chromium.sh >/dev/null
 	@$(PYTEST) -m "not bench" $(TESTS)
 
 plain: tools ## the tests that need neither Spark nor several processes
-	@-.ci/get_chromium.sh >/dev/null
 	@$(PYTEST) -m "not spark and not gang and ($(SELECT))" $(TESTS)
 
 gangs: tools ## the tests with several processes, without Spark

@@ -2,17 +2,19 @@
 
 Usage: python -m tests.suite [--jobs N] PART ...
 
-A part is a target of the Makefile. What it prints comes in one piece when it has ended. A part
-that fails stops no other, and makes the whole fail; so does a promise whose proof was not run.
+A part is a target of the Makefile. What it prints comes in one piece when it has ended, and can be
+followed in build/tests/PART.log. A part that fails stops no other, and makes the whole fail; so
+does a promise whose proof was not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from pathlib import Path
 from tests.promises import PROMISES
 
 ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "build" / "tests"
 SLOWEST = 20
 
 
@@ -46,20 +49,23 @@ class Result:
 
 
 def run(name: str, command: Sequence[str], folder: Path) -> Part:
-    """Run a part to its end, then print what it said; pytest leaves its results in ``folder``."""
-    results = f"--junit-xml={folder / name}.xml"
+    """Run a part to its end, then print what it said; log and results lie in ``folder``."""
+    results = shlex.quote(f"--junit-xml={folder / name}.xml")
     options = " ".join(filter(None, (os.environ.get("PYTEST_ADDOPTS"), results)))
     environment = {**os.environ, "PYTEST_ADDOPTS": options}
     for variable in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of the make that has started this one
         environment.pop(variable, None)
     began = time.monotonic()
     print(f"==== {name} begins", flush=True)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
-    )  # fmt: skip
+    log = folder / f"{name}.log"
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+            stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
     part = Part(name, done.returncode, time.monotonic() - began)
-    print(f"==== {name}: {_verdict(part)}\n{done.stdout.rstrip()}", flush=True)
+    said = log.read_text(encoding="utf-8", errors="replace").rstrip()
+    print(f"==== {name}: {_verdict(part)}\n{said}", flush=True)
     return part
 
 
@@ -126,9 +132,10 @@ def main(arguments: Sequence[str], say: Callable[[str], object] = print) -> int:
     given = parser.parse_args(arguments)
     commands = {name: ["make", "--no-print-directory", name] for name in given.parts}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        parts = run_all(commands, given.jobs, Path(name))
-        tests = list(results_of(Path(name)))
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    parts = run_all(commands, given.jobs, FOLDER)
+    tests = list(results_of(FOLDER))
     for line in report(parts, tests, PROMISES):
         say(line)
     good = is_good(parts, tests, PROMISES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -74,3 +75,10 @@ def test_every_promise_has_a_proof_of_its_own() -> None:
 
 def test_what_runs_again_on_connect_is_there() -> None:
     assert [name for name in sorted(AGAIN) if not is_there(name)] == []
+
+
+def test_the_makefile_names_tests_that_are_there() -> None:
+    root = Path(__file__).parent.parent
+    named = re.findall(r"tests/[\w./]+", (root / "Makefile").read_text(encoding="utf-8"))
+    assert [path for path in named if not (root / path).exists()] == []
+    assert len(named) > 10

@@ -63,7 +63,11 @@ def cached_jars() -> list[Path]:
             (whole := Path(work) / "jars").mkdir()
             _from_pip(Path(work), whole)
             _from_apt(Path(work), whole)
-            whole.rename(folder)  # so that a fetch that was broken off leaves no half
+            try:
+                whole.rename(folder)  # so that a fetch that was broken off leaves no half
+            except OSError:
+                if not folder.is_dir():  # unless another run was quicker
+                    raise
     return sorted(folder.glob("*.jar"))
 
 
