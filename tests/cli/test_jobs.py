@@ -158,14 +158,14 @@ def test_a_job_says_how_much_is_measured(spark: SparkSession, tmp_path: Path) ->
         "estimator.features_col=x", "estimator.num_workers=1", "explain.num_rows=70_000",
         "explain.count_seconds=50", "explain.calibrate=false", "explain.num_workers=[64]",
     ]  # fmt: skip
-    jobs = load_job(TrainJob, None, settings)
-    assert jobs.explain.given == {
+    job = load_job(TrainJob, None, settings)
+    assert job.explain.given == {
         "num_rows": 70_000, "count_seconds": 50, "calibrate": False, "num_workers": (64,)
     }  # fmt: skip
-    found = run_explain(jobs, spark)
+    found = run_explain(job, spark)
     assert found.plan.rows == 70_000
     assert found.scaling == ()
-    wrong = replace(jobs, explain=ExplainSection(num_rows=0))
+    wrong = replace(job, explain=ExplainSection(num_rows=0))
     with pytest.raises(ConfigError, match="num_rows must be at least 1"):
         run_explain(wrong, spark)
 
@@ -197,9 +197,9 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_read(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     place = f"{'file:' * is_url}{tmp_path}/file/models/m"
-    jobs = replace(training("/there is no such data", None), output=TrainOutput(path=place))
+    job = replace(training("/there is no such data", None), output=TrainOutput(path=place))
     with pytest.raises(StorageError, match="cannot write"):
-        run_train(jobs, spark)
+        run_train(job, spark)
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(spark: SparkSession, tmp_path: Path) -> None:
@@ -236,13 +236,13 @@ def test_a_saved_model_is_evaluated(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
     target = tmp_path / "new" / "scores.json"
-    jobs = EvaluateJob(
+    job = EvaluateJob(
         data=DataSection(path=files),
         model=saved,
         evaluation=EvaluationSection(weight_col="weight"),
         output=EvaluateOutput(path=str(target)),
     )
-    scores = run_evaluate(jobs, spark)
+    scores = run_evaluate(job, spark)
     assert scores["accuracy"] == pytest.approx(4 / 4.5)
     assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
 
@@ -253,12 +253,12 @@ def test_scores_go_where_a_url_says(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "new" / "scores.json"
-    jobs = EvaluateJob(
+    job = EvaluateJob(
         data=DataSection(path=files), model=saved, output=EvaluateOutput(path=f"file://{place}")
     )
-    scores = run_evaluate(jobs, spark)
+    scores = run_evaluate(job, spark)
     assert json.loads(place.read_text(encoding="utf-8")) == scores.to_dict()
-    run_evaluate(replace(jobs, output=EvaluateOutput(path="here.json")), spark)
+    run_evaluate(replace(job, output=EvaluateOutput(path="here.json")), spark)
     assert sorted(
         path.name for path in tmp_path.iterdir() if path.name not in ("model", "rows")
     ) == ["here.json", "new"]
@@ -300,12 +300,12 @@ def test_predictions_are_written_as_arrays(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
     output = PredictOutput(path=str(tmp_path / "p"), columns=("label", "probability"))
-    jobs = PredictJob(data=DataSection(path=files), model=saved, output=output)
-    assert run_predict(jobs, spark).count() == 4
+    job = PredictJob(data=DataSection(path=files), model=saved, output=output)
+    assert run_predict(job, spark).count() == 4
     written = spark.read.parquet(output.path)
     assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
     with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):
-        run_predict(jobs, spark)
+        run_predict(job, spark)
 
 
 def test_csv_takes_plain_columns_only(
@@ -317,12 +317,12 @@ def test_csv_takes_plain_columns_only(
         return PredictJob(data=DataSection(path=files), model=saved, output=output)
 
     with pytest.raises(ConfigError, match=r"CSV cannot hold the columns \['x', 'rawPrediction'"):
-        run_predict(jobs(), spark)
+        run_predict(job(), spark)
     with pytest.raises(ConfigError, match=r"names \['no_such'\], which are not there; known: x"):
-        run_predict(jobs("no_such"), spark)
+        run_predict(job("no_such"), spark)
     dotted = spark.read.parquet(files).withColumn("a.b", F.lit(1))
     assert _choose_columns(dotted, ("a.b", "LABEL")).columns == ["a.b", "LABEL"]
-    written = run_predict(jobs("label", "prediction"), spark)
+    written = run_predict(job("label", "prediction"), spark)
     assert sorted((row.label, row.prediction) for row in written.collect()) == [
         (0, 0.0), (1, 0.0), (1, 1.0), (1, 1.0)
     ]  # fmt: skip
