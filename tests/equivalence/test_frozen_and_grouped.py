@@ -19,7 +19,8 @@ from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.rank_state import ResumePoint
 from tests.gang import Gang
 from tests.sync.apart import ROWS, assert_equal_bits
-from tests.sync.test_contract import FORMS as APART
+from tests.sync.test_contract import FORMS as OTHER_FORMS
+from tests.sync.test_contract import STRATEGIES
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
 
 FROZEN = ("0", "1")
@@ -38,8 +39,9 @@ TOGETHER: dict[str, SyncStrategy] = {
     "adasum": Adasum(),
     "async, not stale": AsyncSGD(staleness_bound=0),
 }
-FORMS = {**TOGETHER, **APART}
-form = pytest.mark.parametrize("name", FORMS)
+NOT_APART = ("AllReduce", "Adasum", "AsyncSGD", "Hogwild")
+APART = {name: strategy for name, strategy in STRATEGIES.items() if name not in NOT_APART}
+FORMS = {**TOGETHER, **APART, **OTHER_FORMS}
 
 
 def tuned_net() -> nn.Sequential:
@@ -86,8 +88,8 @@ def check(results: Any) -> None:
     assert [g["lr"] for g in whole["optimizer"]["param_groups"]] == [0.01, 0.002]
 
 
-@form
 @pytest.mark.gang
+@pytest.mark.parametrize("name", [*TOGETHER, *APART, "streaming", "elastic threshold"])
 def test_frozen_layers_keep_their_bits_and_runs_resume(gang: Gang, name: str) -> None:
     config = but(CONFIG, sync_strategy=FORMS[name])
     first, second = gang.run(tune, config, [22, 17], 3)
@@ -96,7 +98,7 @@ def test_frozen_layers_keep_their_bits_and_runs_resume(gang: Gang, name: str) ->
     assert torch.equal(first[0][1]["weights"], second[0][1]["weights"])
 
 
-@form
+@pytest.mark.parametrize("name", FORMS)
 def test_alone_too(name: str) -> None:
     check(tune(LocalCommunicator(), but(CONFIG, sync_strategy=FORMS[name]), [17], 3))
 
@@ -139,7 +141,7 @@ def by_hand(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("name", ["all-reduce", "local sgd", "async, not stale"])
+@pytest.mark.parametrize("name", ["all-reduce", "LocalSGD", "async, not stale"])
 def test_groups_are_those_that_one_would_make_by_hand(gang: Gang, name: str) -> None:
     config = but(CONFIG, sync_strategy=FORMS[name])
     own = but(config, optimizer=by_hand, optimizer_params={}, learning_rate=None,
