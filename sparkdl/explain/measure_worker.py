@@ -265,7 +265,6 @@ class _StepTimes(NullObserver):
         self.steps: list[dict[str, float]] = []
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
-        """See `Observer.step`."""
         if self._device.type == "cuda":
             import torch
 

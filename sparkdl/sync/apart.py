@@ -36,11 +36,9 @@ class ApartSynchronizer(Synchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
         return self._comm.bytes_sent
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         if self._gradients is None:  # not earlier: steps before may hold theirs elsewhere
             self._gradients = FlatGradients(self.parameters, 1 << 62, zeros)
         self._gradients.zero()
@@ -50,7 +48,6 @@ class ApartSynchronizer(Synchronizer):
         return contextlib.nullcontext()
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
         self.round_sums += sums.cpu()
         return Reduced(sums, divisor)
 
@@ -65,7 +62,6 @@ class ApartSynchronizer(Synchronizer):
         self.round_steps = 0
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         if self._gradients is not None:
             self._gradients.release()
 
@@ -90,7 +86,6 @@ class OwnWeightsSynchronizer(ApartSynchronizer):
         """Overwrite the parameters by what all replicas agree on; collective, without gradients."""
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         if self._own is not None:
             with torch.no_grad():
                 for parameter, own in zip(self.parameters, self._own, strict=True):
@@ -107,7 +102,6 @@ class OwnWeightsSynchronizer(ApartSynchronizer):
             self.show_agreed()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         own = None if self._own is None else list(self._own)
         return {"own": own, "round_sums": self.round_sums}
 

@@ -29,7 +29,6 @@ class CollectiveStrategy(SyncStrategy):
     ``hierarchical`` or ``shared`` (memory)."""
 
     def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `SyncStrategy.check`."""
         topologies.check(self.topology)
         compression = self.resolved_compression()
         if compression is not None:

@@ -52,7 +52,6 @@ class MLflow(Listener):
     """Whether the trained weights are an artifact too: ``model/weights.safetensors``."""
 
     def start(self, run: RunStart) -> RunListener:
-        """See `Listener.start`."""
         try:
             from mlflow.entities import Param
             from mlflow.exceptions import MlflowException
@@ -86,7 +85,6 @@ class _InOneRun(RunListener):
         self._log_weights = log_weights
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """See `RunListener.facts`."""
         from mlflow.entities import RunTag
 
         shown = [
@@ -95,19 +93,15 @@ class _InOneRun(RunListener):
         self._client.log_batch(self._run_id, tags=shown)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """See `RunListener.step`."""
         self._log(step, {f"step_{name}": value for name, value in values.items()})
 
     def epoch(self, step: int, record: Mapping[str, float]) -> None:
-        """See `RunListener.epoch`."""
         self._log(step, record)
 
     def failure(self, reason: str) -> None:
-        """See `RunListener.failure`."""
         self._client.set_tag(self._run_id, "sparkdl.last_failure", reason[:_LONGEST_TAG])
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
-        """See `RunListener.end`."""
         from sparkdl.report.page.report_page import page
 
         is_good = record.status == "succeeded"

@@ -38,7 +38,6 @@ class TensorBoard(Listener):
     """How long values may wait before they are written."""
 
     def start(self, run: RunStart) -> RunListener:
-        """See `Listener.start`."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -58,25 +57,20 @@ class _InOneRun(RunListener):
         self._num_failures = 0
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """See `RunListener.facts`."""
         self._writer.add_text("facts", _as_table(facts))
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """See `RunListener.step`."""
         self._add("step", step, values)
 
     def epoch(self, step: int, record: Mapping[str, float]) -> None:
-        """See `RunListener.epoch`."""
         own = {k: v for k, v in record.items() if k not in ("epoch", "report", "steps")}
         self._add("epoch", step, own)
 
     def failure(self, reason: str) -> None:
-        """See `RunListener.failure`."""
         self._num_failures += 1
         self._writer.add_text("failures", reason, self._num_failures)
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
-        """See `RunListener.end`."""
         self._writer.add_text("status", record.status)
         self._writer.close()
 

@@ -95,32 +95,26 @@ class SharedView(View):
         self._views = views
 
     def attempt(self, number: int, start_step: int) -> None:
-        """See `View.attempt`."""
         for view in self._views:
             view.attempt(number, start_step)
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """See `View.progress`."""
         for view in self._views:
             view.progress(rank, progress)
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """See `View.epoch`."""
         for view in self._views:
             view.epoch(record)
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """See `View.log`."""
         for view in self._views:
             view.log(rank, line, level)
 
     def done(self, steps: int) -> None:
-        """See `View.done`."""
         for view in self._views:
             view.done(steps)
 
     def close(self) -> None:
-        """See `View.close`."""
         for view in self._views:
             view.close()
 

@@ -415,7 +415,6 @@ class AlignedPeriod(Period):
         self._period = period
 
     def steps(self, step: int) -> int:
-        """See `Period.steps`."""
         return self._period - step % self._period
 
 

@@ -90,7 +90,6 @@ class AsyncSGD(SyncStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return self.staleness_bound != 0
 
     def bytes_per_step(
@@ -106,7 +105,6 @@ class AsyncSGD(SyncStrategy):
 
     @classmethod
     def examples(cls) -> tuple[AsyncSGD, ...]:
-        """See `SyncStrategy.examples`."""
         return cls(), cls(staleness_bound=4)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -131,7 +129,6 @@ class AsyncSGD(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AsyncSynchronizer:
-        """See `SyncStrategy.setup`."""
         return AsyncSynchronizer(model, make_optimizer, comm, self)
 
 
@@ -201,7 +198,6 @@ class AsyncSynchronizer(Synchronizer):
         return True
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         if self._steps_since_closed == 0:
             return
         assert self._exchange is not None
@@ -217,19 +213,15 @@ class AsyncSynchronizer(Synchronizer):
         return {"mean_squares": self._mean_squares}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         self._mean_squares = state["mean_squares"]
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {"share": self._share.state_dict()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         self._share.load_state_dict(state["share"])
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         if self._exchange is not None:
             self._exchange.close()
 

@@ -57,15 +57,12 @@ class Hogwild(SyncStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         return "the workers of a node share memory, for which they must run at once"
 
     def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `SyncStrategy.check`."""
         if config.device == "cuda":
             raise ConfigError(
                 "Hogwild shares weights in the CPU's memory; use device='cpu' or another strategy"
@@ -90,7 +87,6 @@ class Hogwild(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> HogwildSynchronizer:
-        """See `SyncStrategy.setup`."""
         return HogwildSynchronizer(model, make_optimizer, comm, self.averaging_period)
 
 
@@ -159,7 +155,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         return self._num_nodes == 1 or self.round_steps == 0
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         if self._is_closed:
             return
         if self._num_nodes > 1 and self.round_steps > 0:
@@ -173,11 +168,9 @@ class HogwildSynchronizer(ApartSynchronizer):
         self._is_closed = True
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {"share": self._share.state_dict()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         self._share.load_state_dict(state["share"])
 
     def close(self) -> None:

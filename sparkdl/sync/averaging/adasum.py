@@ -52,11 +52,9 @@ class Adasum(SyncStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         return (
             "each replica keeps an optimizer state of its own, without which a lost task could not "
             "be run again"
@@ -74,7 +72,6 @@ class Adasum(SyncStrategy):
         return sent / world_size / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """See `SyncStrategy.pattern`."""
         pattern = super().pattern(size, world_size)
         assert pattern.wire_ratio is not None
         ratio = pattern.wire_ratio * self.averaging_period if world_size > 1 else 1.0
@@ -83,7 +80,6 @@ class Adasum(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AdasumSynchronizer:
-        """See `SyncStrategy.setup`."""
         return AdasumSynchronizer(model, make_optimizer, comm, self.averaging_period)
 
 
@@ -106,7 +102,6 @@ class AdasumSynchronizer(ApartSynchronizer):
         self._set_anchors()
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         self.round_steps += 1
         if self.round_steps < self._period:
             return False
@@ -114,7 +109,6 @@ class AdasumSynchronizer(ApartSynchronizer):
         return True
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         if self.round_steps and self._comm.world_size > 1:
             self._agree()
         super().close_round()

@@ -41,7 +41,6 @@ class AveragingStrategy(CollectiveStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     @property
@@ -60,7 +59,6 @@ class AveragingStrategy(CollectiveStrategy):
         return 1
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         if self.compression is not None:
             return "compression acts between the workers of a gang only"
         if self.optimizer_state == "keep":
@@ -106,7 +104,6 @@ class AveragingStrategy(CollectiveStrategy):
         return self._in_rounds(pattern)
 
     def stages_pattern(self, size: ModelSize) -> Pattern:
-        """See `SyncStrategy.stages_pattern`."""
         return self._in_rounds(super().stages_pattern(size))
 
     def _in_rounds(self, pattern: Pattern) -> Pattern:
@@ -117,7 +114,6 @@ class AveragingStrategy(CollectiveStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
-        """See `SyncStrategy.setup`."""
         return AveragingSynchronizer(model, make_optimizer, comm, self)
 
 
@@ -181,7 +177,6 @@ class AveragingSynchronizer(ApartSynchronizer):
         self._round_began = 0.0
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         super().zero_gradients()
         if self.round_steps == 0:
             self._round_began = time.perf_counter()
@@ -192,7 +187,6 @@ class AveragingSynchronizer(ApartSynchronizer):
         self.buffers_agree = False
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         if self.round_steps == 0:
             self._round_length = self._period.steps(step)
         self.round_steps += 1
@@ -202,7 +196,6 @@ class AveragingSynchronizer(ApartSynchronizer):
         return True
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         if self.round_steps == 0:
             return
         step_seconds = time.perf_counter() - self._round_began
@@ -218,7 +211,6 @@ class AveragingSynchronizer(ApartSynchronizer):
         super().close_round()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         return {
             "period": self._period.state_dict(),
             "outer": None if self._outer is None else self._outer.state_dict(),
@@ -234,11 +226,9 @@ class AveragingSynchronizer(ApartSynchronizer):
         self._set_anchor()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {"mean": self._mean.rank_state_dict()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         self._mean.load_rank_state_dict(state["mean"])
 
     def _agree(self, shares: Sequence[float]) -> None:

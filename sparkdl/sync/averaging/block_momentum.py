@@ -56,11 +56,9 @@ class BlockMomentum(AveragingStrategy):
         check_optimizer_state(self.optimizer_state)
 
     def make_period(self) -> Period:
-        """See `AveragingStrategy.make_period`."""
         return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule:
-        """See `AveragingStrategy.make_outer`."""
         momentum = self.block_momentum
         if momentum is None:
             momentum = 1 - 1 / world_size
@@ -83,7 +81,6 @@ class BlockMomentumRule(OuterRule):
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
     ) -> None:
-        """See `OuterRule.step`."""
         self._updates = moments(self._updates, anchor)
         for begin, weight, update in zip(anchor, mean, self._updates, strict=True):
             gain = weight - begin
@@ -96,9 +93,7 @@ class BlockMomentumRule(OuterRule):
                 weight.add_(update, alpha=self._momentum)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `OuterRule.state_dict`."""
         return {"updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OuterRule.load_state_dict`."""
         self._updates = list(state["updates"])

@@ -81,7 +81,6 @@ class DiLoCo(AveragingStrategy):
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """See `AveragingStrategy.optimizer_state`."""
         return "keep"
 
     @property
@@ -97,11 +96,9 @@ class DiLoCo(AveragingStrategy):
         return self.num_fragments > 1 or self.overlap_steps > 0 or self.kept > 0
 
     def make_period(self) -> Period:
-        """See `AveragingStrategy.make_period`."""
         return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterOptimizer:
-        """See `AveragingStrategy.make_outer`."""
         options = self.outer_params
         if options is None:
             is_sgd = self.outer_optimizer.lower() == "sgd"

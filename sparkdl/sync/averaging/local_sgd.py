@@ -89,7 +89,6 @@ class LocalSGD(AveragingStrategy):
         return period[0], period[1]
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         if self.warmup_steps > 0:
             return "warm-up steps exchange gradients, for which all workers must run at once"
         if self.periods()[0] is not None:
@@ -98,11 +97,9 @@ class LocalSGD(AveragingStrategy):
 
     @classmethod
     def examples(cls) -> tuple[LocalSGD, ...]:
-        """See `SyncStrategy.examples`."""
         return (cls(averaging_period=16),)
 
     def make_period(self) -> Period:
-        """See `AveragingStrategy.make_period`."""
         _, between = self.periods()
         if between == "adaptive":
             return AdaptivePeriod(first=self.first_period)
@@ -111,7 +108,6 @@ class LocalSGD(AveragingStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
-        """See `SyncStrategy.setup`."""
         made = LocalSGDSynchronizer(model, make_optimizer, comm, self)
         if self.warmup_steps == 0:
             return made
@@ -140,35 +136,29 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
         inside = 0 if self._inside_comm is None else self._inside_comm.bytes_sent
         return super().bytes_sent + inside
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         is_closed = super().after_step(step)
         if self._inside_period is not None and self.round_steps % self._inside_period == 0:
             self._agree_inside()
         return is_closed
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         self._agree_inside()
         super().close_round()
         self._inside_weight = 0.0
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         if self._inside_comm is not None:
             self._inside_comm.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         return {**super().state_dict(), "buffers_agree": self.buffers_agree}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         super().load_state_dict(state)
         self.buffers_agree = state["buffers_agree"]
 

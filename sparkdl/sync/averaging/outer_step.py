@@ -70,7 +70,6 @@ class OuterOptimizer(OuterRule):
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
     ) -> None:
-        """See `OuterRule.step`."""
         if self._optimizer is None:
             self._weights = [torch.empty_like(begin) for begin in anchor]
             self._optimizer = self._make(self._weights)
@@ -85,13 +84,11 @@ class OuterOptimizer(OuterRule):
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `OuterRule.state_dict`."""
         if self._optimizer is None:  # no round has ended since the restart
             return {"optimizer": self._loaded}
         return {"optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OuterRule.load_state_dict`."""
         self._loaded = state["optimizer"]
         if self._optimizer is not None and self._loaded is not None:
             self._optimizer.load_state_dict(self._loaded)

@@ -57,21 +57,17 @@ class ParameterAveraging(AveragingStrategy):
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """See `AveragingStrategy.optimizer_state`."""
         return "average" if self.average_optimizer_state else "reset"
 
     @property
     def merge_depth(self) -> int:
-        """See `AveragingStrategy.merge_depth`."""
         return self.aggregation_depth
 
     @classmethod
     def examples(cls) -> tuple[ParameterAveraging, ...]:
-        """See `SyncStrategy.examples`."""
         return (cls(averaging_period="auto"),)
 
     def make_period(self) -> Period:
-        """See `AveragingStrategy.make_period`."""
         if self.averaging_period == "auto":
             return AutoPeriod(share=self.target_share)
         return FixedPeriod(self.averaging_period)

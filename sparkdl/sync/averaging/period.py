@@ -57,7 +57,6 @@ class FixedPeriod(Period):
         self._period = averaging_period
 
     def steps(self, step: int) -> int:
-        """See `Period.steps`."""
         return self._period
 
 
@@ -85,11 +84,9 @@ class AutoPeriod(Period):
         self._merge_seconds = 0.0
 
     def steps(self, step: int) -> int:
-        """See `Period.steps`."""
         return self._length
 
     def observe(self, report: RoundReport) -> None:
-        """See `Period.observe`."""
         self._step_seconds = _smoothed(self._step_seconds, report.step_seconds / report.steps)
         self._merge_seconds = _smoothed(self._merge_seconds, report.merge_seconds)
         wanted = steps_for_share(self._merge_seconds, self._step_seconds, self.target_share)
@@ -97,7 +94,6 @@ class AutoPeriod(Period):
         self._length = min(max(1, round(bounded)), self._limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Period.state_dict`."""
         return {
             "length": self._length,
             "step_seconds": self._step_seconds,
@@ -105,7 +101,6 @@ class AutoPeriod(Period):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Period.load_state_dict`."""
         self._length = state["length"]
         self._step_seconds = state["step_seconds"]
         self._merge_seconds = state["merge_seconds"]
@@ -136,11 +131,9 @@ class AdaptivePeriod(Period):
         self._origin: float | None = None
 
     def steps(self, step: int) -> int:
-        """See `Period.steps`."""
         return self._length
 
     def observe(self, report: RoundReport) -> None:
-        """See `Period.observe`."""
         if not (report.loss > 0 and report.learning_rate > 0):  # NaN too
             return
         now = report.loss / report.learning_rate
@@ -150,11 +143,9 @@ class AdaptivePeriod(Period):
         self._length = max(1, math.floor(min(wanted, self._limit)))
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Period.state_dict`."""
         return {"length": self._length, "origin": self._origin}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Period.load_state_dict`."""
         self._length = state["length"]
         self._origin = state["origin"]
 

@@ -52,11 +52,9 @@ class SlowMo(AveragingStrategy):
         check_optimizer_state(self.optimizer_state)
 
     def make_period(self) -> Period:
-        """See `AveragingStrategy.make_period`."""
         return FixedPeriod(self.averaging_period)
 
     def make_outer(self, world_size: int) -> OuterRule:
-        """See `AveragingStrategy.make_outer`."""
         return SlowMoRule(self.slow_momentum, self.slow_learning_rate)
 
 
@@ -93,9 +91,7 @@ class SlowMoRule(OuterRule):
             weight.copy_(begin).sub_(momentum, alpha=self._learning_rate * learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `OuterRule.state_dict`."""
         return {"momenta": self._momenta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `OuterRule.load_state_dict`."""
         self._momenta = list(state["momenta"])

@@ -121,7 +121,6 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         self._fragments = self._make_fragments()
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         done = step + 1
         for fragment in self._fragments:
             if fragment.due == done:
@@ -139,23 +138,19 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
             self._mean.tensors(self.parameters, shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         return {"fragments": [fragment.state_dict() for fragment in self._fragments]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         for fragment, values in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(values)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {
             **super().rank_state_dict(),
             "fragments": [fragment.rank_state_dict() for fragment in self._fragments],
         }
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         super().load_rank_state_dict(state)
         for fragment, values in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_rank_state_dict(values)

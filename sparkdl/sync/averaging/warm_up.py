@@ -28,27 +28,21 @@ class WarmUp(Synchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
         return self._first.bytes_sent + self._then.bytes_sent
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         self._present.zero_gradients()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`."""
         return self._present.no_sync()
 
     def start_sums(self, sums: torch.Tensor) -> None:
-        """See `Synchronizer.start_sums`."""
         self._present.start_sums(sums)
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
         return self._present.reduce_gradients(sums, divisor)
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         is_closed = self._present.after_step(step)
         if self._is_warming_up and step + 1 >= self._num_steps:
             self._take_over()
@@ -56,23 +50,19 @@ class WarmUp(Synchronizer):
         return is_closed
 
     def close_round(self) -> None:
-        """See `Synchronizer.close_round`."""
         self._present.close_round()
         self.buffers_agree = self._present.buffers_agree
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         if self._is_warming_up:
             self._first.close()
         self._then.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         first = self._first.state_dict() if self._is_warming_up else None
         return {**self._then.state_dict(), "warmup": first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         first = state.get("warmup")
         if self._is_warming_up:
             if first is None:
@@ -83,12 +73,10 @@ class WarmUp(Synchronizer):
         self.buffers_agree = self._present.buffers_agree
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         first = self._first.rank_state_dict() if self._is_warming_up else None
         return {**self._then.rank_state_dict(), "warmup": first}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         self._then.load_rank_state_dict(state)
         if self._is_warming_up:
             self._first.load_rank_state_dict(state["warmup"])

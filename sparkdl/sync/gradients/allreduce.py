@@ -68,7 +68,6 @@ class AllReduce(CollectiveStrategy):
         return self.num_backup_workers == 0
 
     def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `SyncStrategy.check`."""
         super().check(config, world_size)
         if self.work_shares is not None and len(self.work_shares) != world_size:
             raise ConfigError(
@@ -89,7 +88,6 @@ class AllReduce(CollectiveStrategy):
             check_backup_workers(self, self.num_backup_workers, config, world_size)
 
     def row_shares(self, world_size: int) -> tuple[float, ...] | None:
-        """See `SyncStrategy.row_shares`."""
         if self.work_shares is None:
             return None
         return tuple(share / sum(self.work_shares) for share in self.work_shares)
@@ -114,7 +112,6 @@ class AllReduce(CollectiveStrategy):
 
     @classmethod
     def examples(cls) -> tuple[AllReduce, ...]:
-        """See `SyncStrategy.examples`."""
         return cls(), cls(compression="bf16"), cls(compression="powersgd")
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -135,7 +132,6 @@ class AllReduce(CollectiveStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AllReduceSynchronizer:
-        """See `SyncStrategy.setup`."""
         options = (self.bucket_bytes, self.resolved_compression())
         if self.double_buffering:
             return DoubleBufferingSynchronizer(model, make_optimizer, comm, *options)

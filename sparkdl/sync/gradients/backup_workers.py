@@ -131,7 +131,6 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         self._has_samples = False
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         super().zero_gradients()
         self._has_samples = False
         self.is_late = self._thread.is_ahead()
@@ -141,7 +140,6 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         self._has_samples = True
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
         result = self._thread.contribute(Contribution(sums, self._has_samples))
         for bucket, flat in zip(self._buckets, result.flats, strict=True):
             if bucket.flat is not flat:

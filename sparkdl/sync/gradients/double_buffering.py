@@ -86,7 +86,6 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
         return {**super().state_dict(), "underway": underway}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         super().load_state_dict(state)
         self._underway = None
         if state["underway"] is None:
@@ -98,7 +97,6 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
         self._underway = Reduced(sums, state["underway"]["divisor"])
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         self._other.release()
         super().close()
 

@@ -59,17 +59,14 @@ class AllReduceSynchronizer(Synchronizer):
 
     @property
     def bytes_sent(self) -> int:
-        """See `Synchronizer.bytes_sent`."""
         return self._comm.bytes_sent
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         self._gradients.zero()
         self._num_sent = 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Synchronizer.no_sync`."""
         self._is_syncing = False
         try:
             yield
@@ -77,7 +74,6 @@ class AllReduceSynchronizer(Synchronizer):
             self._is_syncing = True
 
     def start_sums(self, sums: torch.Tensor) -> None:
-        """See `Synchronizer.start_sums`."""
         if self._comm.world_size == 1:
             return
         # A message of its own: float32 buckets would round the sums. It travels during the
@@ -86,7 +82,6 @@ class AllReduceSynchronizer(Synchronizer):
         self._pending.append(self._comm.all_reduce_async(sums))
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        """See `Synchronizer.reduce_gradients`."""
         if self._comm.world_size == 1:
             return Reduced(sums, divisor)
         if self._sums is None:  # an empty batch; before the buckets, as on the other ranks
@@ -108,26 +103,21 @@ class AllReduceSynchronizer(Synchronizer):
         """Nothing to do: every step closes its round."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         return {"compressors": [one.state_dict() for one in self._compressors]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         if self._compressors and state["compressors"]:  # a gang of one has none
             for one, values in zip(self._compressors, state["compressors"], strict=True):
                 one.load_state_dict(values)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {"compressors": [one.rank_state_dict() for one in self._compressors]}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         for one, values in zip(self._compressors, state["compressors"], strict=True):
             one.load_rank_state_dict(values)
 
     def close(self) -> None:
-        """See `Synchronizer.close`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -51,15 +51,12 @@ class ElasticAveraging(CollectiveStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         return OWN_WEIGHTS
 
     def check(self, config: TrainConfig, world_size: int) -> None:
-        """See `SyncStrategy.check`."""
         super().check(config, world_size)
         pull = self.elasticity_of(world_size) * world_size
         if pull >= 1:
@@ -76,18 +73,15 @@ class ElasticAveraging(CollectiveStrategy):
     def bytes_per_step(
         self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
     ) -> float | None:
-        """See `SyncStrategy.bytes_per_step`."""
         sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
         return None if sent is None else sent / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
-        """See `SyncStrategy.pattern`."""
         return replace(super().pattern(size, world_size), period=self.averaging_period)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> ElasticSynchronizer:
-        """See `SyncStrategy.setup`."""
         return ElasticSynchronizer(model, make_optimizer, comm, self)
 
 
@@ -108,7 +102,6 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
         self._pulls = Changes(self.parameters, self._comm, strategy.resolved_compression())
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         if (step + 1) % self._period == 0:
             self._pull()
         return True
@@ -119,21 +112,17 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
             parameter.copy_(center)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`."""
         return {"center": self._center, "pulls": self._pulls.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_state_dict`."""
         for center, value in zip(self._center, state["center"], strict=True):
             center.copy_(value)
         self._pulls.load_state_dict(state["pulls"])
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {**super().rank_state_dict(), "pulls": self._pulls.rank_state_dict()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         super().load_rank_state_dict(state)
         self._pulls.load_rank_state_dict(state["pulls"])
 

@@ -50,11 +50,9 @@ class Gossip(SyncStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         return OWN_WEIGHTS
 
     def pairs(self, step: int, world_size: int) -> list[tuple[int, int]]:
@@ -93,7 +91,6 @@ class Gossip(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> GossipSynchronizer:
-        """See `SyncStrategy.setup`."""
         return GossipSynchronizer(model, make_optimizer, comm, self)
 
 
@@ -114,7 +111,6 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         self._has_trained = False
 
     def after_step(self, step: int) -> bool:
-        """See `Synchronizer.after_step`."""
         if not self._has_trained and self.round_sums[1].item() > 0:
             self._has_trained = True
             self._weight += 1.0
@@ -124,13 +120,11 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         return True
 
     def show_agreed(self) -> None:
-        """See `OwnWeightsSynchronizer.show_agreed`."""
         shares = self._mean.shares(self._weight)
         if any(shares):
             self._mean.tensors(self.parameters, shares)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         return {
             **super().rank_state_dict(),
             "weight": self._weight,
@@ -138,7 +132,6 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         }
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         super().load_rank_state_dict(state)
         self._weight = state["weight"]
         self._has_trained = state["has_trained"]

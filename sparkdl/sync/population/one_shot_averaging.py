@@ -42,7 +42,6 @@ class OneShotAveraging(PopulationStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> OneShotSynchronizer:
-        """See `SyncStrategy.setup`."""
         return OneShotSynchronizer(model, make_optimizer, comm, self)
 
 
@@ -65,7 +64,6 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
         self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
 
     def zero_gradients(self) -> None:
-        """See `Synchronizer.zero_gradients`."""
         if self._own_buffers is not None:
             for buffer, own in zip(self.model.buffers(), self._own_buffers, strict=True):
                 buffer.detach().copy_(own)
@@ -73,7 +71,6 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
         super().zero_gradients()
 
     def show_agreed(self) -> None:
-        """See `OwnWeightsSynchronizer.show_agreed`."""
         self._own_buffers = [buffer.detach().clone() for buffer in self.model.buffers()]
         weight = self.round_sums[1].item()
         shares = self._mean.shares(float(weight > 0) if self._weighting == "equal" else weight)
@@ -82,11 +79,9 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
             self._mean.buffers(shares)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.rank_state_dict`."""
         buffers = None if self._own_buffers is None else list(self._own_buffers)
         return {**super().rank_state_dict(), "own_buffers": buffers}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`."""
         super().load_rank_state_dict(state)
         self._own_buffers = state["own_buffers"]

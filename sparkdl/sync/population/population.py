@@ -34,11 +34,9 @@ class PopulationStrategy(SyncStrategy):
 
     @property
     def trains_apart(self) -> bool:
-        """See `SyncStrategy.trains_apart`."""
         return True
 
     def why_not_rounds(self) -> str | None:
-        """See `SyncStrategy.why_not_rounds`."""
         return None
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -68,14 +66,12 @@ class Competition(PopulationStrategy):
             )
 
     def why_not_gang(self) -> str | None:
-        """See `SyncStrategy.why_not_gang`."""
         return (
             "its members never agree on one set of weights, as the workers of a gang must whenever "
             "an epoch ends"
         )
 
     def hold_out(self, plan: TrainPlan) -> TrainPlan:
-        """See `SyncStrategy.hold_out`."""
         if plan.num_validation_rows:
             return plan
         shards = tuple(_without_last(shard, self.holdout_fraction) for shard in plan.shards)
@@ -90,7 +86,6 @@ class Competition(PopulationStrategy):
         return replace(amended, steps_per_epoch=steps_per_epoch(rows, plan.batch_size))
 
     def stages_pattern(self, size: ModelSize) -> Pattern:
-        """See `SyncStrategy.stages_pattern`."""
         return replace(super().stages_pattern(size), period=self.period)
 
     def is_due(self, step: int) -> bool:

@@ -132,7 +132,6 @@ class PopulationBasedTraining(Competition):
             _check_mutation(name, mutation)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `SyncStrategy.check_optimizer`."""
         from sparkdl.sync.population.hyperparameters import first_values
 
         self.domains(first_values(optimizer, self.mutations))

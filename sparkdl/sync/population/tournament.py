@@ -49,7 +49,6 @@ class Tournament(Competition):
             raise ConfigError(f"exchange must be 'weights' or 'all'; received {self.exchange!r}")
 
     def hold_out(self, plan: TrainPlan) -> TrainPlan:
-        """See `SyncStrategy.hold_out`."""
         plan = super().hold_out(plan)
         trainers = [shard for shard in plan.shards if shard.num_rows]
         blind = [shard.shard_id for shard in trainers if not shard.num_validation_rows]

@@ -163,7 +163,6 @@ class ClassLoss(ModuleLoss):
     """Cross entropy and negative log-likelihood: class weights and ignored targets count."""
 
     def predictions(self, output: Any) -> Any:
-        """See `LossFunction.predictions`."""
         # Torchmetrics guesses from each batch's values whether they are logits.
         if isinstance(self._module, nn.CrossEntropyLoss):
             return torch.softmax(output, dim=1)
@@ -175,7 +174,6 @@ class ClassLoss(ModuleLoss):
         return int(self._module.ignore_index)
 
     def rows(self, output: Any, target: Any) -> Rows:
-        """See `LossFunction.rows`."""
         output = _full_precision(output)
         _check_tensors(output, target)
         if target.shape == output.shape and target.is_floating_point():

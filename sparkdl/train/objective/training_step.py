@@ -38,11 +38,9 @@ class StepLoss(CallableLoss):
         self.shown = shown
 
     def to(self, device: torch.device) -> None:
-        """See `LossFunction.to`."""
         self.shown.to(device)
 
     def predictions(self, output: Any) -> Any:
-        """See `LossFunction.predictions`."""
         return self.shown.predictions(output)
 
 
