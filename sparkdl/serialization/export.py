@@ -17,7 +17,7 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.serialization.saved_module import INDEX, WEIGHTS, SavedModule, prepare_program
-from sparkdl.storage.locate import open_parent
+from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import Storage, without_password
 
 _FACTORY = "factory"

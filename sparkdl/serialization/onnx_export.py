@@ -24,7 +24,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
 from sparkdl.serialization.exported_program import export_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
-from sparkdl.storage.locate import open_parent
+from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import Storage
 from sparkdl.sync.frozen_layers import evaluation_mode
 
