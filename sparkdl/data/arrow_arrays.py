@@ -202,26 +202,13 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "nulls": self.nulls,
-            "first_null": self.first_null,
-            "shapes": dict(self.shapes),
-            "first_of_shape": self.first_of_shape,
-            "causes": dict(self.causes),
-            "first_of_cause": self.first_of_cause,
-        }
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Findings:
         """Inverse of `to_dict`."""
-        return cls(
-            nulls=values["nulls"],
-            first_null=values["first_null"],
-            shapes=Counter(values["shapes"]),
-            first_of_shape=dict(values["first_of_shape"]),
-            causes=Counter(values["causes"]),
-            first_of_cause=dict(values["first_of_cause"]),
-        )
+        counts = {name: Counter(values[name]) for name in ("shapes", "causes")}
+        return cls(**{**values, **counts})
 
 
 def examine(

@@ -44,7 +44,7 @@ def write_folder(
     records = {}
     for name, data in files.items():
         recorder = Recorder()
-        storage.write(f"{path}/{name}", recorder.watch(_without_copies(data)))
+        storage.write(f"{path}/{name}", recorder.watch(map(memoryview, pieces(data))))
         records[name] = asdict(recorder.record())
     body = {**index, "files": records}
     storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
@@ -118,10 +118,6 @@ def _is_intact(index: Mapping[str, Any], data: bytes) -> bool:
 
 def _text(index: Mapping[str, Any]) -> bytes:
     return json.dumps(index, indent=1).encode()
-
-
-def _without_copies(data: Pieces) -> Iterable[bytes | memoryview]:
-    yield from (memoryview(piece) for piece in pieces(data))
 
 
 def _read(storage: Storage, place: str, record: FileRecord) -> bytes:

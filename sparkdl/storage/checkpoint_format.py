@@ -270,14 +270,9 @@ def load_rank(info: CheckpointInfo, rank: int) -> Any:
 
 def folders(storage: Storage, run_key: str) -> list[str]:
     """Paths of the run's checkpoint folders, whole or not, oldest first."""
-    names = [name for name in storage.list(check_run_key(run_key)) if _FOLDER.fullmatch(name)]
-    return [f"{run_key}/{name}" for name in sorted(names, key=_age)]
-
-
-def _age(name: str) -> tuple[int, bool]:
-    match = _FOLDER.fullmatch(name)
-    assert match is not None
-    return int(match[1]), match[2] is not None
+    found = filter(None, map(_FOLDER.fullmatch, storage.list(check_run_key(run_key))))
+    ordered = sorted(found, key=lambda match: (int(match[1]), match[2] is not None))
+    return [f"{run_key}/{match[0]}" for match in ordered]
 
 
 def latest(

@@ -92,16 +92,12 @@ def _like(names: list[str], name: str) -> str | None:
 
 def column_at(table: pa.Table, path: tuple[str, ...]) -> pa.Array:
     """The column, or the field of a struct column, as one array."""
-    array = _one(table.column(path[0]))
+    column = table.column(path[0])
+    is_one = column.num_chunks == 1
+    array = column.chunk(0) if is_one else column.cast(_roomy(column.type)).combine_chunks()
     for name in path[1:]:
         array = pc.struct_field(array, name)
     return array
-
-
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.cast(_roomy(column.type)).combine_chunks()
 
 
 def _roomy(kind: pa.DataType) -> pa.DataType:

@@ -157,7 +157,8 @@ class ColumnSurvey:
         sample = self._first_rows(groups[0])
         for index in range(len(self._wanted)):
             for group in groups:
-                if _tells(sample[index][0]):
+                rows = sample[index][0]
+                if not isinstance(rows, Ragged) or len(rows.parts[0]) > 0:
                     break
                 sample[index] = self._found(index, self._read(*group[:2], index), group)
         columns = tuple(self._column(index, rows) for index, (rows, _) in enumerate(sample))
@@ -290,15 +291,15 @@ class ColumnSurvey:
         """How many labels are not below ``num_classes``, and where the first of them is."""
         count, first = 0, ""
         for number, file in enumerate(self._listing.files):
-            for group in file.row_groups:
-                about = self._about(number, group.number, index) if group.num_rows else None
+            for group, num_rows in enumerate(file.row_groups):
+                about = self._about(number, group, index) if num_rows else None
                 if about is None or not _is_number(about.maximum) or about.maximum < num_classes:
                     continue
-                rows = found_rows(self._read(number, group.number, index), self._wanted[index])
+                rows = found_rows(self._read(number, group, index), self._wanted[index])
                 assert not isinstance(rows, Ragged)
                 outside = np.flatnonzero(rows.reshape(len(rows), -1).max(axis=1) >= num_classes)
                 count += len(outside)
-                first = first or f"row {int(outside[0])} of {place(file, group.number)}"
+                first = first or f"row {int(outside[0])} of {place(file, group)}"
         return (count, first) if count else None
 
 
@@ -311,11 +312,6 @@ class _About:
     minimum: Any
     """None if it is not known."""
     maximum: Any
-
-
-def _tells(rows: Rows) -> bool:
-    """Whether dtype and shape can be told by the rows."""
-    return not isinstance(rows, Ragged) or len(rows.parts[0]) > 0
 
 
 def _is_number(value: Any) -> bool:
