@@ -157,8 +157,7 @@ def column_as_json(column: Column) -> dict[str, Any]:
     Raises:
         DescribeError: the specification's transform cannot be imported by name.
     """
-    values = {name: getattr(column, name) for name in column.__dataclass_fields__}
-    return {**values, "specification": describe(column.specification)}
+    return {**vars(column), "specification": describe(column.specification)}
 
 
 def column_from_json(values: Mapping[str, Any]) -> Column:

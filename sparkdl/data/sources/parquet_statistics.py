@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sparkdl.data.arrow_arrays import BINARY_TYPES, is_list
 from sparkdl.data.column_readers import BadRows
 from sparkdl.data.column_rules import count_bad, stored_dtype
 from sparkdl.data.column_stats import ColumnStats
@@ -90,19 +91,12 @@ def _units(array: pa.Array) -> int:
         return _units(array.dictionary_decode())
     if pa.types.is_struct(kind):
         return sum(map(_units, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         return _units(array.flatten())
-    if any(is_type(kind) for is_type in _BYTES):
+    strings = (pa.types.is_string, pa.types.is_large_string)
+    if any(is_type(kind) for is_type in (*BINARY_TYPES, *strings)):
         return int(pc.sum(pc.binary_length(array)).as_py() or 0)
     return len(array)
-
-
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_string,
-    pa.types.is_large_string,
-)
 
 
 _SAMPLE_ROWS = 256

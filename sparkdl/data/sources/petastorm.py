@@ -122,7 +122,6 @@ class PetastormSource:
                 together=together,
                 row_bytes=row_bytes(columns),
             ),
-            labels_outside=lambda index, num_classes: None,
             transform=self.transform_spec,
         )
 

@@ -201,8 +201,6 @@ def describe_shards(
     return tuple(
         Shard(
             shard_id=number,
-            host="",
-            path="",
             num_rows=sum(piece.num_rows for piece in pieces.train),
             num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
             fingerprint=fingerprint(pieces),

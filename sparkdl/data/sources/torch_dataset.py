@@ -128,12 +128,9 @@ class DatasetSource:
             shards=tuple(
                 Shard(
                     shard_id=number,
-                    host="",
-                    path="",
                     num_rows=train[number],
                     num_validation_rows=held[number],
                     fingerprint=f"{content:016x}-{number}-{train}",
-                    num_bytes=0,
                 )
                 for number in range(wanted.num_shards)
             ),
@@ -145,7 +142,6 @@ class DatasetSource:
                 names=self.names,
                 wanted=with_shapes(wanted.columns, columns),
             ),
-            labels_outside=lambda index, num_classes: None,
         )
 
     def _first(self, part: DatasetShard) -> Fields:
