@@ -231,9 +231,7 @@ def _as_it_is(asked: _Asked, own: OwnKind) -> Prepared:
     if not any(test(arrow) for test in own.types):
         tests = ", ".join(test.__name__ for test in own.types)
         raise _wrong(asked.field, asked.kind, f"in Arrow it is {arrow}, which is none of: {tests}")
-    return Prepared(
-        name=asked.kind.name, role=asked.role, expression=asked.column, dtype=own.dtype
-    )
+    return Prepared(name=asked.kind.name, role=asked.role, expression=asked.column, dtype=own.dtype)
 
 
 def _is_sparse_struct(data_type: T.DataType) -> bool:
