@@ -26,6 +26,7 @@ from sparkdl.comm.compression.compression import (
     Shapes,
     all_reduce_bytes,
     count,
+    gather_equal,
     shapes_of,
 )
 from sparkdl.comm.compression.dense_reduce_scatter import BLOCK
@@ -178,9 +179,8 @@ class TopKCompressor(Compressor):
             pending.append(self._comm.all_reduce_async(self._dense))
         if self._matrices:
             message = self._encode(flat, density)
-            messages = message.new_empty(self._comm.world_size, len(message))
-            gathered = self._comm.all_gather_async(message, messages)
-            pending.append(After([gathered], lambda: self._decode(flat, messages)))
+            finish = functools.partial(self._decode, flat)
+            pending.append(gather_equal(self._comm, message, finish))
         return After(pending, functools.partial(self._put_dense, flat))
 
     def _encode(self, flat: torch.Tensor, density: float) -> torch.Tensor:
@@ -220,10 +220,9 @@ class TopKCompressor(Compressor):
             peaks.add(a - start, b - start)
         return peaks.largest()
 
-    def _decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
-        """Add up the messages of all ranks, in rank order, so that sums have equal bits."""
+    def _decode(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
         flat.zero_()
-        for message in messages.unbind(0):
+        for message in messages:
             values, places = read(message, flat.dtype)
             flat.index_add_(0, places, values)
 
