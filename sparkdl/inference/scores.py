@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import DataError, SparkDLError
+from sparkdl.errors import DataError, SparkDLError, import_or
 from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
@@ -178,12 +178,9 @@ class Evaluation(Mapping[str, Any]):
             raise SparkDLError(
                 "there are no curves to draw; evaluate a classifier with curves=True"
             )
-        try:
+        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SparkDLError(
-                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
-            ) from error
         figure = Figure(figsize=(10.0, 4.0), layout="constrained")
         roc, precision = figure.subplots(1, 2)
         for number, curve in self.curves.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError, StorageError
+from sparkdl.errors import SparkDLError, StorageError, import_or
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_panels
 from sparkdl.runtime.json_values import finite
@@ -103,12 +103,9 @@ class TrainingSummary:
         Raises:
             SparkDLError: matplotlib is not installed.
         """
-        try:
+        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SparkDLError(
-                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
-            ) from error
         panels = self.curves()
         figure = Figure(figsize=(5.0 * len(panels), 3.5), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
