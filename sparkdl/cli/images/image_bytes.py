@@ -52,7 +52,10 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
             image.load()  # to the last byte: a truncated file has a sound header
             in_mode(image, "RGB")
             return data
-        image = _fitted(_upright(image), options)
+        from PIL import ImageOps
+
+        # Turned as its EXIF data say, which encoding anew leaves out.
+        image = _fitted(ImageOps.exif_transpose(image), options)
         if options.encoding == "struct":
             return _struct(image, origin)
         buffer = io.BytesIO()
@@ -70,13 +73,6 @@ def reason(data: bytes, options: ImageSection) -> str:
     except BadImage as error:
         return str(error)
     return "could not be read at first, but could later; run again"
-
-
-def _upright(image: Any) -> Any:
-    """Turned as its EXIF data say, which encoding anew leaves out."""
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
 
 
 def _fitted(image: Any, options: ImageSection) -> Any:

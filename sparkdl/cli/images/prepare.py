@@ -173,7 +173,8 @@ def _write_all(
                 bar.update(len(part.rows))
             if bad and job.output.on_error == "fail":
                 raise DataError(_refusal(bad))
-            bar.set_postfix_str(_skipped(records))
+            num_bad = sum(len(record.bad) for record in records.values())
+            bar.set_postfix_str(f"{num_bad:,} skipped" * (num_bad > 0))
     writer.clear()
     return records
 
@@ -190,11 +191,6 @@ def _bar(parts: Sequence[Part], records: Mapping[str, Record], *, shows_progress
         file=sys.stderr,
         disable=not shows_progress,
     )
-
-
-def _skipped(records: Mapping[str, Record]) -> str:
-    count = sum(len(record.bad) for record in records.values())
-    return f"{count:,} skipped" if count else ""
 
 
 def _refusal(bad: Sequence[tuple[str, str]]) -> str:
