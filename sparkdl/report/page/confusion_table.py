@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, tag
+from sparkdl.report.page.html import Markup, joined, row, tag
 
 _MOST_WITH_NUMBERS = 24
 
@@ -18,9 +18,7 @@ def confusion_matrix(counts: Sequence[Sequence[float]]) -> Markup:
     rows = [_row(label, row, is_dense=is_dense) for label, row in enumerate(counts)]
     head = Markup("")
     if not is_dense:
-        names = (tag("th", str(label)) for label in range(len(counts)))
-        recall = tag("th", "right")
-        head = tag("tr", tag("th", "label \\ predicted"), *names, recall)
+        head = row("label \\ predicted", *range(len(counts)), "right", kind="th")
     text = f"{html.value(right)} of {html.value(total)} rows are right"
     text += f" ({html.share(right, total)}). "
     worst = _most_confused(counts)
