@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.cli import completion
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, SparkSection, TrainJob, load_job
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import TrainingFailed
@@ -31,16 +31,10 @@ if TYPE_CHECKING:
     from sparkdl.cli.images.ledger import Report
     from sparkdl.cli.jobs import TrainReport
     from sparkdl.cli.tune.search import TuneReport
-    from sparkdl.explain.explanation import Explanation
     from sparkdl.inference.scores import Evaluation
 
 
-class _Job(Protocol):
-    @property
-    def spark(self) -> SparkSection: ...
-
-
-T = TypeVar("T", bound=_Job)
+T = TypeVar("T", bound=TrainJob | EvaluateJob | PredictJob | PrepareJob)
 
 _SETTING_HELP = (
     "set one key of the job file; VALUE is a TOML value or, failing that, a string; may be given "
@@ -268,15 +262,11 @@ TUNE = JobCommand(
 )
 
 
-def _show_explanation(job: TrainJob, explanation: Explanation, form: Form) -> None:
-    print("\n".join(explanation.lines()))
-
-
 EXPLAIN = JobCommand(
     name="explain",
     kind=TrainJob,
     work="sparkdl.cli.jobs:run_explain",
-    show=_show_explanation,
+    show=lambda job, explanation, form: print("\n".join(explanation.lines())),
     description="Print what a training job will do, and how long it will take, before it runs.",
     config="conf/digits.toml",
     starter="train.toml",

@@ -180,23 +180,16 @@ class TrainingSummary:
         return f"<table>{facts}</table>{table}"
 
     def _lines(self) -> list[tuple[str, str]]:
+        phases = ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
+        rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
         lines = [
-            (
-                "rows",
-                f"{self.rows:,} training, {self.validation_rows:,} validation"
-                + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows),
-            ),
+            ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
             ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
             ("restarts", str(self.restarts)),
-            ("seconds", f"{self.seconds:.1f} ({self._phases()})"),
+            ("seconds", f"{self.seconds:.1f} ({phases})"),
             ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
         ]
         if self.history:
-            last = ", ".join(
-                f"{key} {value:.5g}" for key, value in self.history[-1].items() if key != "epoch"
-            )
-            lines.append(("last epoch", last))
+            last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]
+            lines.append(("last epoch", ", ".join(last)))
         return lines
-
-    def _phases(self) -> str:
-        return ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())

@@ -64,6 +64,15 @@ def section(title: str, *children: Content, **attributes: Content | bool) -> Mar
     return tag("section", tag("h2", title), *children, **attributes)
 
 
+def drawing(
+    title: str, across: float, down: float, /, *parts: Content, class_: str, **attributes: Content
+) -> Markup:
+    """An SVG element of this size, with its title."""
+    box = f"0 0 {number(across)} {number(down)}"
+    shown = {"viewBox": box, **attributes, "role": "img", "class_": class_}
+    return tag("svg", tag("title", title), *parts, **shown)
+
+
 def number(value: float) -> str:
     """A number of a drawing, as short as it can be."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
