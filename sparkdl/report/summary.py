@@ -59,8 +59,7 @@ class TrainingSummary:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
         own = [entry.name for entry in dataclasses.fields(self) if entry.name != "record"]
-        values: dict[str, Any] = finite({name: getattr(self, name) for name in own})
-        return values
+        return dict(finite({name: getattr(self, name) for name in own}))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainingSummary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.cli.images.image_bytes import ConvertTask, ExplainTask
+from sparkdl.cli.images.image_bytes import convert_rows, explain_rows
 from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
 from sparkdl.cli.images.parts import Part
@@ -84,7 +85,7 @@ class PartWriter:
         image = _STRUCT if self.options.encoding == "struct" else "binary"
         schema = f"image {image}, {self._schema}, position int"
         made = rows.select("content", *plan.column_names[:-1]).mapInArrow(
-            ConvertTask(self.options), schema
+            partial(convert_rows, options=self.options), schema
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
         ordered = gathered.sortWithinPartitions("part", "position")
@@ -171,5 +172,5 @@ class PartWriter:
         urls = {f"{self.source.root}/{path}": path for path in paths}
         files = read_files(self.spark, list(urls))
         schema = "path string, reason string"
-        rows = files.mapInArrow(ExplainTask(self.options), schema).collect()
+        rows = files.mapInArrow(partial(explain_rows, options=self.options), schema).collect()
         return {urls[row["path"]]: row["reason"] for row in rows}

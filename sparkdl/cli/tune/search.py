@@ -159,7 +159,10 @@ class _Search:
             estimator = cast("TorchEstimator", make_estimator(one))
             model = estimator.fit_sharing(self.rows, self.spools, watch)
             record["history"] = history = model.summary.history
-            record["value"] = _value(section, history)
+            best = best_value(section, history)
+            if best is None:
+                raise ConfigError(f"no epoch of the trial had a finite {section.metric}")
+            record["value"] = best
             record["last"] = history[-1][section.metric]  # of the weights, where none are restored
             model.write().overwrite().save(path)
             return {"state": "complete", **record}
@@ -168,28 +171,12 @@ class _Search:
         except Exception as error:  # whatever the user's code raises for some values
             if self.is_ending.is_set():
                 raise _CutOff from error
-            said = _said(error)
+            # One that is not ours with its type, which says more.
+            of = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
+            said = without_password(f"{of}{error}")
             logger.warning("trial %d failed: %s", trial.number, said.splitlines()[0])
             seen = {"value": watch.best, "history": watch.history}
             return {"state": "failed", "error": said, **seen, **record}
-
-
-def _said(error: Exception) -> str:
-    """An error for ``trial.json``; one that is not ours with its type, which says more."""
-    text = str(error) if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
-    return without_password(text)
-
-
-def _value(section: StudySection, history: History) -> float:
-    """What a trial has come to.
-
-    Raises:
-        ConfigError: no epoch had a finite value.
-    """
-    best = best_value(section, history)
-    if best is None:
-        raise ConfigError(f"no epoch of the trial had a finite {section.metric}")
-    return best
 
 
 def best_value(section: StudySection, history: History) -> float | None:
