@@ -150,9 +150,9 @@ def _error(record: RunRecord) -> Markup:
 def _curves(record: RunRecord) -> Markup:
     charts = [_step_chart(record)]
     for title, lines in curve_panels(record.history, has_costs=True).items():
-        style = {name: f"c{place % 6}" for place, name in enumerate(lines)}
         curves = [
-            Curve(name=name, xs=xs, ys=ys, style=style[name]) for name, (xs, ys) in lines.items()
+            Curve(name=name, xs=xs, ys=ys, style=f"c{place % 6}")
+            for place, (name, (xs, ys)) in enumerate(lines.items())
         ]
         x_label = "report" if "report" in record.history[0] else "epoch"
         charts.append(line_chart(title.replace("_", " "), curves, x_label))

@@ -112,7 +112,7 @@ class Curve:
     xs: Sequence[float]
     ys: Sequence[float | None]
     style: str = "c0"
-    """Class of `style.CSS`: ``c0`` to ``c5``, or ``faint``."""
+    """Class of `style.CSS`: ``c0`` to ``c5``."""
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -195,7 +195,7 @@ def _polyline(curve: Curve, points: list[tuple[float, float]], frame: _Frame) ->
     places = [(frame.x(x), frame.y(y)) for x, y in points]
     data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
     line = tag("path", d=data, class_=f"line {curve.style}")
-    if len(points) > _MOST_MARKS or curve.style == "faint":
+    if len(points) > _MOST_MARKS:
         return line
     marks = [
         tag(
