@@ -36,15 +36,6 @@ class Record:
     bad: tuple[tuple[str, str], ...] = ()
     """Path and reason of each file that was skipped."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Inverse of `to_dict`."""
-        return cls(**{**values, "bad": tuple((path, why) for path, why in values["bad"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -82,12 +73,13 @@ class Ledger:
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)
         self._refuse_others({WORK} if before is None else _OURS)
-        changed = None if before is None else difference(before, self.plan)
-        if before is not None and changed is None:
-            if finished is not None:
-                self.storage.remove(WORK)  # of a run that was killed at its very end
-            return "unfinished" if finished is None else "finished"
         if before is not None:
+            changed = difference(before, self.plan)
+            if changed is None and finished is None:
+                return "unfinished"
+            if changed is None:
+                self.storage.remove(WORK)  # of a run that was killed at its very end
+                return "finished"
             if not overwrite:
                 raise ConfigError(
                     f"{self.storage} holds what another run has prepared: {changed}; choose "
@@ -104,12 +96,13 @@ class Ledger:
         for name in self.storage.list(_DONE):
             values = self._read(f"{_DONE}/{name}")
             if values is not None:
-                found[name.removesuffix(".json")] = Record.from_dict(values)
+                bad = tuple((path, why) for path, why in values["bad"])
+                found[name.removesuffix(".json")] = Record(**{**values, "bad": bad})
         return found
 
     def write(self, part: Part, record: Record) -> None:
         """Record a part whose file is in its place."""
-        self._write(f"{_DONE}/{part.name}.json", record.to_dict())
+        self._write(f"{_DONE}/{part.name}.json", vars(record))
 
     def finish(
         self, records: Mapping[str, Record], absent: Sequence[tuple[str, str]], names: Sequence[str]

@@ -48,11 +48,6 @@ class Source:
         has_labels = "label" in self.table.column_names
         return self.table.schema.field("label").type if has_labels else None
 
-    def paths_of(self, part: Part) -> list[str]:
-        """The files of a part, in its order."""
-        paths: list[str] = self.table["path"].take(pa.array(part.rows)).to_pylist()
-        return paths
-
 
 @dataclass
 class PartWriter:
@@ -146,7 +141,8 @@ class PartWriter:
         for row in found:
             by_part.setdefault(row["part"], []).append(row)
         there = {row["path"] for row in found}
-        files = {part.name: self.source.paths_of(part) for part in parts}
+        of = self.source.table["path"]
+        files = {part.name: of.take(pa.array(part.rows)).to_pylist() for part in parts}
         missing = [path for paths in files.values() for path in paths if path not in there]
         reasons = self._explain(missing)
         records = {}

@@ -107,7 +107,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
             raise ConfigError(_unknown(key, where, list(known)))
     for name in known:
         if name in _required(kind) and name not in table:
-            raise ConfigError(f"missing {_place(name, where)}")
+            place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
+            raise ConfigError(f"missing {place}")
     values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
     try:
         return kind(**values)
@@ -205,10 +206,6 @@ def _unknown(key: str, where: str, known: Sequence[str]) -> str:
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
     return f"{what}{hint} known: {', '.join(known)}"
-
-
-def _place(name: str, where: str) -> str:
-    return f"key '{name}' in [{where}]" if where else f"section [{name}]"
 
 
 def _dotted(name: str, where: str) -> str:
