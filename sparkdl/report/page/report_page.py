@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkdl.report.page import html
-from sparkdl.report.page.confusion_table import confusion_matrix
 from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
 from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import Curve, line_chart, model_graph
@@ -25,6 +24,8 @@ _FACTS = {
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
     "parameter_bytes": "size of the parameters", "function": "function",
 }  # fmt: skip
+_MOST_WITH_NUMBERS = 24
+"""Classes of a confusion matrix whose cells have their numbers in them."""
 
 
 def page(record: RunRecord) -> str:
@@ -244,10 +245,52 @@ def _from(step: int | None) -> str:
 
 
 def _confusion(record: RunRecord) -> Markup:
+    """Labels are rows, predictions are columns; colours are shares of a label's rows."""
     if record.confusion is None:
         return Markup("")
-    title = f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}"
-    return section(title, confusion_matrix(record.confusion["counts"]))
+    counts: list[list[float]] = record.confusion["counts"]
+    total = sum(map(sum, counts))
+    right = sum(of[label] for label, of in enumerate(counts))
+    text = f"{html.value(right)} of {html.value(total)} rows are right"
+    text += f" ({html.share(right, total)}). {_most_confused(counts)}"
+    is_dense = len(counts) > _MOST_WITH_NUMBERS
+    names = ("label \\ predicted", *range(len(counts)), "right")
+    head = None if is_dense else row(*names, kind="th")
+    rows = [_label_row(label, of, is_dense=is_dense) for label, of in enumerate(counts)]
+    return section(
+        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}",
+        tag("p", text, class_="hint"),
+        tag("table", head, *rows, class_="matrix dense" if is_dense else "matrix"),
+    )
+
+
+def _label_row(label: int, counts: Sequence[float], *, is_dense: bool) -> Markup:
+    whole = sum(counts)
+    cells = []
+    for predicted, count in enumerate(counts):
+        share = count / whole if whole else 0.0
+        colour = "15 157 107" if predicted == label else "217 45 32"
+        style = f"background:rgb({colour} / {100 * share**0.6 * 0.85:.0f}%)" if share else None
+        title = f"label {label}, predicted {predicted}: {html.value(count)}"
+        text = "" if is_dense or not count else html.value(count)
+        cells.append(tag("td", text, style=style, title=title))
+    if is_dense:
+        return tag("tr", *cells)
+    right = html.share(counts[label], whole) if whole else "no rows"
+    return tag("tr", tag("th", str(label)), *cells, tag("td", right, class_="quiet"))
+
+
+def _most_confused(counts: Sequence[Sequence[float]]) -> str:
+    pairs = [
+        (count, label, predicted)
+        for label, of in enumerate(counts)
+        for predicted, count in enumerate(of)
+        if label != predicted and count
+    ]
+    if not pairs:
+        return ""
+    count, label, predicted = max(pairs)
+    return f"Most often mistaken: {label} for {predicted} ({html.value(count)} times)."
 
 
 def _graph(record: RunRecord) -> Markup:
