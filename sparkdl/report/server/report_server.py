@@ -171,17 +171,14 @@ class RunServer(ThreadingHTTPServer):
 
     def records(self) -> list[tuple[str, RunRecord | SparkDLError]]:
         """Folder and record of every run, the newest first; an error where one cannot be read."""
-        found: list[tuple[str, RunRecord | SparkDLError]] = []
+        found: list[tuple[str, RunRecord | SparkDLError | None]] = []
         with self.reading:
             for name in self.reader.names():
                 try:
-                    record = self.reader.read(name)
+                    found.append((name, self.reader.read(name)))
                 except SparkDLError as error:
                     found.append((name, error))
-                else:
-                    if record is not None:
-                        found.append((name, record))
-        return found
+        return [(name, record) for name, record in found if record is not None]
 
     def record(self, name: str) -> RunRecord | None:
         """The record of one run."""
