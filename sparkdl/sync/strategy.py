@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sparkdl.data.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
+SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
+"""What `SyncStrategy.setup` gets, and every synchronizer that it makes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew, exchange_bytes
+from sparkdl.sync.collective import counting_anew, plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.config import TrainConfig
@@ -72,7 +72,7 @@ class Hogwild(SyncStrategy):
         self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
     ) -> float | None:
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
-        sent = exchange_bytes(None, shapes, element_size, world_size)
+        sent = plain_bytes(shapes, element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -87,7 +87,7 @@ class Hogwild(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> HogwildSynchronizer:
-        return HogwildSynchronizer(model, make_optimizer, comm, self.averaging_period)
+        return HogwildSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
 
 
 class HogwildSynchronizer(ApartSynchronizer):
@@ -99,18 +99,13 @@ class HogwildSynchronizer(ApartSynchronizer):
 
     keeps_optimizer = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        averaging_period: int,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, period: int) -> None:
+        super().__init__(*setup)
         _check_device(self.parameters)
         check_learning_rates(self.optimizer)
-        self._period = averaging_period
+        self._period = period
         self._own = [parameter.data for parameter in self.parameters]
+        comm = setup[2]
         inside, firsts, others = _groups(comm.nodes)
         self._num_nodes = len(inside)
         self._local = comm.split(inside)

@@ -27,7 +27,7 @@ from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
 """Below this squared norm an update has no direction; its coefficient is 1."""
@@ -80,7 +80,7 @@ class Adasum(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AdasumSynchronizer:
-        return AdasumSynchronizer(model, make_optimizer, comm, self.averaging_period)
+        return AdasumSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
 
 
 class AdasumSynchronizer(ApartSynchronizer):
@@ -88,15 +88,9 @@ class AdasumSynchronizer(ApartSynchronizer):
 
     keeps_optimizer = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        averaging_period: int,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
-        self._period = averaging_period
+    def __init__(self, *setup: *SetupArguments, period: int) -> None:
+        super().__init__(*setup)
+        self._period = period
         self._kinds = by_kind(self.parameters)
         self._anchors: list[torch.Tensor] = []
         self._set_anchors()

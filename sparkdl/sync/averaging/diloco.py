@@ -23,7 +23,6 @@ from sparkdl.sync.averaging.streaming_diloco import (
     StreamingSynchronizer,
     fragments_of,
 )
-from sparkdl.sync.collective import exchange_bytes
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 
 
@@ -119,9 +118,7 @@ class DiLoCo(AveragingStrategy):
             return super().bytes_per_step(shapes, element_size, world_size)
         sent = 0
         for places in fragments_of(shapes, self.num_fragments):
-            some = exchange_bytes(
-                self.resolved_compression(), [shapes[i] for i in places], element_size, world_size
-            )
+            some = self.exchange_bytes([shapes[i] for i in places], element_size, world_size)
             if some is None:
                 return None
             sent += some + SHARE_BYTES * (world_size - 1)
@@ -144,5 +141,5 @@ class DiLoCo(AveragingStrategy):
                 compression=self.resolved_compression(),
                 make_outer=self.make_outer,
             )
-            return StreamingSynchronizer(model, make_optimizer, comm, options)
+            return StreamingSynchronizer(model, make_optimizer, comm, options=options)
         return super().setup(model, make_optimizer, comm)

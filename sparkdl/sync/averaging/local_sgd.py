@@ -24,7 +24,7 @@ from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
 from sparkdl.sync.averaging.warm_up import WarmUp
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.comm.topology.topology import Topology
@@ -108,7 +108,7 @@ class LocalSGD(AveragingStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
-        made = LocalSGDSynchronizer(model, make_optimizer, comm, self)
+        made = LocalSGDSynchronizer(model, make_optimizer, comm, strategy=self)
         if self.warmup_steps == 0:
             return made
         exchange = AllReduce(compression=self.compression)
@@ -119,14 +119,9 @@ class LocalSGD(AveragingStrategy):
 class LocalSGDSynchronizer(AveragingSynchronizer):
     """See `LocalSGD`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: LocalSGD,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm, strategy)
+    def __init__(self, *setup: *SetupArguments, strategy: LocalSGD) -> None:
+        super().__init__(*setup, strategy=strategy)
+        comm = setup[2]
         self._inside_period, _ = strategy.periods()
         self._inside: MeanOfReplicas | None = None
         self._inside_comm: Topology | None = None

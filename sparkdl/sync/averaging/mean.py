@@ -84,7 +84,7 @@ class MeanOfReplicas:
             return
         assert anchor is not None
         self._changes.take(parameters, anchor)
-        self._changes.start(shares[self._comm.rank])
+        self._changes.start_all(shares[self._comm.rank])
         self._changes.wait()
         for parameter, begin, change in zip(parameters, anchor, self._changes.tensors, strict=True):
             torch.add(begin, change, out=parameter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,13 +39,33 @@ class OuterRule(ABC):
         """Restore what `state_dict` gave."""
 
 
-def moments(
-    saved: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What a rule remembers of each parameter, on its device; zeros if there is nothing yet."""
-    if not saved:
-        return [torch.zeros_like(parameter) for parameter in parameters]
-    return [one.to(parameter) for one, parameter in zip(saved, parameters, strict=True)]
+class MomentumRule(OuterRule):
+    """A rule that remembers one tensor per parameter.
+
+    Args:
+        momentum: part of what is remembered that goes on.
+        learning_rate: what a round's change is multiplied by.
+    """
+
+    saved_as: ClassVar[str]
+    """The tensors' name in the state."""
+
+    def __init__(self, momentum: float, learning_rate: float) -> None:
+        self._momentum = momentum
+        self._learning_rate = learning_rate
+        self._moments: list[torch.Tensor] = []
+
+    def moments(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is remembered of each parameter, on its device; zeros at first."""
+        saved = self._moments or [torch.zeros_like(parameter) for parameter in parameters]
+        self._moments = [one.to(p) for one, p in zip(saved, parameters, strict=True)]
+        return self._moments
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.saved_as: self._moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._moments = list(state[self.saved_as])
 
 
 class OuterOptimizer(OuterRule):

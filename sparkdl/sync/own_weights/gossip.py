@@ -21,7 +21,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
 
 WEIGHT_BYTES = 8
 """What a peer says of its weight."""
@@ -91,22 +91,16 @@ class Gossip(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> GossipSynchronizer:
-        return GossipSynchronizer(model, make_optimizer, comm, self)
+        return GossipSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
 class GossipSynchronizer(OwnWeightsSynchronizer):
     """See `Gossip`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: Gossip,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: Gossip) -> None:
+        super().__init__(*setup)
         self._strategy = strategy
-        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
         self._weight = 0.0
         self._has_trained = False
 
