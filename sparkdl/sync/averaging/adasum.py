@@ -24,7 +24,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.mean import by_kind
+from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
@@ -114,16 +114,14 @@ class AdasumSynchronizer(ApartSynchronizer):
     @torch.no_grad()
     def _agree(self) -> None:
         for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
-            moved = _flat(parameters).sub_(anchor)
-            sizes = [parameter.numel() for parameter in parameters]
-            combine(moved, sizes, self._comm)
+            moved = flat_of(parameters).sub_(anchor)
+            combine(moved, [parameter.numel() for parameter in parameters], self._comm)
             anchor += moved
-            for parameter, piece in zip(parameters, torch.split(anchor, sizes), strict=True):
-                parameter.copy_(piece.view_as(parameter))
+            fill(parameters, anchor)
 
     def _set_anchors(self) -> None:
         if self._comm.world_size > 1:
-            self._anchors = [_flat(parameters) for parameters in self._kinds]
+            self._anchors = [flat_of(parameters) for parameters in self._kinds]
 
 
 def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -241,7 +239,3 @@ def _tree(world_size: int) -> tuple[int, int, int]:
 def _padded(numel: int, size: int) -> int:
     """The next multiple of ``size``: what can be halved down to one part per rank."""
     return -(-numel // size) * size
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])

@@ -15,6 +15,18 @@ import torch
 
 from sparkdl.errors import ConfigError
 
+NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
+"""Optimizers of torch that call the loss several times a step, or take sparse gradients only."""
+TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type)
+    and issubclass(value, torch.optim.Optimizer)
+    and value is not torch.optim.Optimizer
+    and name not in NEEDS_ANOTHER_LOOP
+}
+"""Lower-case name -> class, of those that work step by step."""
+
 
 class OuterRule(ABC):
     """A rule at work; all ranks call it with equal values, so that their states stay equal."""
@@ -124,14 +136,7 @@ class OuterOptimizer(OuterRule):
 
 
 def _find(name: str) -> Any:
-    known = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
-        and key not in ("Optimizer", "LBFGS", "SparseAdam")
-    }
-    if name.lower() not in known:
-        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {', '.join(sorted(known))}")
-    return known[name.lower()]
+    known = ", ".join(sorted(TORCH_OPTIMIZERS))
+    if name.lower() not in TORCH_OPTIMIZERS:
+        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {known}")
+    return TORCH_OPTIMIZERS[name.lower()]

@@ -19,7 +19,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
-from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
+from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
 
@@ -138,10 +138,8 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         share = self._weight / total if total > 0 else 0.5
         self._weight = total / 2
         for group in by_kind(self.parameters):
-            flat = torch.cat([tensor.detach().flatten() for tensor in group])
+            flat = flat_of(group)
             theirs = self._comm.exchange(flat, peer)
             # The same sum on both sides, but for the order of its two terms.
             flat.mul_(share).add_(theirs.mul_(1 - share))
-            pieces = torch.split(flat, [tensor.numel() for tensor in group])
-            for parameter, piece in zip(group, pieces, strict=True):
-                parameter.detach().copy_(piece.view_as(parameter))
+            fill(group, flat)

@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.name_patterns import check_fit, fits
+from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
@@ -84,17 +85,7 @@ def _pattern_of(names: Iterable[str], patterns: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-# LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
-_NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
-
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    name.lower(): value
-    for name, value in vars(torch.optim).items()
-    if isinstance(value, type)
-    and issubclass(value, torch.optim.Optimizer)
-    and value is not torch.optim.Optimizer
-    and name not in _NEEDS_ANOTHER_LOOP
-} | {"lars": LARS, "lamb": LAMB}
+OPTIMIZERS = TORCH_OPTIMIZERS | {"lars": LARS, "lamb": LAMB}
 """Lower-case name -> class: our own, and those of this torch that work step by step."""
 
 AUTO = "auto"
@@ -192,7 +183,7 @@ def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: 
         ConfigError: with the remedy.
     """
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
+    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
         raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
     if isinstance(kind, OwnOptimizer):
         if not options and not has_groups:
