@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
@@ -101,12 +102,18 @@ class HogwildSynchronizer(ApartSynchronizer):
 
     def __init__(self, *setup: *SetupArguments, period: int) -> None:
         super().__init__(*setup)
-        _check_device(self.parameters)
+        for parameter in self.parameters:
+            if parameter.device.type != "cpu":
+                raise ConfigError(
+                    f"Hogwild shares weights in the CPU's memory, and the module is on "
+                    f"{parameter.device}; use device='cpu' or another strategy"
+                )
         check_learning_rates(self.optimizer)
         self._period = period
         self._own = [parameter.data for parameter in self.parameters]
         comm = setup[2]
-        inside, firsts, others = _groups(comm.nodes)
+        inside = ranks_by_node(comm.nodes)
+        firsts, others = [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
         self._num_nodes = len(inside)
         self._local = comm.split(inside)
         self._across: Communicator | None = None
@@ -214,12 +221,6 @@ class HogwildSynchronizer(ApartSynchronizer):
             group["lr"] = rate
 
 
-def _groups(nodes: Sequence[int]) -> tuple[list[list[int]], list[int], list[int]]:
-    """The ranks of each node; the nodes' first ranks; and all others."""
-    inside = [[r for r, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))]
-    return inside, [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
-
-
 def _share(
     parameters: Sequence[nn.Parameter], local: Communicator, everyone: Communicator
 ) -> list[torch.Tensor]:
@@ -245,12 +246,3 @@ def _share(
         memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         for start, parameter in zip(starts[:-1], parameters, strict=True)
     ]
-
-
-def _check_device(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ConfigError(
-                f"Hogwild shares weights in the CPU's memory, and the module is on "
-                f"{parameter.device}; use device='cpu' or another strategy"
-            )
