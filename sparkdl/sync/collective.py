@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
-    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.compression.compression import Compression, Shapes
     from sparkdl.config import TrainConfig
 
 
@@ -42,9 +41,7 @@ class CollectiveStrategy(SyncStrategy):
 
         return compression.resolve(self.compression)
 
-    def exchange_bytes(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> int | None:
+    def exchange_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int | None:
         """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
         compression = self.resolved_compression()
         if compression is not None and world_size > 1:
@@ -63,7 +60,7 @@ class CollectiveStrategy(SyncStrategy):
         return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
 
 
-def plain_bytes(shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int) -> int:
+def plain_bytes(shapes: Shapes, element_size: int, world_size: int) -> int:
     """Bytes that one rank sends when tensors of ``shapes`` are summed once, uncompressed."""
     num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
     return 2 * (world_size - 1) * num_bytes // world_size

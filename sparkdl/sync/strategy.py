@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.comm.compression.compression import Shapes
     from sparkdl.config import TrainConfig
     from sparkdl.data.plan import TrainPlan
 
@@ -93,9 +94,7 @@ class SyncStrategy(ABC):
         """Each rank's part of the rows, adding up to 1; None: all alike."""
         return None
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
 
         Args:

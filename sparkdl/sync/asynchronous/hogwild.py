@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
@@ -69,9 +70,7 @@ class Hogwild(SyncStrategy):
                 "Hogwild shares weights in the CPU's memory; use device='cpu' or another strategy"
             )
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
         sent = plain_bytes(shapes, element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period

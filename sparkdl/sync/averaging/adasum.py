@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
@@ -60,9 +61,7 @@ class Adasum(SyncStrategy):
             "be run again"
         )
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         levels, size, num_extra = _tree(world_size)

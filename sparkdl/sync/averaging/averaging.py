@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
@@ -76,9 +77,7 @@ class AveragingStrategy(CollectiveStrategy):
         """What follows the mean; None: nothing."""
         return None
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
 
         For rounds of full length: those that an epoch's end cuts short cost as much. A message

@@ -6,13 +6,14 @@ fragments, and with overlap, as `streaming_diloco` has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES
@@ -106,9 +107,7 @@ class DiLoCo(AveragingStrategy):
             raise ConfigError("outer_params holds 'lr'; set outer_learning_rate instead")
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`.
 
         The streaming form sends the whole model once more, uncompressed, when an epoch ends or a

@@ -24,11 +24,11 @@ from sparkdl.sync.strategy import SetupArguments
 from sparkdl.sync.weight_changes import Changes
 
 if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.compression.compression import Compression, Shapes
     from sparkdl.sync.averaging.outer_step import OuterRule
 
 
-def fragments_of(shapes: Sequence[tuple[int, ...]], num_fragments: int) -> list[list[int]]:
+def fragments_of(shapes: Shapes, num_fragments: int) -> list[list[int]]:
     """Which parameters make up each fragment, given all shapes in the model's order.
 
     A layer begins with each parameter of two or more dimensions; those of fewer that follow it,

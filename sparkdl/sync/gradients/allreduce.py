@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.collective import CollectiveStrategy, plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
@@ -93,9 +94,7 @@ class AllReduce(CollectiveStrategy):
             return None
         return tuple(share / sum(self.work_shares) for share in self.work_shares)
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums.
 
         With backup workers it depends on time how often the ranks ask each other who is ready.

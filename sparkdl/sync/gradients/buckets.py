@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator, Pending
 
 if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.compression.compression import Compression, Shapes
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def bucket_shapes(
-    shapes: Sequence[tuple[int, ...]], element_size: int, bucket_bytes: int
+    shapes: Shapes, element_size: int, bucket_bytes: int
 ) -> list[list[tuple[int, ...]]]:
     """Shapes of the parameters of each bucket, if all have one dtype; see `make_buckets`."""
     backwards = list(reversed(shapes))

@@ -6,7 +6,6 @@ synchronous form: every rank holds the center, and moves it by the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
@@ -70,9 +70,7 @@ class ElasticAveraging(CollectiveStrategy):
         """What ``elasticity`` means in a gang of ``world_size``."""
         return PAPERS_BETA / world_size if self.elasticity is None else self.elasticity
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         sent = self.exchange_bytes(shapes, element_size, world_size)
         return None if sent is None else sent / self.averaging_period
 

@@ -8,7 +8,6 @@ seed and step, and both push at once, so that bits repeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
@@ -63,9 +63,7 @@ class Gossip(SyncStrategy):
         pairs = zip(order[0::2], order[1::2], strict=False)  # an odd one out stays alone
         return [pair for pair, does in zip(pairs, meets.tolist(), strict=True) if does]
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: the expected value over draws and ranks.
 
         The whole model travels once more when an epoch ends or a checkpoint is written.
