@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.gradients.buckets import BucketSums, make_buckets
+from sparkdl.sync.gradient_buckets import BucketSums, make_buckets
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression

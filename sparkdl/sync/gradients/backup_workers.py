@@ -40,7 +40,7 @@ import torch
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError, ConfigError
-from sparkdl.sync.gradients.buckets import BucketSums
+from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import Reduced, SetupArguments
 

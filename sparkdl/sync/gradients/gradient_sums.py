@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradients.buckets import Bucket, BucketSums, FlatGradients
+from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
 from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
