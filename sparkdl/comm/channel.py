@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from sparkdl.comm.file_chunks import SCHEMA, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
+from sparkdl.storage.storage import Storage
 
 _HEADER = "authorization"
 _POLL_SECONDS = 5.0
@@ -56,25 +57,6 @@ class Event:
     rank: int
     received: float
     body: Mapping[str, Any]
-
-
-class Files(Protocol):
-    """Where the server keeps files; `storage.Storage` fits."""
-
-    def write(self, path: str, data: Any) -> None:
-        """Store bytes, or an iterable of bytes, under a relative path."""
-
-    def read(self, path: str) -> bytes:
-        """The bytes stored under a path; StorageError if there are none."""
-
-    def list(self, path: str) -> list[str]:
-        """Names directly under a folder; empty if there is no such folder."""
-
-    def remove(self, path: str) -> None:
-        """Delete a file, or a folder with all it holds; nothing if absent."""
-
-    def exists(self, path: str) -> bool:
-        """Whether a file or folder is there."""
 
 
 class Hub:
@@ -146,7 +128,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
     """Serves a hub, and files if given. Use as a context manager; it stops with the block."""
 
     def __init__(
-        self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Files | None = None
+        self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Storage | None = None
     ) -> None:
         token = secrets.token_hex(32)
         super().__init__(location(bind, port), middleware={"secret": SecretFactory(token)})
@@ -156,11 +138,11 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         """Answer one request; the action's type names it."""
-        header, payload = _unframe(action.body.to_pybytes())
+        header, _, payload = action.body.to_pybytes().partition(b"\n")
         handler = getattr(self, f"_on_{action.type}", None)
         if handler is None:
             raise flight.FlightServerError(f"unknown request {action.type!r}")
-        yield flight.Result(handler(header, payload))
+        yield flight.Result(handler(json.loads(header), payload))
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Store a file that arrives in chunks."""
@@ -171,7 +153,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         data = self._storage().read(ticket.ticket.decode())
         return flight.GeneratorStream(SCHEMA, sent([data]))
 
-    def _storage(self) -> Files:
+    def _storage(self) -> Storage:
         if self._files is None:
             raise flight.FlightServerError("this channel keeps no files")
         return self._files
@@ -289,22 +271,22 @@ class ChannelClient:
         return seconds
 
     def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
+        action = flight.Action(what, json.dumps(header).encode() + b"\n" + payload)
         try:
-            return self._send(what, header, payload)
+            results = list(self._client.do_action(action, self._options(self._timeout)))
         except (pa.ArrowException, OSError) as error:
-            raise CommunicationError(f"channel request {what!r} failed: {error}") from error
-
-    def _send(self, what: str, header: dict[str, Any], payload: bytes) -> bytes:
-        action = flight.Action(what, _frame(header, payload))
-        results = list(self._client.do_action(action, self._options(self._timeout)))
+            raise self._failure(f"channel request {what!r} failed", error) from error
         return bytes(results[0].body.to_pybytes())
+
+    def _failure(self, what: str, error: Exception) -> SparkDLError:
+        return CommunicationError(f"{what}: {error}")
 
     def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
         return call_options(self._token, timeout_seconds)
 
 
 class ChannelStorage(ChannelClient):
-    """Files that the driver keeps, seen from a worker; fits `storage.Storage`.
+    """Files that the driver keeps, seen from a worker: a `storage.Storage`.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.
@@ -316,7 +298,6 @@ class ChannelStorage(ChannelClient):
         self._transfer_timeout = transfer_timeout_seconds
 
     def write(self, path: str, data: Any) -> None:
-        """Store bytes, or an iterable of bytes, under a relative path."""
         parts = data if not isinstance(data, (bytes, bytearray, memoryview)) else [data]
         descriptor = flight.FlightDescriptor.for_path(path)
         try:
@@ -333,40 +314,29 @@ class ChannelStorage(ChannelClient):
                 raise
             writer.close()
         except (pa.ArrowException, OSError) as error:
-            raise _refused_or_lost(f"the driver could not store {path}", error) from error
+            raise self._failure(f"the driver could not store {path}", error) from error
 
     def read(self, path: str) -> bytes:
-        """The bytes stored under a path."""
         try:
             options = self._options(self._transfer_timeout)
             reader = self._client.do_get(flight.Ticket(path.encode()), options)
             return b"".join(received(chunk.data for chunk in reader))
         except (pa.ArrowException, OSError) as error:
-            raise _refused_or_lost(f"the driver could not send {path}", error) from error
+            raise self._failure(f"the driver could not send {path}", error) from error
 
     def list(self, path: str) -> list[str]:
-        """Names directly under a folder; empty if there is no such folder."""
         return list(json.loads(self._ask("list", {"path": path})))
 
     def remove(self, path: str) -> None:
-        """Delete a file, or a folder with all it holds; nothing if absent."""
         self._ask("remove", {"path": path})
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder is there."""
         return bool(json.loads(self._ask("exists", {"path": path})))
 
-    def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
-        try:
-            return self._send(what, header, payload)
-        except (pa.ArrowException, OSError) as error:
-            raise _refused_or_lost(f"channel request {what!r} failed", error) from error
-
-
-def _refused_or_lost(what: str, error: Exception) -> SparkDLError:
-    """What a failed call of a storage means: only what got lost on the way may be tried again."""
-    kind = CommunicationError if isinstance(error, _TRANSPORT) else StorageError
-    return kind(f"{what}: {error}")
+    def _failure(self, what: str, error: Exception) -> SparkDLError:
+        """What a failed call means: only what got lost on the way may be tried again."""
+        kind = CommunicationError if isinstance(error, _TRANSPORT) else StorageError
+        return kind(f"{what}: {error}")
 
 
 class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -380,15 +350,6 @@ class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         given = headers.get(_HEADER, [""])[0]
         if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
             raise flight.FlightUnauthenticatedError("wrong or missing secret")
-
-
-def _frame(header: dict[str, Any], payload: bytes) -> bytes:
-    return json.dumps(header).encode() + b"\n" + payload
-
-
-def _unframe(data: bytes) -> tuple[dict[str, Any], bytes]:
-    header, _, payload = data.partition(b"\n")
-    return json.loads(header), payload
 
 
 def call_options(token: str, timeout_seconds: float | None) -> flight.FlightCallOptions:

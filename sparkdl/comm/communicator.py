@@ -102,7 +102,9 @@ class Pending(Protocol):
         """Return when the result is there."""
 
 
-class _Done:
+class Done:
+    """A collective whose result is there."""
+
     def wait(self) -> None:
         return None
 
@@ -127,7 +129,7 @@ class LocalCommunicator:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Leave ``tensor`` as it is."""
-        return _Done()
+        return Done()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy with a first dimension of one."""
@@ -136,12 +138,12 @@ class LocalCommunicator:
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """Copy."""
         out[0].copy_(tensor)
-        return _Done()
+        return Done()
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """Copy."""
         out.copy_(tensor)
-        return _Done()
+        return Done()
 
     def exchange(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """A copy."""

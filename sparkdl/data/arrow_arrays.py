@@ -18,7 +18,7 @@ from sparkdl.errors import DataError
 
 _LIST_TYPES = (pa.types.is_list, pa.types.is_large_list)
 _NESTED_TYPES = (*_LIST_TYPES, pa.types.is_fixed_size_list)
-_BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
+BINARY_TYPES = (pa.types.is_binary, pa.types.is_large_binary)
 _UNEVEN = "ragged"
 """In place of the shape of a row that has none: lists of different lengths are in it."""
 
@@ -86,7 +86,7 @@ def uniform(array: pa.Array) -> np.ndarray:
     if pa.types.is_fixed_size_list(array.type):
         inner = uniform(array.flatten())
         return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
-    if any(is_type(array.type) for is_type in _BINARY_TYPES):
+    if any(is_type(array.type) for is_type in BINARY_TYPES):
         return _bytes_matrix(array)
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
@@ -202,26 +202,13 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "nulls": self.nulls,
-            "first_null": self.first_null,
-            "shapes": dict(self.shapes),
-            "first_of_shape": self.first_of_shape,
-            "causes": dict(self.causes),
-            "first_of_cause": self.first_of_cause,
-        }
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Findings:
         """Inverse of `to_dict`."""
-        return cls(
-            nulls=values["nulls"],
-            first_null=values["first_null"],
-            shapes=Counter(values["shapes"]),
-            first_of_shape=dict(values["first_of_shape"]),
-            causes=Counter(values["causes"]),
-            first_of_cause=dict(values["first_of_cause"]),
-        )
+        counts = {name: Counter(values[name]) for name in ("shapes", "causes")}
+        return cls(**{**values, **counts})
 
 
 def examine(
@@ -248,9 +235,14 @@ def examine(
     return findings
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is one of lists, of whatever layout."""
+    return any(is_type(kind) for is_type in _NESTED_TYPES)
+
+
 def _has_null(array: pa.Array) -> np.ndarray:
     own = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
-    if not any(is_type(array.type) for is_type in _NESTED_TYPES):
+    if not is_list(array.type):
         return own
     inner = _has_null(array.flatten())
     parents = pc.list_parent_indices(array).to_numpy(zero_copy_only=False)
@@ -260,12 +252,12 @@ def _has_null(array: pa.Array) -> np.ndarray:
 
 
 def _shape_of(scalar: pa.Scalar) -> tuple[int | str, ...] | str:
-    if any(is_type(scalar.type) for is_type in _NESTED_TYPES):
+    if is_list(scalar.type):
         try:
             inner = uniform(scalar.values)
         except NotUniform:
             return _UNEVEN
         return inner.shape
-    if any(is_type(scalar.type) for is_type in _BINARY_TYPES):
+    if any(is_type(scalar.type) for is_type in BINARY_TYPES):
         return (len(scalar.as_buffer()),)
     return ()

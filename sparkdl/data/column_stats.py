@@ -46,7 +46,7 @@ class ColumnStats:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = dict(vars(self))
         for name in ("nulls_and_shapes", "skipped"):
             values[name] = values[name].to_dict()
         return values
@@ -82,8 +82,7 @@ class SpoolSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        flat = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**flat, "columns": [column.to_dict() for column in self.columns]}
+        return {**vars(self), "columns": [column.to_dict() for column in self.columns]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpoolSummary:

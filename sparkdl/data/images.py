@@ -98,7 +98,8 @@ def _decoded(
         try:
             rows.append(_image(value, specification))
         except BadImage as error:
-            findings.note_cause(*_cause_and_place(error, place))
+            cause, *origin = error.args
+            findings.note_cause(cause, ", ".join([place, *filter(None, origin)]))
             continue
         kept[row] = True
         findings.note_shape(rows[-1].shape, place)
@@ -229,8 +230,3 @@ def _fitted(image: Any, specification: Image) -> Array:
     if pixels.ndim == 2:
         return pixels[None]
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-
-def _cause_and_place(error: BadImage, place: str) -> tuple[str, str]:
-    cause, *origin = error.args
-    return cause, f"{place}, {origin[0]}" if origin and origin[0] else place

@@ -82,15 +82,16 @@ class Shard:
     """Where one shard's spool lies and what it holds; one row of the shard table."""
 
     shard_id: int
-    host: str
-    path: str
+    host: str = ""
+    """Empty: workers read the rows by themselves, wherever they are."""
+    path: str = ""
     """Directory of the spool on that host."""
     num_rows: int
     """Training rows."""
     num_validation_rows: int
     fingerprint: str
     """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
-    num_bytes: int
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

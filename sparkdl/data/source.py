@@ -101,7 +101,7 @@ class Contents:
     """Fingerprint of all rows, 64 bits, whatever the number of shards."""
     reader: ShardSource
     """Opens these shards."""
-    labels_outside: Callable[[int, int], tuple[int, str] | None]
+    labels_outside: Callable[[int, int], tuple[int, str] | None] = lambda index, num_classes: None
     """Given the number of a label's column and how many classes there are: how many labels are
     not below it, as far as that can be known before training, and where the first one is."""
     transform: Any = None

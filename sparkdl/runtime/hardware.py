@@ -37,15 +37,11 @@ def hardware(device: torch.device | None = None, threads: int | None = None) -> 
     if device is not None:
         found["device"] = str(device)
         if device.type == "cuda":
-            found |= _gpu(device)
+            import torch
+
+            properties = torch.cuda.get_device_properties(device)
+            found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
     return found
-
-
-def _gpu(device: torch.device) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
 
 
 def device_index(

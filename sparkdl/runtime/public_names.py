@@ -26,48 +26,6 @@ def _listed(stub: bytes) -> dict[str, str]:
 MODULE_OF = _listed(get_data("sparkdl", "__init__.pyi") or b"")
 """The public names of sparkdl, and the module of each, from the imports of ``__init__.pyi``."""
 _PUBLIC_PACKAGES = ("sparkdl", "sparkdl.models")
-_FORMER_MODULES = {
-    "sparkdl.compress.base": "sparkdl",
-    "sparkdl.compress.cast": "sparkdl",
-    "sparkdl.compress.int8": "sparkdl",
-    "sparkdl.compress.onebit": "sparkdl",
-    "sparkdl.compress.powersgd": "sparkdl",
-    "sparkdl.compress.threshold": "sparkdl",
-    "sparkdl.compress.topk": "sparkdl",
-    "sparkdl.compress.twobit": "sparkdl",
-    "sparkdl.config": "sparkdl",
-    "sparkdl.data.dataset": "sparkdl",
-    "sparkdl.data.parquet": "sparkdl",
-    "sparkdl.data.petastorm": "sparkdl",
-    "sparkdl.demo": "sparkdl.models.demo",
-    "sparkdl.initialweights": "sparkdl",
-    "sparkdl.listeners": "sparkdl",
-    "sparkdl.mlflow": "sparkdl",
-    "sparkdl.onnxfile": "sparkdl",
-    "sparkdl.outputs": "sparkdl",
-    "sparkdl.runcontext": "sparkdl",
-    "sparkdl.saved": "sparkdl",
-    "sparkdl.sync.adasum": "sparkdl",
-    "sparkdl.sync.allreduce": "sparkdl",
-    "sparkdl.sync.async_sgd": "sparkdl",
-    "sparkdl.sync.base": "sparkdl",
-    "sparkdl.sync.block_momentum": "sparkdl",
-    "sparkdl.sync.diloco": "sparkdl",
-    "sparkdl.sync.elastic_averaging": "sparkdl",
-    "sparkdl.sync.gossip": "sparkdl",
-    "sparkdl.sync.hogwild": "sparkdl",
-    "sparkdl.sync.local_sgd": "sparkdl",
-    "sparkdl.sync.one_shot_averaging": "sparkdl",
-    "sparkdl.sync.parameter_averaging": "sparkdl",
-    "sparkdl.sync.population_based": "sparkdl",
-    "sparkdl.sync.slowmo": "sparkdl",
-    "sparkdl.sync.tournament": "sparkdl",
-    "sparkdl.tensorboard": "sparkdl",
-    "sparkdl.train.callbacks": "sparkdl",
-    "sparkdl.train.large_batch": "sparkdl",
-    "sparkdl.train.warmup": "sparkdl",
-}
-"""Modules whose paths older versions wrote, and where their public names are today."""
 
 
 def public_module(module: str, name: str, value: Any) -> str:
@@ -79,10 +37,14 @@ def public_module(module: str, name: str, value: Any) -> str:
 
 
 def current_path(path: str) -> str:
-    """Return ``path`` as it is today, if an older version of sparkdl wrote it."""
+    """Return ``path`` as it is today, if an older version of sparkdl wrote it.
+
+    What is public today was so under the same name, in whatever module it lay.
+    """
     module, _, name = path.partition(":")
-    former = _FORMER_MODULES.get(module)
-    return path if former is None else f"{former}:{name}"
+    if module.startswith("sparkdl.") and name.partition(".")[0] in MODULE_OF:
+        return f"sparkdl:{name}"
+    return f"sparkdl.models.demo:{name}" if module == "sparkdl.demo" else path
 
 
 def public_classes(package: str) -> dict[str, str]:

@@ -60,14 +60,10 @@ def find_attribute(a: nn.Module, b: nn.Module) -> str | None:
                 return f"{name}.{key}".lstrip(".")
         if not _has_same_buffers(one, other):
             return f"the buffers of {name or 'it'}"
-        if not _has_same_frozen(one, other):
+        flags = [[p.requires_grad for p in m.parameters(recurse=False)] for m in (one, other)]
+        if flags[0] != flags[1]:
             return f"which parameters of {name or 'it'} train"
     return None
-
-
-def _has_same_frozen(one: nn.Module, other: nn.Module) -> bool:
-    flags = [[p.requires_grad for p in m.parameters(recurse=False)] for m in (one, other)]
-    return flags[0] == flags[1]
 
 
 def _is_same(key: str, ours: Any, theirs: Any) -> bool:

@@ -17,7 +17,7 @@ from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.serialization.saved_module import INDEX, WEIGHTS, SavedModule, prepare_program
-from sparkdl.storage.locate import open_parent
+from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import Storage, without_password
 
 _FACTORY = "factory"
@@ -91,19 +91,14 @@ def _folder(model: Any, target: Any, storage: Storage, name: str) -> Exported:
         extra=_without_code(saved.index["extra"]),
     )
     if storage.exists(name):
-        _check_exported(storage, name, target)
+        if not storage.exists(f"{name}/{INDEX}"):
+            raise ConfigError(
+                f"{without_password(os.fspath(target))} holds something else than an exported "
+                "model, so it is not replaced; choose another target"
+            )
         storage.remove(name)
     prepared.write(storage, name)
     return Exported(what="a folder for sparkdl.load_module", inputs=_lines(saved))
-
-
-def _check_exported(storage: Storage, name: str, target: Any) -> None:
-    """Refuse to remove a folder that is none of ours."""
-    if not storage.exists(f"{name}/{INDEX}"):
-        raise ConfigError(
-            f"{without_password(os.fspath(target))} holds something else than an exported model, "
-            "so it is not replaced; choose another target"
-        )
 
 
 def _signature(saved: SavedModule) -> ModelSignature:

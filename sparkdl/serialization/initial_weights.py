@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.runtime.name_patterns import check_fit, fits_any
-from sparkdl.storage.locate import open_parent
+from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import scheme_of, without_password
 
 if TYPE_CHECKING:

@@ -67,7 +67,9 @@ def describe(value: Any) -> Any:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return {"import": import_path(value)}
     if type(value) is functools.partial:
-        return _describe_partial(value)
+        keywords = {name: describe(item) for name, item in value.keywords.items()}
+        args = [describe(item) for item in value.args]
+        return {"partial": describe(value.func), "args": args, "keywords": keywords}
     if dataclasses.is_dataclass(value):
         return _describe_dataclass(value)
     if isinstance(value, nn.Module):
@@ -135,14 +137,6 @@ def import_path(value: Any) -> str:
     if found is not value and not (isinstance(value, types.MethodType) and found == value):
         raise DescribeError(f"importing {path} gives another object than {value!r}; {REMEDY}")
     return f"{public_module(module, name, value)}:{name}"
-
-
-def _describe_partial(value: functools.partial[Any]) -> Any:
-    return {
-        "partial": describe(value.func),
-        "args": [describe(item) for item in value.args],
-        "keywords": {name: describe(item) for name, item in value.keywords.items()},
-    }
 
 
 def _describe_dataclass(value: Any) -> Any:

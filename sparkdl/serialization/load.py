@@ -2,7 +2,7 @@
 
 `load_module` gives the fitted module, `load_signature` what it takes and gives. Both accept the
 folder of a saved model, of a pipeline model that holds one, of an estimator whose module was saved
-along, or of one of a pipeline's stages; as a path or as a URL, see `storage.locate`.
+along, or of one of a pipeline's stages; as a path or as a URL, see `storage.hadoop_storage`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.saved_module import INDEX, SavedModule, open_module, read_module_index
-from sparkdl.storage.locate import open_place
+from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Storage
 
 Place = str | os.PathLike[str]
@@ -157,8 +157,7 @@ def column_as_json(column: Column) -> dict[str, Any]:
     Raises:
         DescribeError: the specification's transform cannot be imported by name.
     """
-    values = {name: getattr(column, name) for name in column.__dataclass_fields__}
-    return {**values, "specification": describe(column.specification)}
+    return {**vars(column), "specification": describe(column.specification)}
 
 
 def column_from_json(values: Mapping[str, Any]) -> Column:

@@ -24,8 +24,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
 from sparkdl.serialization.exported_program import export_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
-from sparkdl.storage.locate import open_parent
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.sync.frozen_layers import evaluation_mode
 
 TOLERANCES = {
@@ -83,7 +82,9 @@ def export_onnx(
     batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
     batches += [example.shorter()] * any(example.lengths)
     names = None if signature is None else _names(signature, example)
-    storage, name = _target(path_or_url)
+    storage, name = open_parent(path_or_url)
+    if not name:
+        raise ConfigError(f"name the file to write, such as model.onnx; received {path_or_url!r}")
     with tempfile.TemporaryDirectory(prefix="sparkdl-onnx-") as folder:
         file = Path(folder) / name
         _write(module, example, names, file)
@@ -139,13 +140,6 @@ def _names(signature: ModelSignature, example: Example) -> list[str]:
     columns = [column.name for column in signature.inputs if column.argument is None]
     # A mask may stand among the positions: its sequence goes by position, it never does.
     return [*columns, *example.by_name]
-
-
-def _target(path_or_url: str | os.PathLike[str]) -> tuple[Storage, str]:
-    storage, name = open_parent(path_or_url)
-    if not name:
-        raise ConfigError(f"name the file to write, such as model.onnx; received {path_or_url!r}")
-    return storage, name
 
 
 def _check_packages() -> None:

@@ -143,10 +143,10 @@ def prepare_module(
 
 def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
     """Prepare a state dict, of which `SavedModule.weights` can be asked, but no module."""
-    value, tensors = pack({name: _on_cpu(value) for name, value in state.items()})
+    tensors = {n: v.detach().cpu() for n, v in state.items() if isinstance(v, torch.Tensor)}
     return PreparedModule(
         index={"version": VERSION, "extra": describe({}), "recipe": {"weights": WEIGHTS}},
-        weights=Snapshot(value, tensors),
+        weights=Snapshot(*pack({**state, **tensors})),
         others={},
     )
 
@@ -280,10 +280,6 @@ def _make(factory: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"a factory must make an nn.Module; {factory!r} made {type(module)}")
     return module
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) -> None:

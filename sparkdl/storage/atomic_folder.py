@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sparkdl.errors import CheckpointError, StorageError
+from sparkdl.errors import StorageError
 from sparkdl.storage.checkpoint_format import FileRecord, Recorder
 from sparkdl.storage.storage import Storage, pieces
 
@@ -44,7 +44,7 @@ def write_folder(
     records = {}
     for name, data in files.items():
         recorder = Recorder()
-        storage.write(f"{path}/{name}", recorder.watch(_without_copies(data)))
+        storage.write(f"{path}/{name}", recorder.watch(map(memoryview, pieces(data))))
         records[name] = asdict(recorder.record())
     body = {**index, "files": records}
     storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
@@ -90,7 +90,8 @@ def read_files(storage: Storage, path: str, index: Mapping[str, Any]) -> dict[st
         StorageError: one is missing or damaged.
     """
     return {
-        name: _read(storage, f"{path}/{name}", record) for name, record in index["files"].items()
+        name: record.check(storage.read(f"{path}/{name}"), f"{path}/{name}", _REMEDY)
+        for name, record in index["files"].items()
     }
 
 
@@ -118,17 +119,3 @@ def _is_intact(index: Mapping[str, Any], data: bytes) -> bool:
 
 def _text(index: Mapping[str, Any]) -> bytes:
     return json.dumps(index, indent=1).encode()
-
-
-def _without_copies(data: Pieces) -> Iterable[bytes | memoryview]:
-    yield from (memoryview(piece) for piece in pieces(data))
-
-
-def _read(storage: Storage, place: str, record: FileRecord) -> bytes:
-    data = storage.read(place)
-    if len(data) != record.size_bytes or hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CheckpointError(
-            f"{place} is damaged: {len(data)} bytes, expected {record.size_bytes} with SHA-256 "
-            f"{record.sha256}; {_REMEDY}"
-        )
-    return data

@@ -48,6 +48,19 @@ class FileRecord:
     size_bytes: int
     sha256: str
 
+    def check(self, data: bytes, place: str, remedy: str) -> bytes:
+        """Return ``data`` if it is what was recorded.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if len(data) != self.size_bytes or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise CheckpointError(
+                f"{place} is damaged: {len(data)} bytes, expected {self.size_bytes} with SHA-256 "
+                f"{self.sha256}; {remedy}"
+            )
+        return data
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
@@ -233,15 +246,7 @@ def read_file(info: CheckpointInfo, name: str) -> bytes:
         data = info.storage.read(place)
     except StorageError as error:
         raise CheckpointError(f"the checkpoint {info.path} cannot be read: {error}") from error
-    expected = info.files[name]
-    if len(data) != expected.size_bytes:
-        raise CheckpointError(
-            f"{place} is damaged: {len(data)} bytes instead of {expected.size_bytes}; "
-            f"use an older checkpoint"
-        )
-    if hashlib.sha256(data).hexdigest() != expected.sha256:
-        raise CheckpointError(f"{place} is damaged: wrong checksum; use an older checkpoint")
-    return data
+    return info.files[name].check(data, place, "use an older checkpoint")
 
 
 def load_shared(info: CheckpointInfo) -> Any:
@@ -270,14 +275,9 @@ def load_rank(info: CheckpointInfo, rank: int) -> Any:
 
 def folders(storage: Storage, run_key: str) -> list[str]:
     """Paths of the run's checkpoint folders, whole or not, oldest first."""
-    names = [name for name in storage.list(check_run_key(run_key)) if _FOLDER.fullmatch(name)]
-    return [f"{run_key}/{name}" for name in sorted(names, key=_age)]
-
-
-def _age(name: str) -> tuple[int, bool]:
-    match = _FOLDER.fullmatch(name)
-    assert match is not None
-    return int(match[1]), match[2] is not None
+    found = filter(None, map(_FOLDER.fullmatch, storage.list(check_run_key(run_key))))
+    ordered = sorted(found, key=lambda match: (int(match[1]), match[2] is not None))
+    return [f"{run_key}/{match[0]}" for match in ordered]
 
 
 def latest(

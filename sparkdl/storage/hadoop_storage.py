@@ -9,17 +9,22 @@ file needs a session that exists already, and imports pyspark only for its types
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
+import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.storage.storage import (
     Data,
     Folder,
+    Storage,
     checked,
     failure,
+    failures,
     open_storage,
     pieces,
     scheme_of,
@@ -56,6 +61,40 @@ def open_on_driver(spark: SparkSession, path_or_url: str) -> Folder:
     return HadoopStorage(spark, path_or_url)
 
 
+def open_place(path_or_url: str | os.PathLike[str]) -> Storage:
+    """The storage for a path or URL, as this process reaches it, for functions without a session.
+
+    On the driver of classic Spark a URL is the place that Spark itself reads and writes, with the
+    same credentials; elsewhere, also where Spark is not installed, `open_storage` opens it.
+
+    Raises:
+        StorageError: the URL's scheme is unknown, its package is missing, or the place refuses.
+    """
+    text = os.fspath(path_or_url)
+    spark = _session() if scheme_of(text) is not None else None
+    return open_storage(text) if spark is None else open_on_driver(spark, text)
+
+
+def open_parent(path_or_url: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """The folder that a file lies in, see `open_place`, and the file's name; empty if none."""
+    text = os.fspath(path_or_url)
+    name = text.rpartition("/")[2]
+    return open_place(text.removesuffix(name) or "."), name
+
+
+def _session() -> Any:
+    """The Spark session that this process has, or None; none is ever started."""
+    if sys.modules.get("pyspark.sql") is None:
+        return None
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:  # also in Spark's workers
+        return None
+
+
 def knows_scheme(spark: SparkSession, scheme: str) -> bool:
     """True if Hadoop has a file system for a scheme; classic Spark only."""
     from py4j.protocol import Py4JJavaError
@@ -88,12 +127,10 @@ class HadoopStorage:
         self._name = without_password(url)
         self._path = session._jvm.org.apache.hadoop.fs.Path
         conf = session._jsparkSession.sessionState().newHadoopConf()
-        try:
+        with self._failures("open", ""):
             root = self._path(url)
             self._fs = root.getFileSystem(conf)
             self._root = self._fs.makeQualified(root)
-        except Exception as error:
-            raise self._failure("open", "", error) from error
 
     def __str__(self) -> str:
         return self._name
@@ -110,10 +147,8 @@ class HadoopStorage:
                 for piece in pieces(data):
                     file.write(piece)
                 file.flush()
-                try:
+                with self._failures("write", path):
                     self._fs.copyFromLocalFile(False, True, self._local(file.name), target)
-                except Exception as error:
-                    raise self._failure("write", path, error) from error
         except OSError as error:  # of the driver's own disk
             place = f"{tempfile.gettempdir()}, on the way to {self._name.rstrip('/')}/{path}"
             raise failure("write", place, error) from error
@@ -122,51 +157,40 @@ class HadoopStorage:
         source = self._at(path)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             copy = Path(folder) / "copy"
-            try:
+            with self._failures("read", path):
                 # The raw local file system writes no checksums beside the file.
                 self._fs.copyToLocalFile(False, source, self._local(str(copy)), True)
                 return copy.read_bytes()
-            except Exception as error:
-                raise self._failure("read", path, error) from error
 
     def list(self, path: str) -> builtins.list[str]:
         folder = self._at(path)
-        try:
-            if not self._fs.getFileStatus(folder).isDirectory():
-                return []
-            return sorted(entry.getPath().getName() for entry in self._fs.listStatus(folder))
-        except Exception as error:
-            # Others may remove it at any moment, so it is not asked for beforehand.
-            if isinstance(_told_by_java(error), FileNotFoundError | NotADirectoryError):
-                return []
-            raise self._failure("list", path, error) from error
+        # Others may remove it at any moment, so it is not asked for beforehand.
+        absent = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with self._failures("list", path), absent, _java_errors():
+            if self._fs.getFileStatus(folder).isDirectory():
+                return sorted(entry.getPath().getName() for entry in self._fs.listStatus(folder))
+        return []
 
     def remove(self, path: str) -> None:
         gone = self._at(path)
-        try:
+        with self._failures("remove", path):
             if not self._fs.delete(gone, True) and self._fs.exists(gone):
                 raise OSError("the file system has kept it")
-        except Exception as error:
-            raise self._failure("remove", path, error) from error
 
     def move(self, source: str, target: str) -> None:
         origin, place = self._at(source), self._at(target)
-        try:
+        with self._failures("move", source):
             if not self._fs.exists(origin):
                 raise FileNotFoundError(errno.ENOENT, "not there")
             self._fs.mkdirs(place.getParent())
             self._fs.delete(place, False)  # rename replaces nothing
             if not self._fs.rename(origin, place):
                 raise OSError("the file system has refused to rename")
-        except Exception as error:
-            raise self._failure("move", source, error) from error
 
     def exists(self, path: str) -> bool:
         place = self._at(path)
-        try:
+        with self._failures("look for", path):
             return bool(self._fs.exists(place))
-        except Exception as error:
-            raise self._failure("look for", path, error) from error
 
     def _at(self, path: str) -> Any:
         relative = checked(path)
@@ -175,18 +199,22 @@ class HadoopStorage:
     def _local(self, path: str) -> Any:
         return self._path(Path(path).as_uri())
 
-    def _failure(self, action: str, path: str, error: Exception) -> Exception:
+    @contextlib.contextmanager
+    def _failures(self, action: str, path: str) -> Iterator[None]:
         place = f"{self._name.rstrip('/')}/{path}" if path else self._name
-        return failure(action, place, _told_by_java(error))
+        with failures(action, place), _java_errors():
+            yield
 
 
-def _told_by_java(error: Exception) -> Exception:
-    """An exception of the JVM's as one of Python's, with the first line of its message."""
+@contextlib.contextmanager
+def _java_errors() -> Iterator[None]:
+    """Raise exceptions of the JVM as Python's own, with the first line of their messages."""
     from py4j.protocol import Py4JJavaError
 
-    if not isinstance(error, Py4JJavaError):
-        return error
-    java = error.java_exception
-    name, message = java.getClass().getSimpleName(), java.getMessage()
-    text = f"{name}: {message.strip().splitlines()[0]}" if message else name
-    return _ERRORS[name](text) if name in _ERRORS else OSError(text)
+    try:
+        yield
+    except Py4JJavaError as error:
+        java = error.java_exception
+        name, message = java.getClass().getSimpleName(), java.getMessage()
+        text = f"{name}: {message.strip().splitlines()[0]}" if message else name
+        raise (_ERRORS[name](text) if name in _ERRORS else OSError(text)) from error

@@ -15,8 +15,9 @@ from sparkdl.errors import StorageError
 
 SCHEMES = ("s3", "s3a", "s3n")
 """Hadoop's two names for S3 are the same place."""
-_CONNECT_SECONDS = 10.0
-_REQUEST_SECONDS = 60.0
+CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 60.0
+"""Longest waits, for WebHDFS too."""
 
 
 def open_s3(url: str) -> tuple[Any, str]:
@@ -41,8 +42,8 @@ def open_s3(url: str) -> tuple[Any, str]:
     if not bucket:
         raise StorageError(f"{url} names no bucket; write s3://bucket/folder")
     files = S3FileSystem(
-        connect_timeout=_CONNECT_SECONDS,
-        request_timeout=_REQUEST_SECONDS,
+        connect_timeout=CONNECT_SECONDS,
+        request_timeout=REQUEST_SECONDS,
         **_server(bucket, os.environ),
     )
     # Not kept by fsspec: it would tell no two file systems of pyarrow apart.

@@ -19,12 +19,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from sparkdl.errors import StorageError
-from sparkdl.storage import s3, webhdfs
+from sparkdl.storage import s3
 
 Data = bytes | bytearray | memoryview | Iterable[bytes | bytearray | memoryview]
 """What `Storage.write` takes: one buffer, or its pieces in order (large files are streamed)."""
 
 _ASIDE = ".aside-"
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _URL = re.compile("(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<rest>.*)", re.DOTALL)
 
 
@@ -130,7 +131,7 @@ class LocalStorage:
         """See `Storage.write`. Written aside, forced to disk, then renamed."""
         target = self._at(path)
         aside = target.with_name(f"{_ASIDE}{uuid.uuid4().hex}")
-        try:
+        with failures("write", str(target), OSError):
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with aside.open("xb") as file:
@@ -143,50 +144,36 @@ class LocalStorage:
                 aside.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-        except OSError as error:
-            raise failure("write", str(target), error) from error
 
     def read(self, path: str) -> bytes:
-        try:
+        with failures("read", str(self._at(path)), OSError):
             return self._at(path).read_bytes()
-        except OSError as error:
-            raise failure("read", str(self._at(path)), error) from error
 
     def list(self, path: str) -> builtins.list[str]:
-        try:
+        names: list[str] = []
+        with failures("list", str(self._at(path)), OSError), contextlib.suppress(*_ABSENT):
             names = [entry.name for entry in self._at(path).iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise failure("list", str(self._at(path)), error) from error
         return sorted(name for name in names if not name.startswith(_ASIDE))
 
     def remove(self, path: str) -> None:
         target = self._at(path)
-        try:
+        # Someone else may remove it at the same time.
+        with failures("remove", str(target), OSError), contextlib.suppress(FileNotFoundError):
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
-        except FileNotFoundError:
-            return  # someone else removed it at the same time
-        except OSError as error:
-            raise failure("remove", str(target), error) from error
 
     def move(self, source: str, target: str) -> None:
         place = self._at(target)
-        try:
+        with failures("move", f"{self._at(source)} to {place}", OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
             self._at(source).replace(place)
             _sync_folder(place.parent)
-        except OSError as error:
-            raise failure("move", f"{self._at(source)} to {place}", error) from error
 
     def exists(self, path: str) -> bool:
-        try:
+        with failures("look for", str(self._at(path)), OSError):
             return self._at(path).exists()
-        except OSError as error:
-            raise failure("look for", str(self._at(path)), error) from error
 
     def _at(self, path: str) -> Path:
         return self._root / checked(path)
@@ -209,7 +196,7 @@ def open_url(url: str) -> tuple[Any, str]:
             return s3.open_s3(url)
         files, path = fsspec.core.url_to_fs(url)
         if scheme == "webhdfs":
-            webhdfs.bound(files)
+            _bound_webhdfs(files)
     except StorageError:
         raise
     except ImportError as error:
@@ -220,6 +207,26 @@ def open_url(url: str) -> tuple[Any, str]:
         remedy = _WITHOUT_LIBHDFS if scheme == "hdfs" else None
         raise failure("open", name, error, remedy) from error
     return files, path
+
+
+def _bound_webhdfs(files: Any) -> None:
+    """Give fsspec's WebHDFS time-outs, and have it raise what data nodes refuse.
+
+    It sets none, and takes what a data node answers for the file's content even where that is an
+    error message.
+    """
+    from requests.adapters import HTTPAdapter
+
+    class Bounded(HTTPAdapter):
+        def send(self, request: Any, *args: Any, **options: Any) -> Any:
+            options["timeout"] = (s3.CONNECT_SECONDS, s3.REQUEST_SECONDS)
+            answer: Any = super().send(request, *args, **options)
+            if "op=OPEN" in request.url and answer.status_code >= 400:
+                raise OSError(f"WebHDFS refused with status {answer.status_code}")
+            return answer
+
+    for scheme in ("http://", "https://"):
+        files.session.mount(scheme, Bounded())
 
 
 class FsspecStorage:
@@ -239,12 +246,10 @@ class FsspecStorage:
 
     def write(self, path: str, data: Data) -> None:
         target = self._at(path)
-        try:
+        with failures("write", self._show(path)):
             if self._has_folders:
                 self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
             self._write(target, data)
-        except Exception as error:
-            raise failure("write", self._show(path), error) from error
 
     def _write(self, target: str, data: Data) -> None:
         opened = self._fs.open(target, "wb")
@@ -258,50 +263,39 @@ class FsspecStorage:
             raise
 
     def read(self, path: str) -> bytes:
-        try:
-            return bytes(self._fs.cat_file(self._at(path)))
-        except Exception as error:
-            raise failure("read", self._show(path), error) from error
+        place = self._at(path)
+        with failures("read", self._show(path)):
+            return bytes(self._fs.cat_file(place))
 
     def list(self, path: str) -> builtins.list[str]:
-        try:
+        place, names = self._at(path), []
+        with failures("list", self._show(path)), contextlib.suppress(*_ABSENT):
             self._fs.invalidate_cache()  # other hosts write here too
-            names = self._fs.ls(self._at(path), detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except Exception as error:
-            raise failure("list", self._show(path), error) from error
+            names = self._fs.ls(place, detail=False)
         return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in names)
 
     def remove(self, path: str) -> None:
-        try:
+        place = self._at(path)
+        with failures("remove", self._show(path)), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            self._fs.rm(self._at(path), recursive=True)
-        except FileNotFoundError:
-            return
-        except Exception as error:
-            raise failure("remove", self._show(path), error) from error
+            self._fs.rm(place, recursive=True)
 
     def move(self, source: str, target: str) -> None:
         if not self.exists(source):
             raise failure("move", self._show(source), FileNotFoundError(errno.ENOENT, "not there"))
         self.remove(target)  # not every file system replaces
-        try:
-            place = self._at(target)
+        origin, place = self._at(source), self._at(target)
+        with failures("move", f"{self._show(source)} to {target}"):
             self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
-            self._fs.mv(self._at(source), place)
-        except Exception as error:
-            raise failure("move", f"{self._show(source)} to {target}", error) from error
+            self._fs.mv(origin, place)
 
     def exists(self, path: str) -> bool:
-        try:
+        place = self._at(path)
+        with failures("look for", self._show(path)), contextlib.suppress(*_ABSENT):
             self._fs.invalidate_cache()
-            self._fs.info(self._at(path))  # fsspec's own exists takes every failure for a no
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except Exception as error:
-            raise failure("look for", self._show(path), error) from error
-        return True
+            self._fs.info(place)  # fsspec's own exists takes every failure for a no
+            return True
+        return False
 
     def _at(self, path: str) -> str:
         relative = checked(path)
@@ -354,6 +348,27 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
     remedy = remedy or _REMEDIES.get(code, "check the path and the credentials")
     shown = without_password(cause.splitlines()[0])  # libhdfs lists all places that it looks at
     return StorageError(f"cannot {action} {place}: {shown}; {remedy}")
+
+
+@contextlib.contextmanager
+def failures(
+    action: str, place: str, kind: type[Exception] = Exception, remedy: str | None = None
+) -> Iterator[None]:
+    """Raise errors of a file system as `failure` has them.
+
+    Args:
+        action: what the block does, such as ``read``.
+        place: where it does that.
+        kind: what the file system raises; each of fsspec's has exception types of its own.
+        remedy: what to do about it; None: what is known to help.
+
+    Raises:
+        StorageError: the block has raised an error of ``kind``.
+    """
+    try:
+        yield
+    except kind as error:
+        raise failure(action, place, error, remedy) from error
 
 
 def _sync_folder(folder: Path) -> None:

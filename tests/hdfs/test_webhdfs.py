@@ -35,7 +35,7 @@ def test_what_a_data_node_refuses_is_no_content(
 
 
 def test_nobody_waits_for_ever(storage: FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.storage import webhdfs
+    from sparkdl.storage import s3
 
     seen = []
 
@@ -46,4 +46,4 @@ def test_nobody_waits_for_ever(storage: FsspecStorage, monkeypatch: pytest.Monke
     monkeypatch.setattr("requests.adapters.HTTPAdapter.send", send)
     with pytest.raises(StorageError, match="nobody answers"):
         storage.exists("a")
-    assert seen == [(webhdfs._CONNECT_SECONDS, webhdfs._READ_SECONDS)]
+    assert seen == [(s3.CONNECT_SECONDS, s3.REQUEST_SECONDS)]

@@ -16,8 +16,7 @@ import pytest
 
 from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
-from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
-from sparkdl.storage.locate import open_place
+from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver, open_place
 from sparkdl.storage.storage import FsspecStorage, LocalStorage, Storage, open_storage
 from tests.storage.contract import FolderContract
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdl.storage.locate import open_parent, open_place
+from sparkdl.storage.hadoop_storage import open_parent, open_place
 from sparkdl.storage.storage import FsspecStorage, LocalStorage
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_a_name_alone_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_session_is_needed_or_started(statement: str) -> None:
     code = (
         f"import sys\n{statement}\n"
-        "from sparkdl.storage.locate import open_place\n"
+        "from sparkdl.storage.hadoop_storage import open_place\n"
         "print(type(open_place('memory://x')).__name__, 'pyspark' in sys.modules)\n"
         "if 'pyspark' in sys.modules:\n"
         "    assert sys.modules['pyspark'].SparkContext._active_spark_context is None\n"

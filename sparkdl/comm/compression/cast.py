@@ -5,7 +5,6 @@ Shares are already parts of a mean, so that sums overflow only where the mean do
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -61,8 +60,4 @@ class CastCompressor(Compressor):
     def start(self, flat: torch.Tensor) -> Pending:
         small = flat.to(self._dtype, copy=True)
         pending = [self._comm.all_reduce_async(small)] if len(flat) else []
-        return After(pending, functools.partial(_widen, small, flat))
-
-
-def _widen(small: torch.Tensor, flat: torch.Tensor) -> None:
-    flat.copy_(small)
+        return After(pending, lambda: flat.copy_(small))

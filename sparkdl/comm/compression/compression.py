@@ -132,7 +132,7 @@ class Compressor(ABC):
 class After:
     """Collectives under way, and what is left to do when their results are there."""
 
-    def __init__(self, pending: Sequence[Pending], finish: Callable[[], None]) -> None:
+    def __init__(self, pending: Sequence[Pending], finish: Callable[[], object]) -> None:
         self._pending = pending
         self._finish = finish
 

@@ -12,7 +12,6 @@ value, whichever is shorter.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from sparkdl.comm.compression.compression import (
     count,
     shapes_of,
 )
-from sparkdl.comm.compression.sparse_all_gather import gather_ragged
 from sparkdl.comm.compression.ternary import BITS, Ternary, nonzero, packed_place
 from sparkdl.errors import ConfigError
 
@@ -127,7 +125,10 @@ class ThresholdCompressor(Compressor):
             return After([], lambda: None)
         self._step += 1
         message = self._encode(flat)
-        return gather_ragged(self._comm, message, functools.partial(self._finish, flat))
+        size = torch.tensor([len(message)], device=message.device)
+        sizes = size.new_empty(self._comm.world_size, 1)
+        pending = self._comm.all_gather_async(size, sizes)
+        return After([pending], lambda: self._finish(flat, message, sizes.flatten().tolist()))
 
     def _encode(self, flat: torch.Tensor) -> torch.Tensor:
         threshold = self._threshold
@@ -143,7 +144,15 @@ class ThresholdCompressor(Compressor):
             self._residual.clamp_(-clip * threshold, clip * threshold)
         return message
 
-    def _finish(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
+    def _finish(self, flat: torch.Tensor, message: torch.Tensor, sizes: list[int]) -> None:
+        """Exchange the messages, padded to one size, and add them up.
+
+        All ranks add in rank order, so that their sums have equal bits.
+        """
+        padded = message.new_zeros(max(sizes))
+        padded[: len(message)] = message
+        rows = zip(self._comm.all_gather(padded), sizes, strict=True)
+        messages = [row[:size] for row, size in rows]
         flat.zero_()
         num_sent = sum(decode_add(message, 1 / len(messages), flat) for message in messages)
         if self._threshold is None:

@@ -29,7 +29,6 @@ from sparkdl.comm.compression.compression import (
     shapes_of,
 )
 from sparkdl.comm.compression.dense_reduce_scatter import BLOCK
-from sparkdl.comm.compression.sparse_all_gather import gather_equal
 from sparkdl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,14 +172,15 @@ class TopKCompressor(Compressor):
     def start(self, flat: torch.Tensor) -> Pending:
         density = self._options.density_at(self._step)
         self._step += 1
-        pending = []
+        pending: list[Pending] = []
         if len(self._dense):
             torch.cat([flat[start:stop] for start, stop in self._vectors], out=self._dense)
             pending.append(self._comm.all_reduce_async(self._dense))
         if self._matrices:
             message = self._encode(flat, density)
-            finish = functools.partial(self._decode, flat)
-            pending.append(gather_equal(self._comm, message, finish))
+            messages = message.new_empty(self._comm.world_size, len(message))
+            gathered = self._comm.all_gather_async(message, messages)
+            pending.append(After([gathered], lambda: self._decode(flat, messages)))
         return After(pending, functools.partial(self._put_dense, flat))
 
     def _encode(self, flat: torch.Tensor, density: float) -> torch.Tensor:
@@ -220,9 +220,10 @@ class TopKCompressor(Compressor):
             peaks.add(a - start, b - start)
         return peaks.largest()
 
-    def _decode(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
+    def _decode(self, flat: torch.Tensor, messages: torch.Tensor) -> None:
+        """Add up the messages of all ranks, in rank order, so that sums have equal bits."""
         flat.zero_()
-        for message in messages:
+        for message in messages.unbind(0):
             values, places = read(message, flat.dtype)
             flat.index_add_(0, places, values)
 

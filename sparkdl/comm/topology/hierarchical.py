@@ -84,7 +84,10 @@ class HierarchicalMessages(DeferredTopology):
             if self._is_even:
                 self._sum_by_shares(tensor)
             else:
-                self._sum_by_first(tensor)
+                sum_at_first(self._local, tensor)
+                if self._local.rank == 0:
+                    self._across.all_reduce(tensor)
+                spread_from_first(self._local, tensor)
 
     def _sum_by_shares(self, tensor: torch.Tensor) -> None:
         size, numel = self._local.world_size, tensor.numel()
@@ -97,9 +100,3 @@ class HierarchicalMessages(DeferredTopology):
             share += other
         self._across.all_reduce(share)
         tensor.copy_(self._local.all_gather(share).view(-1)[:numel].view(tensor.shape))
-
-    def _sum_by_first(self, tensor: torch.Tensor) -> None:
-        sum_at_first(self._local, tensor)
-        if self._local.rank == 0:
-            self._across.all_reduce(tensor)
-        spread_from_first(self._local, tensor)

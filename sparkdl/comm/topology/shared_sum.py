@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.communicator import Communicator, Done, Pending
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.comm.topology.signals import DONE, READY, Signals
 from sparkdl.comm.topology.topology import Topology
@@ -104,12 +104,12 @@ class SharedSum:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.numel() == 0:
-            return _NothingPending()
+            return Done()
         if not tensor.is_contiguous():
             dense = tensor.contiguous()
             self.start(dense, between).wait()
             tensor.copy_(dense)
-            return _NothingPending()
+            return Done()
         for region in self._regions:
             offset = region.offset(tensor)
             if offset is not None:
@@ -277,7 +277,7 @@ class _Sum:
         self._layout = layout
         self._between = between
         self._copy_to = copy_to
-        self._rest: Pending = _NothingPending()
+        self._rest: Pending = Done()
         self.number = 0
         self.is_added = False
         self.is_finished = False
@@ -314,11 +314,6 @@ class _Sum:
             self._copy_to.copy_(self._layout.own)
             self._copy_to = None
         self.is_finished = True
-
-
-class _NothingPending:
-    def wait(self) -> None:
-        return None
 
 
 class Shared(Topology):

@@ -106,20 +106,17 @@ class DeferredTopology(Topology):
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
-        self._waiting: deque[_DeferredSum] = deque()
+        self.waiting: deque[_DeferredSum] = deque()
+        """Those that were started and not made yet."""
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         started = _DeferredSum(self, tensor)
-        self._waiting.append(started)
+        self.waiting.append(started)
         return started
 
     def sum_now(self, tensor: torch.Tensor) -> None:
         """Sum the contiguous ``tensor`` over all ranks, in place."""
         raise NotImplementedError
-
-    def _sum_through(self, last: _DeferredSum) -> None:
-        while not last.is_done:
-            self._waiting.popleft().run()
 
 
 class _DeferredSum:
@@ -129,7 +126,8 @@ class _DeferredSum:
         self.is_done = False
 
     def wait(self) -> None:
-        self._topology._sum_through(self)
+        while not self.is_done:
+            self._topology.waiting.popleft().run()
 
     def run(self) -> None:
         dense = self._tensor.contiguous()

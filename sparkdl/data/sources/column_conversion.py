@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparkdl.data.arrow_arrays import is_list
 from sparkdl.data.column_readers import BadRows, read
 from sparkdl.data.column_rules import refuse_bad, stored_dtype
 from sparkdl.data.kinds import Rows
@@ -48,7 +49,7 @@ def as_spark(kind: pa.DataType) -> pa.DataType:
     """The type as which Spark reads such a column of Parquet."""
     if pa.types.is_dictionary(kind):
         return as_spark(kind.value_type)
-    if _is_list(kind):
+    if is_list(kind):
         return pa.list_(as_spark(kind.value_type))
     if pa.types.is_struct(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
@@ -92,16 +93,12 @@ def _like(names: list[str], name: str) -> str | None:
 
 def column_at(table: pa.Table, path: tuple[str, ...]) -> pa.Array:
     """The column, or the field of a struct column, as one array."""
-    array = _one(table.column(path[0]))
+    column = table.column(path[0])
+    is_one = column.num_chunks == 1
+    array = column.chunk(0) if is_one else column.cast(_roomy(column.type)).combine_chunks()
     for name in path[1:]:
         array = pc.struct_field(array, name)
     return array
-
-
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return column.cast(_roomy(column.type)).combine_chunks()
 
 
 def _roomy(kind: pa.DataType) -> pa.DataType:
@@ -236,15 +233,10 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
         return _numbers(kind.value_type)
     if pa.types.is_decimal(kind):
         return pa.float64()
-    if _is_list(kind):
+    if is_list(kind):
         inner = _numbers(kind.value_type)
         return kind if inner == kind.value_type else pa.list_(inner)
     return _plain(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(check(kind) for check in checks)
 
 
 def _is_vector(kind: pa.DataType) -> bool:

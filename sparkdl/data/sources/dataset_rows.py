@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -74,18 +75,19 @@ def _array(value: Any, name: str) -> Array:
     return array
 
 
-def element_type(value: Array, name: str) -> pa.DataType:
-    """As which type of column Spark's rules see a part."""
-    if value.dtype.name not in _ARROW_TYPES:
-        raise DataError(f'part "{name}" of a sample has dtype {value.dtype}, which has no column')
-    return _ARROW_TYPES[value.dtype.name]
-
-
-def nested(kind: pa.DataType, depth: int) -> pa.DataType:
-    """Lists in lists."""
-    for _ in range(depth):
-        kind = pa.list_(kind)
-    return kind
+def schema_of(sample: Fields) -> pa.Schema:
+    """The columns, as Spark's rules see them, of samples like this one."""
+    fields = []
+    for name, value in sample.items():
+        if value.dtype.name not in _ARROW_TYPES:
+            raise DataError(
+                f'part "{name}" of a sample has dtype {value.dtype}, which has no column'
+            )
+        kind = _ARROW_TYPES[value.dtype.name]
+        for _ in range(value.ndim):
+            kind = pa.list_(kind)
+        fields.append((name, kind))
+    return pa.schema(fields)
 
 
 def column_of(wanted: SpoolColumn, sample: Fields) -> Column:
@@ -197,7 +199,7 @@ def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
     return not value.size or bool(about.min <= value.min() and value.max() <= about.max)
 
 
-class _SampledRows:
+class SampledRows(ABC):
     """What both kinds of datasets share; see `source.ShardRows`."""
 
     def __init__(
@@ -216,13 +218,23 @@ class _SampledRows:
         """Rows of all shards."""
         return sum(rows for _, rows in self._parts)
 
-    @staticmethod
-    def _refuse(num_together: int | None) -> None:
+    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a dataset's lengths are not known")
+        return SampledEpoch(self._sampler, self._taker(seed, epoch))
+
+    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
+        take = self._taker(0, 0, is_shuffled=False)
+        for start in range(0, self.num_rows, batch_size):
+            samples, places = take(start, min(start + batch_size, self.num_rows))
+            yield self._sampler.rows(samples, places)
+
+    @abstractmethod
+    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        """The function that takes the samples of an epoch."""
 
 
-class MapRows(_SampledRows):
+class MapRows(SampledRows):
     """Samples by index, in an order of ours."""
 
     def __init__(
@@ -237,19 +249,11 @@ class MapRows(_SampledRows):
         self._indices = np.concatenate([np.empty(0, np.int64), *indices])
         self._fingerprints = tuple(fingerprints)
 
-    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        self._refuse(num_together)
-        rows = [count for _, count in self._parts]
-        order = epoch_order(seed, epoch, self._fingerprints, rows)
-        return SampledEpoch(self._sampler, self._taker(order, epoch, seed))
-
-    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        take = self._taker(np.arange(self.num_rows), 0, 0)
-        for start in range(0, self.num_rows, batch_size):
-            samples, places = take(start, min(start + batch_size, self.num_rows))
-            yield self._sampler.rows(samples, places)
-
-    def _taker(self, order: Array, epoch: int, seed: int) -> Take:
+    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        order = np.arange(self.num_rows)
+        if is_shuffled:
+            rows = [count for _, count in self._parts]
+            order = epoch_order(seed, epoch, self._fingerprints, rows)
         dataset = self._make(self._parts[0][0], epoch, seed) if self._parts else None
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
@@ -264,20 +268,10 @@ class MapRows(_SampledRows):
         return take
 
 
-class IterableRows(_SampledRows):
-    """Samples as the dataset gives them."""
+class IterableRows(SampledRows):
+    """Samples as the dataset gives them, whatever order is asked for."""
 
-    def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
-        self._refuse(num_together)
-        return SampledEpoch(self._sampler, self._taker(epoch, seed))
-
-    def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        take = self._taker(0, 0)
-        for start in range(0, self.num_rows, batch_size):
-            samples, places = take(start, min(start + batch_size, self.num_rows))
-            yield self._sampler.rows(samples, places)
-
-    def _taker(self, epoch: int, seed: int) -> Take:
+    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
         samples = self._samples(epoch, seed)
         reached = 0
 

@@ -99,11 +99,9 @@ class _Survey:
         survey = ColumnSurvey(self._listing, self._reader, wanted.columns, self._paths)
         survey.check(groups)
         columns = survey.columns(groups)
-        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
-        pieces = deal_both(*self._split(groups), shares, self._names)
+        pieces = deal_both(*self._split(groups), wanted, self._names)
         sizes = self._sizes(survey, pieces)
-        together = pieces_together(sizes, limit)
-        together = min(together, max(len(shard.train) for shard in pieces))
+        together = pieces_together(sizes, limit, pieces)
         self._say_memory(max(sizes), survey.row_bytes, together)
         return Contents(
             columns=columns,
@@ -130,7 +128,7 @@ class _Survey:
             -(-survey.bytes_of(piece.file, piece.row_group) * piece.num_rows // rows)
             for shard in shards
             for piece in (*shard.train, *shard.validation)
-            for rows in [self._listing.files[piece.file].row_groups[piece.row_group].num_rows]
+            for rows in [self._listing.files[piece.file].row_groups[piece.row_group]]
         ]
 
     def _split(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

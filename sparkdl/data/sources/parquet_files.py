@@ -45,15 +45,6 @@ _FOOTERS_KEPT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowGroup:
-    """A row group of a file, as its footer describes it."""
-
-    number: int
-    """In its file."""
-    num_rows: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Constant:
     """A column whose value a folder's name gives (``year=2024``)."""
 
@@ -72,7 +63,8 @@ class DataFile:
     """In its file system."""
     digest: str
     """Hash of the footer, which changes with the content."""
-    row_groups: tuple[RowGroup, ...]
+    row_groups: tuple[int, ...]
+    """Rows of each."""
     constants: tuple[Constant, ...] = ()
 
     @property
@@ -218,10 +210,7 @@ def _describe(path: str, footer: pq.FileMetaData, constants: tuple[Constant, ...
     return DataFile(
         path=path,
         digest=digest_of(footer),
-        row_groups=tuple(
-            RowGroup(number=number, num_rows=footer.row_group(number).num_rows)
-            for number in range(footer.num_row_groups)
-        ),
+        row_groups=tuple(footer.row_group(n).num_rows for n in range(footer.num_row_groups)),
         constants=constants,
     )
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sparkdl.data.arrow_arrays import BINARY_TYPES, is_list
 from sparkdl.data.column_readers import BadRows
 from sparkdl.data.column_rules import count_bad, stored_dtype
 from sparkdl.data.column_stats import ColumnStats
@@ -90,19 +91,12 @@ def _units(array: pa.Array) -> int:
         return _units(array.dictionary_decode())
     if pa.types.is_struct(kind):
         return sum(map(_units, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         return _units(array.flatten())
-    if any(is_type(kind) for is_type in _BYTES):
+    strings = (pa.types.is_string, pa.types.is_large_string)
+    if any(is_type(kind) for is_type in (*BINARY_TYPES, *strings)):
         return int(pc.sum(pc.binary_length(array)).as_py() or 0)
     return len(array)
-
-
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_string,
-    pa.types.is_large_string,
-)
 
 
 _SAMPLE_ROWS = 256
@@ -157,7 +151,8 @@ class ColumnSurvey:
         sample = self._first_rows(groups[0])
         for index in range(len(self._wanted)):
             for group in groups:
-                if _tells(sample[index][0]):
+                rows = sample[index][0]
+                if not isinstance(rows, Ragged) or len(rows.parts[0]) > 0:
                     break
                 sample[index] = self._found(index, self._read(*group[:2], index), group)
         columns = tuple(self._column(index, rows) for index, (rows, _) in enumerate(sample))
@@ -290,15 +285,15 @@ class ColumnSurvey:
         """How many labels are not below ``num_classes``, and where the first of them is."""
         count, first = 0, ""
         for number, file in enumerate(self._listing.files):
-            for group in file.row_groups:
-                about = self._about(number, group.number, index) if group.num_rows else None
+            for group, num_rows in enumerate(file.row_groups):
+                about = self._about(number, group, index) if num_rows else None
                 if about is None or not _is_number(about.maximum) or about.maximum < num_classes:
                     continue
-                rows = found_rows(self._read(number, group.number, index), self._wanted[index])
+                rows = found_rows(self._read(number, group, index), self._wanted[index])
                 assert not isinstance(rows, Ragged)
                 outside = np.flatnonzero(rows.reshape(len(rows), -1).max(axis=1) >= num_classes)
                 count += len(outside)
-                first = first or f"row {int(outside[0])} of {place(file, group.number)}"
+                first = first or f"row {int(outside[0])} of {place(file, group)}"
         return (count, first) if count else None
 
 
@@ -311,11 +306,6 @@ class _About:
     minimum: Any
     """None if it is not known."""
     maximum: Any
-
-
-def _tells(rows: Rows) -> bool:
-    """Whether dtype and shape can be told by the rows."""
-    return not isinstance(rows, Ragged) or len(rows.parts[0]) > 0
 
 
 def _is_number(value: Any) -> bool:

@@ -25,10 +25,9 @@ from sparkdl.data.sources.dataset_rows import (
     Sampler,
     check_kinds,
     column_of,
-    element_type,
     named,
-    nested,
     row_bytes,
+    schema_of,
 )
 from sparkdl.data.sources.parquet_files import DataFile, Listing, list_files
 from sparkdl.data.sources.row_groups import (
@@ -89,9 +88,7 @@ class PetastormSource:
     def schema(self) -> pa.Schema:
         listing, groups = self._groups()
         sample = self._first(listing.files, groups, None)
-        return pa.schema(
-            [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
-        )
+        return schema_of(sample)
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None:
@@ -104,14 +101,12 @@ class PetastormSource:
         files, names = listing.files, [file.digest for file in listing.files]
         if self.transform_spec is None:
             _refuse_nulls(listing, [column.name for column in wanted.columns])
-        shares = wanted.shares or (1 / wanted.num_shards,) * wanted.num_shards
-        pieces = deal_both(*hold_out(groups, self.validation_fraction, names), shares, names)
+        pieces = deal_both(*hold_out(groups, self.validation_fraction, names), wanted, names)
         sample = self._first(files, groups, [column.name for column in wanted.columns])
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         train = [piece for shard in pieces for piece in shard.train]
         sizes = [piece.num_rows * row_bytes(columns) for piece in train]
-        together = pieces_together(sizes, self.buffer_bytes)
-        together = min(together, max(len(shard.train) for shard in pieces))
+        together = pieces_together(sizes, self.buffer_bytes, pieces)
         about = [self.reader, self.validation_fraction]
         return Contents(
             columns=columns,
@@ -127,7 +122,6 @@ class PetastormSource:
                 together=together,
                 row_bytes=row_bytes(columns),
             ),
-            labels_outside=lambda index, num_classes: None,
             transform=self.transform_spec,
         )
 

@@ -22,7 +22,7 @@ from sparkdl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
-    from sparkdl.data.source import ShardRows
+    from sparkdl.data.source import ShardRows, Wanted
 
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,10 @@ def groups_of(listing: Listing, path: str) -> list[Group]:
         DataError: there are none.
     """
     groups = [
-        (number, group.number, group.num_rows)
+        (number, group, num_rows)
         for number, file in enumerate(listing.files)
-        for group in file.row_groups
-        if group.num_rows
+        for group, num_rows in enumerate(file.row_groups)
+        if num_rows
     ]
     if not groups:
         raise DataError(f"the files under {path} have no rows")
@@ -105,12 +105,7 @@ def deal(
         shares: each shard's part, adding up to 1.
         names: digest of each file, by which they are put into order.
     """
-
-    def place(group: Group) -> tuple[str, int, int]:
-        text = f"{names[group[0]]}:{group[1]}"
-        return hashlib.sha256(text.encode()).hexdigest(), group[0], group[1]
-
-    ordered = sorted(groups, key=place)
+    ordered = sorted(groups, key=lambda group: (_lot(group, names), *group))
     total = sum(rows for _, _, rows in ordered)
     bounds = [0, *(round(upto * total) for upto in accumulate(shares[:-1])), total]
     dealt: list[list[Piece]] = [[] for _ in shares]
@@ -134,17 +129,12 @@ def hold_out(
 
     Which ones these are is random but follows from their content.
     """
-
-    def lot(group: Group) -> str:
-        text = f"validation:{names[group[0]]}:{group[1]}"
-        return hashlib.sha256(text.encode()).hexdigest()
-
     total = sum(rows for _, _, rows in groups)
     wanted = fraction * total
     train: list[Group] = []
     validation: list[Group] = []
     taken = 0
-    for group in sorted(groups, key=lot):
+    for group in sorted(groups, key=lambda group: _lot(group, names, "validation:")):
         if taken < wanted:
             validation.append(group)
             taken += group[2]
@@ -161,11 +151,12 @@ def hold_out(
     return train, validation
 
 
+def _lot(group: Group, names: Sequence[str], purpose: str = "") -> str:
+    return hashlib.sha256(f"{purpose}{names[group[0]]}:{group[1]}".encode()).hexdigest()
+
+
 def deal_both(
-    train: Sequence[Group],
-    validation: Sequence[Group],
-    shares: Sequence[float],
-    names: Sequence[str],
+    train: Sequence[Group], validation: Sequence[Group], wanted: Wanted, names: Sequence[str]
 ) -> tuple[ShardPieces, ...]:
     """Deal the rows of both splits, those for validation equally.
 
@@ -176,7 +167,8 @@ def deal_both(
         raise DataError(
             "no rows are left for training; lower validation_fraction, or write more row groups"
         )
-    equal = [1 / len(shares)] * len(shares)
+    equal = (1 / wanted.num_shards,) * wanted.num_shards
+    shares = wanted.shares or equal
     dealt = zip(deal(train, shares, names), deal(validation, equal, names), strict=True)
     return tuple(ShardPieces(*both) for both in dealt)
 
@@ -209,8 +201,6 @@ def describe_shards(
     return tuple(
         Shard(
             shard_id=number,
-            host="",
-            path="",
             num_rows=sum(piece.num_rows for piece in pieces.train),
             num_validation_rows=sum(piece.num_rows for piece in pieces.validation),
             fingerprint=fingerprint(pieces),
@@ -322,15 +312,17 @@ def marks(table: pa.Table, path: tuple[str, ...], where: str) -> Array:
     return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
-def pieces_together(sizes: Sequence[int], buffer_bytes: int) -> int:
+def pieces_together(sizes: Sequence[int], buffer_bytes: int, shards: Sequence[ShardPieces]) -> int:
     """Pieces that are mixed: half of the memory is for them, half for those that are read ahead.
 
     Args:
         sizes: memory of each piece; the largest so many of them fit into that half.
         buffer_bytes: memory for both.
+        shards: all rows; more pieces than a shard has for training need not be mixed.
 
     Returns:
         At least 1, also where the largest piece alone does not fit.
     """
     upto = accumulate(sorted(sizes, reverse=True))
-    return max(1, sum(size <= buffer_bytes // 2 for size in upto))
+    fitting = max(1, sum(size <= buffer_bytes // 2 for size in upto))
+    return min(fitting, max(len(shard.train) for shard in shards))

@@ -26,9 +26,8 @@ from sparkdl.data.sources.dataset_rows import (
     Sampler,
     check_kinds,
     column_of,
-    element_type,
     named,
-    nested,
+    schema_of,
 )
 from sparkdl.errors import ConfigError, DataError
 
@@ -106,10 +105,7 @@ class DatasetSource:
             raise ConfigError("num_validation_rows needs a dataset for validation: validation=...")
 
     def schema(self) -> pa.Schema:
-        sample = self._first(_part(0, 1))
-        return pa.schema(
-            [(name, nested(element_type(v, name), v.ndim)) for name, v in sample.items()]
-        )
+        return schema_of(self._first(_part(0, 1)))
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None:
@@ -132,12 +128,9 @@ class DatasetSource:
             shards=tuple(
                 Shard(
                     shard_id=number,
-                    host="",
-                    path="",
                     num_rows=train[number],
                     num_validation_rows=held[number],
                     fingerprint=f"{content:016x}-{number}-{train}",
-                    num_bytes=0,
                 )
                 for number in range(wanted.num_shards)
             ),
@@ -149,7 +142,6 @@ class DatasetSource:
                 names=self.names,
                 wanted=with_shapes(wanted.columns, columns),
             ),
-            labels_outside=lambda index, num_classes: None,
         )
 
     def _first(self, part: DatasetShard) -> Fields:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,39 +86,21 @@ class MappedFile:
         return start // size * size, -(-stop // size) * size
 
 
-class FilePart(Protocol):
+@dataclass(frozen=True)
+class FilePart:
     """A file of a column."""
-
-    @property
-    def file(self) -> MappedFile:
-        """The file."""
-
-    def span(self, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of rows ``start`` to ``stop``."""
-
-
-@dataclass(frozen=True)
-class EqualRows:
-    """A file whose rows have one size."""
-
-    file: MappedFile
-    row_bytes: int
-
-    def span(self, start: int, stop: int) -> tuple[int, int]:
-        return start * self.row_bytes, stop * self.row_bytes
-
-
-@dataclass(frozen=True)
-class RaggedRows:
-    """A file of values whose rows end where ``offsets`` say."""
 
     file: MappedFile
     value_bytes: int
-    offsets: Array
+    """Of a row, or of one of its values where rows may differ."""
+    offsets: Array | None = None
+    """Where rows of different lengths end; None: all rows have one size."""
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        first, last = int(self.offsets[start]), int(self.offsets[stop])
-        return first * self.value_bytes, last * self.value_bytes
+        """The bytes of rows ``start`` to ``stop``."""
+        if self.offsets is not None:
+            start, stop = int(self.offsets[start]), int(self.offsets[stop])
+        return start * self.value_bytes, stop * self.value_bytes
 
 
 class Pages:

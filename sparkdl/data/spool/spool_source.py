@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from sparkdl.data.plan import Column, Shard, Split, TrainPlan
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.source import ShardRows, rows_of
 from sparkdl.data.spool.local_disk import disk_error
-from sparkdl.data.spool.page_cache import EqualRows, FilePart, MappedFile, Pages, RaggedRows
+from sparkdl.data.spool.page_cache import FilePart, MappedFile, Pages
 from sparkdl.data.spool.writer import column_parts, column_path
 from sparkdl.errors import ShardLost
 
@@ -98,7 +98,7 @@ def _map_ragged(
     for name, (dtype, inner) in zip(names, column.stored_parts, strict=True):
         path, found = column_path(directory, split, index, name), list[FilePart]()
         arrays.append(_map(path, dtype, (total, *inner), found))
-        parts += [RaggedRows(part.file, part.span(0, 1)[1], offsets) for part in found]
+        parts += [replace(part, offsets=offsets) for part in found]
     parts += own  # last: they say where the values are
     return Ragged(tuple(arrays), offsets, column.shape)
 
@@ -117,5 +117,5 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], parts: list[FilePart]) 
         raise ShardLost(f"spool file {path} is not on this host") from None
     except OSError as error:
         raise disk_error(error, "read", path) from error
-    parts.append(EqualRows(file, expected // shape[0]))
+    parts.append(FilePart(file, expected // shape[0]))
     return file.values(dtype).reshape(shape)

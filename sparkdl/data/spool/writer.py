@@ -11,7 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +25,6 @@ from sparkdl.data.plan import Split, SpoolColumn
 from sparkdl.data.ragged import Array, Ragged
 from sparkdl.data.spool.local_disk import disk_errors
 from sparkdl.inputs import Image, Specification
-
-if TYPE_CHECKING:
-    pass
 
 
 def leave_out(
@@ -144,7 +141,8 @@ class SpoolWriter:
 
     def _open(self) -> None:
         self._directory.mkdir(parents=True)
-        for split in self._splits():
+        splits: tuple[Split, ...] = ("train", "validation") if self._has_validation else ("train",)
+        for split in splits:
             for index, column in enumerate(self._columns):
                 for part in column_parts(column.kind):
                     path = column_path(self._directory, split, index, part)
@@ -213,9 +211,6 @@ class SpoolWriter:
         for _, digest in sorted(self._made_digests.items()):
             joined += digest.digest()
         return hashlib.blake2b(joined, digest_size=16).hexdigest()
-
-    def _splits(self) -> tuple[Split, ...]:
-        return ("train", "validation") if self._has_validation else ("train",)
 
     def _validation_mask(self, batch: pa.RecordBatch) -> np.ndarray | None:
         if not self._has_validation:

@@ -13,7 +13,7 @@ import pytest
 
 from sparkdl.data.batches import GATHER_BYTES
 from sparkdl.data.shuffle_windows import Windows, make_windows
-from sparkdl.data.spool.page_cache import EqualRows, MappedFile, Pages, RaggedRows
+from sparkdl.data.spool.page_cache import FilePart, MappedFile, Pages
 
 READER = Path(__file__).with_name("read_windows.py")
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def test_rows_leave_the_process_and_come_back(tmp_path: Path) -> None:
     values = np.arange(MIB, dtype=np.int32)
     values.tofile(tmp_path / "file")
     file = MappedFile(tmp_path / "file", values.nbytes)
-    pages = Pages([EqualRows(file, 4)]).after(10)
+    pages = Pages([FilePart(file, 4)]).after(10)
     mapped: Any = file.values("int32")
     pages.begin()
     pages.prefetch(0, MIB - 10)
@@ -101,5 +101,5 @@ def test_rows_leave_the_process_and_come_back(tmp_path: Path) -> None:
 def test_spans_of_ragged_rows(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     file = MappedFile(tmp_path / "file", 100)
-    rows = RaggedRows(file, 4, np.array([0, 3, 3, 25]))
+    rows = FilePart(file, 4, np.array([0, 3, 3, 25]))
     assert [rows.span(0, 1), rows.span(1, 3), rows.span(0, 3)] == [(0, 12), (12, 100), (0, 100)]
