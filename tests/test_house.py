@@ -52,11 +52,6 @@ SPARK_FLOORS = [
     "inference",
     "params",
 ]
-UPWARD: set[tuple[str, str]] = {}
-# Pairs of folders that still import each other.
-MUTUAL = {
-    ("sparkdl.sync", "sparkdl.sync.gradients"),
-}
 # Rooms whose files may import pyspark; all others work without a JVM.
 SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
 # Rooms and files that are quick to import, also where torch is not installed.
@@ -117,7 +112,7 @@ def test_imports_point_down() -> None:
         pair = FLOORS.index(room(target)), FLOORS.index(room(name))
         if pair == (FLOORS.index("spark"),) * 2 and room(name, 2) and room(target, 2):
             pair = SPARK_FLOORS.index(room(target, 2)), SPARK_FLOORS.index(room(name, 2))
-        if pair[0] > pair[1] and (name, target) not in UPWARD:
+        if pair[0] > pair[1]:
             upward.append(f"{name} -> {target}")
     assert upward == []
 
@@ -132,27 +127,14 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
 
 
-def test_parts_of_sync_do_not_import_each_other() -> None:
-    graph: dict[str, set[str]] = {}
-    for name, target in own_imports():
-        parts = (room(name, 2), room(target, 2))
-        is_inside = room(name) == room(target) == "sync" and name.count(".") == target.count(".")
-        if is_inside and name.count(".") == 3 and parts[0] != parts[1]:
-            graph.setdefault(parts[0], set()).add(parts[1])
-    assert graph
-    TopologicalSorter(graph).prepare()
-
-
 def test_rooms_are_few_and_say_what_they_are_for() -> None:
     packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
     modules = [path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]
     assert len(packages) <= 15 and len(modules) <= 8
     for init in PACKAGE.rglob("__init__.py"):
         assert len(list(init.parent.glob("*.py"))) <= 16, init.parent
-        first = (ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "").split("\n")[
-            0
-        ]
-        assert first.endswith("."), init
+        purpose = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        assert purpose.partition("\n")[0].endswith("."), init
     stems = [path.stem for path in FILES.values() if path.name != "__init__.py"]
     assert len(stems) == len(set(stems)), "two files of one name"
 
@@ -173,7 +155,7 @@ def test_pyspark_and_torch_stay_on_their_sides() -> None:
 def test_folders_do_not_import_each_other() -> None:
     pairs = {(folder(name), folder(target)) for name, target in own_imports()}
     mutual = {(a, b) for a, b in pairs if a < b and (b, a) in pairs and a != "sparkdl"}
-    assert mutual <= MUTUAL
+    assert mutual == set()
 
 
 def folder(module: str) -> str:

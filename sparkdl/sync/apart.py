@@ -12,7 +12,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradients.buckets import FlatGradients, zeros
+from sparkdl.sync.gradient_buckets import FlatGradients, zeros
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 
 OWN_WEIGHTS = "a lost task could not be run again if each replica kept weights of its own"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
-from sparkdl.sync.gradients.buckets import make_buckets
+from sparkdl.sync.gradient_buckets import make_buckets
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression

@@ -27,7 +27,7 @@ from sparkdl.comm.channel import Address, SecretFactory, call_options, location
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerSlice
-from sparkdl.sync.gradients.buckets import Bucket
+from sparkdl.sync.gradient_buckets import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.asynchronous.flight_link import SliceLink, SliceServer, flats
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
 from sparkdl.sync.asynchronous.parameter_slices import cut
-from sparkdl.sync.gradients.buckets import Bucket, FlatGradients, make_buckets, zeros
+from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, make_buckets, zeros
 from sparkdl.sync.strategy import MakeOptimizer
 
 _GRACE_SECONDS = 10.0

@@ -20,7 +20,7 @@ from torch import nn
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.sync.asynchronous.parameter_slices import Options, SlicedOptimizer
-from sparkdl.sync.gradients.buckets import Bucket, make_buckets, zeros
+from sparkdl.sync.gradient_buckets import Bucket, make_buckets, zeros
 from sparkdl.sync.strategy import MakeOptimizer
 
 _EPSILON = 1e-7

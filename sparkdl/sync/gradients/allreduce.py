@@ -13,8 +13,8 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
+from sparkdl.sync.gradient_buckets import bucket_shapes
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
-from sparkdl.sync.gradients.buckets import bucket_shapes
 from sparkdl.sync.gradients.double_buffering import DoubleBufferingSynchronizer
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.sync.gradients.buckets import FlatGradients
+from sparkdl.sync.gradient_buckets import FlatGradients
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.sync.strategy import MakeOptimizer, Reduced
 

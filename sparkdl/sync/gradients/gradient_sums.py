@@ -17,7 +17,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradients.buckets import Bucket, FlatGradients
+from sparkdl.sync.gradient_buckets import Bucket, FlatGradients
 from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sparkdl.sync.gradients.buckets import FlatGradients, make_buckets, zeros
+from sparkdl.sync.gradient_buckets import FlatGradients, make_buckets, zeros
 from tests.sync.gradients.test_allreduce import make_net
 
 
