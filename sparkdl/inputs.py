@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sparkdl.errors import ConfigError
 
@@ -34,6 +34,9 @@ class Specification:
     ``transform()``. Whole numbers become int64, floating ones the module's dtype; booleans and
     uint8 stay.
     """
+    own_kind: ClassVar[Any] = None
+    """What is done with the rows of a class that you write, a `sparkdl.data.kinds.OwnKind`; of the
+    classes below `sparkdl.data.kinds` says it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str):

@@ -1,12 +1,13 @@
 """The kinds of input: how each is read from Arrow, and put together to a batch.
 
-To add one, write its specification in `sparkdl.inputs`, its class here, and its line in `KINDS`.
-What Catalyst does for it is a function with a line in the table of `frames.specified_columns`.
+`KINDS` has those of the specifications in `sparkdl.inputs`, which know neither numpy nor Arrow. A
+specification in a file of its own names its kind itself; docs/extending.md has an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -47,6 +48,19 @@ class Kind(Protocol):
 
     def example(self, num_rows: int, column: Column, specification: Any) -> list[torch.Tensor]:
         """Inputs of zeros, shaped like those of `batch`."""
+
+
+class OwnKind(Kind, Protocol):
+    """What a specification that is not in `KINDS` has as its ``own_kind``.
+
+    It travels to the executors with the class of the specification.
+    """
+
+    types: Items[Callable[[pa.DataType], bool]]
+    """Tests such as ``pa.types.is_binary``, of which one must hold for the type that the column has
+    in Arrow. The driver sees to it; such columns reach `read` as Spark has them."""
+    dtype: str
+    """numpy name of the dtype of what `read` returns."""
 
 
 class TensorKind:
@@ -127,6 +141,9 @@ KINDS: Mapping[type[Specification], Kind] = {
 
 def kind_of(specification: Specification) -> Kind:
     """What is done with the specification's class."""
+    if specification.own_kind is not None:
+        own: Kind = specification.own_kind
+        return own
     return next(kind for known, kind in KINDS.items() if isinstance(specification, known))
 
 

@@ -73,9 +73,9 @@ def test_a_worker_that_stands_still_is_replaced(
     df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparkdl.spark.fit.fit import fit
-    from sparkdl.spark.rounds import round_driver
+    from sparkdl.spark.rounds import round_jobs
 
-    monkeypatch.setattr(round_driver, "_PATIENCE", 1)
+    monkeypatch.setattr(round_jobs, "_PATIENCE", 1)
     result = fit(df, in_rounds(faults.StopWorker(str(tmp_path / "struck"), 1, 5)))
     assert result.summary.restarts == 1
     assert digest(result) == undisturbed

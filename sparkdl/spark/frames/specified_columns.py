@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pyspark.errors import PySparkTypeError
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from pyspark.sql.pandas.types import to_arrow_type
 
 from sparkdl.data.images import require_pillow
+from sparkdl.data.kinds import OwnKind
 from sparkdl.data.plan import Column, Role
 from sparkdl.errors import DataError
 from sparkdl.inputs import Image, Named, Sequence, Sparse, Specification, Tensor
@@ -64,9 +67,11 @@ def prepare_named(
     if kind.transform is not None:
         prepared = _for_transform(found, kind, role, float_dtype)
     else:
-        prepare_kind = next(p for known, p in _PREPARE.items() if isinstance(kind, known))
         asked = _Asked(field, column, kind, role, float_dtype, as_classes)
-        prepared = prepare_kind(asked)
+        if kind.own_kind is not None:
+            prepared = _as_it_is(asked, kind.own_kind)
+        else:
+            prepared = next(p for known, p in _PREPARE.items() if isinstance(kind, known))(asked)
     return replace(prepared, argument=entry.argument, specification=kind)
 
 
@@ -213,7 +218,20 @@ _PREPARE: Mapping[type[Specification], Callable[[_Asked], Prepared]] = {
     Image: _image,
     Sparse: _sparse,
 }
-"""What Catalyst does for each kind of input; see `data.kinds`."""
+"""What Catalyst does for each kind of input that `data.kinds.KINDS` has."""
+
+
+def _as_it_is(asked: _Asked, own: OwnKind) -> Prepared:
+    if not has_hash(asked.field.dataType):
+        raise _wrong(asked.field, asked.kind, "rows with it cannot be told apart")
+    try:
+        arrow = to_arrow_type(asked.field.dataType)
+    except PySparkTypeError as error:
+        raise _wrong(asked.field, asked.kind, "Arrow has no such type") from error
+    if not any(test(arrow) for test in own.types):
+        tests = ", ".join(test.__name__ for test in own.types)
+        raise _wrong(asked.field, asked.kind, f"in Arrow it is {arrow}, which is none of: {tests}")
+    return Prepared(name=asked.kind.name, role=asked.role, expression=asked.column, dtype=own.dtype)
 
 
 def _is_sparse_struct(data_type: T.DataType) -> bool:

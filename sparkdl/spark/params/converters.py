@@ -73,7 +73,7 @@ def _specification(value: Any) -> Specification:
         return Tensor(value)
     if not isinstance(value, Specification) or type(value) is Specification:
         raise TypeError(
-            "expected a column's name or sparkdl.Tensor, Sequence, Image or Sparse; received "
+            "expected a column's name or a specification, such as sparkdl.Tensor; received "
             f"{value!r}"
         )
     return value

@@ -1,4 +1,4 @@
-"""What do the tests of compressions share? Ranks that are threads, and exchanges to run on them.
+"""Ranks that are threads, and exchanges of compressions to run on them.
 
 `Threads.run` is for any number of ranks in this process; its functions run on a `Gang` as well.
 """
@@ -51,7 +51,9 @@ class ThreadComm(LocalCommunicator):
         self._shared = shared
         self._meet = meet
 
-    def _swap(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _swap(self, tensor: torch.Tensor, parts: float) -> list[torch.Tensor]:
+        """The tensors of all ranks; ``parts`` of this one's are sent, see `Communicator`."""
+        self.bytes_sent += int(tensor.nbytes * parts)
         self._shared[self.rank] = tensor.clone()
         self._meet.wait(20)
         tensors = list(self._shared)
@@ -59,21 +61,23 @@ class ThreadComm(LocalCommunicator):
         return tensors
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
-        tensor.copy_(torch.stack(self._swap(tensor)).sum(0, dtype=tensor.dtype))
+        parts = 2 * (self.world_size - 1) / self.world_size
+        tensor.copy_(torch.stack(self._swap(tensor, parts)).sum(0, dtype=tensor.dtype))
         return super().all_reduce_async(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.all_reduce_async(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._swap(tensor))
+        return torch.stack(self._swap(tensor, self.world_size - 1))
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         out.copy_(self.all_gather(tensor))
         return super().all_reduce_async(tensor)
 
     def all_to_all_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
-        out.copy_(torch.stack([rows[self.rank] for rows in self._swap(tensor)]))
+        parts = (self.world_size - 1) / self.world_size
+        out.copy_(torch.stack([rows[self.rank] for rows in self._swap(tensor, parts)]))
         return super().all_reduce_async(tensor)
 
 

@@ -1,4 +1,4 @@
-"""What must hold for every compression?"""
+"""What holds for every compression."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ from tests.gang import Gang
 ALL = {**KEEPING, "fp16": FP16Compression(), "bf16": BF16Compression()}
 all_compressions = pytest.mark.parametrize("compression", ALL.values(), ids=ALL)
 those_that_keep = pytest.mark.parametrize("compression", KEEPING.values(), ids=KEEPING)
+
+
+def test_no_compression_is_left_out() -> None:
+    tested = {type(found).__name__ for found in ALL.values()}
+    assert tested == {path.removeprefix("sparkdl:") for path in compression.COMPRESSIONS.values()}
+    assert all(found.keeps_residual == (name in KEEPING) for name, found in ALL.items())
 
 
 @those_that_keep

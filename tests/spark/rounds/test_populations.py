@@ -240,7 +240,9 @@ def test_few_rows_make_few_members(df: DataFrame) -> None:
     assert members == set(range(len(members)))
     assert 1 <= len(members) <= 4
     with pytest.raises(DataError, match="none to set aside: every shard has one row at most"):
-        fit(df.limit(1), wanted(BASED, num_workers=2, module=plain, validation_col=None))
+        fit(
+            df.limit(1), wanted(BASED, num_workers=2, module=plain, validation_col=None, metrics={})
+        )
 
 
 def test_bits_repeat_also_without_the_drivers_channel(
