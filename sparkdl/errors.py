@@ -20,6 +20,9 @@ GangError                something that a restart may heal
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class SparkDLError(Exception):
     """Base of every error that sparkdl raises on purpose."""
@@ -90,3 +93,12 @@ class CollectiveError(CommunicationError):
 
 class ShardLost(GangError):
     """A spool file that the shard table promised is not on this host."""
+
+
+@contextlib.contextmanager
+def import_or(error: SparkDLError) -> Iterator[None]:
+    """Raise ``error`` if the block imports a package that is not installed."""
+    try:
+        yield
+    except ImportError as cause:
+        raise error from cause

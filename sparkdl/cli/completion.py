@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, import_or
 from sparkdl.spark.params.param_table import parts_of
 
 SHELLS = ("bash", "zsh", "fish")
@@ -46,12 +46,9 @@ def script(shell: str) -> str:
     Raises:
         ConfigError: argcomplete is not installed.
     """
-    try:
+    remedy = 'completion needs argcomplete; pip install "sparkdl-torch[completion]"'
+    with import_or(ConfigError(remedy)):
         argcomplete = import_module("argcomplete")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            'completion needs argcomplete; pip install "sparkdl-torch[completion]"'
-        ) from error
     text: str = argcomplete.shellcode(["sparkdl"], shell=shell)
     return f"{text.strip()}\n"
 

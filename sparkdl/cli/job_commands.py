@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.cli import completion
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, SparkSection, TrainJob, load_job
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import TrainingFailed
@@ -31,16 +31,10 @@ if TYPE_CHECKING:
     from sparkdl.cli.images.ledger import Report
     from sparkdl.cli.jobs import TrainReport
     from sparkdl.cli.tune.search import TuneReport
-    from sparkdl.explain.explanation import Explanation
     from sparkdl.inference.scores import Evaluation
 
 
-class _Job(Protocol):
-    @property
-    def spark(self) -> SparkSection: ...
-
-
-T = TypeVar("T", bound=_Job)
+T = TypeVar("T", bound=TrainJob | EvaluateJob | PredictJob | PrepareJob)
 
 _SETTING_HELP = (
     "set one key of the job file; VALUE is a TOML value or, failing that, a string; may be given "
@@ -73,10 +67,10 @@ class JobCommand(Generic[T]):
     show: Callable[[T, Any, Form], None]
     """Prints what ``work`` returned, while the session lasts."""
     description: str
-    config: str
-    """A file of ``conf/``, for the examples of the script."""
-    starter: str
-    """The job file to begin with, among those in ``starters/``."""
+    config: str = "conf/{}.toml"
+    """A file of ``conf/``, for the examples of the script; ``{}`` stands for the name."""
+    starter: str = "{}.toml"
+    """The job file to begin with, among those in ``starters/``, in the same way."""
     settings: tuple[str, ...] = ("",)
     """What follows the file in each example, such as ``--set estimator.epochs=5``."""
     explain: JobCommand[T] | None = None
@@ -93,7 +87,7 @@ class JobCommand(Generic[T]):
 
     def examples(self, form: Form) -> str:
         """Last lines of ``--help``."""
-        file = self.config if form is Form.SCRIPT else self.starter
+        file = (self.config if form is Form.SCRIPT else self.starter).format(self.name)
         start = f"{form.start_of(self.name)} --config {file}"
         lines = [f"{start} {settings}".rstrip() for settings in self.settings]
         if form is Form.COMMAND:
@@ -121,8 +115,9 @@ class JobCommand(Generic[T]):
         return lambda given: self._run(parser, given, form)
 
     def _run(self, parser: argparse.ArgumentParser, given: argparse.Namespace, form: Form) -> int:
+        starter = self.starter.format(self.name)
         if given.starter:
-            file = resources.files("sparkdl.cli") / "starters" / self.starter
+            file = resources.files("sparkdl.cli") / "starters" / starter
             print(file.read_text(encoding="utf-8"), end="")
             return 0
         level = given.log_level.upper()
@@ -133,7 +128,7 @@ class JobCommand(Generic[T]):
             start = form.start_of(self.name)
             parser.error(
                 f"a job file is needed: name it with --config FILE; '{start} --starter > "
-                f"{self.starter}' writes one to begin with"
+                f"{starter}' writes one to begin with"
             )
         log_to_console(level)
         chosen = self.explain if self.explain is not None and given.explain else self
@@ -165,8 +160,6 @@ EVALUATE = JobCommand(
     work="sparkdl.cli.jobs:run_evaluate",
     show=_show_scores,
     description="Measure how good a saved model's predictions are, as a job file says.",
-    config="conf/evaluate.toml",
-    starter="evaluate.toml",
     settings=("", "--set model.path=models/other"),
 )
 
@@ -182,8 +175,6 @@ PREDICT = JobCommand(
     work="sparkdl.cli.jobs:run_predict",
     show=_show_rows,
     description="Write a saved model's predictions for the rows that a job file names.",
-    config="conf/predict.toml",
-    starter="predict.toml",
     settings=("", "--set output.format=json --set output.path=runs/predictions-json"),
 )
 
@@ -222,8 +213,6 @@ PREPARE = JobCommand(
     description=(
         "Make Parquet of a folder of image files, as a job file says; a killed run goes on."
     ),
-    config="conf/prepare.toml",
-    starter="prepare.toml",
     settings=(
         "",
         "--set data.path=hdfs:///photos --set output.path=hdfs:///prepared",
@@ -262,21 +251,15 @@ TUNE = JobCommand(
     work="sparkdl.cli.tune.search:run_tune",
     show=_show_search,
     description="Search for the values of hyperparameters that train best, as a job file says.",
-    config="conf/tune.toml",
-    starter="tune.toml",
     settings=("--set study.trials=10",),
 )
-
-
-def _show_explanation(job: TrainJob, explanation: Explanation, form: Form) -> None:
-    print("\n".join(explanation.lines()))
 
 
 EXPLAIN = JobCommand(
     name="explain",
     kind=TrainJob,
     work="sparkdl.cli.jobs:run_explain",
-    show=_show_explanation,
+    show=lambda job, explanation, form: print("\n".join(explanation.lines())),
     description="Print what a training job will do, and how long it will take, before it runs.",
     config="conf/digits.toml",
     starter="train.toml",
@@ -332,7 +315,6 @@ TRAIN = JobCommand(
         "Train a PyTorch model as a job file says, save it, and test it on rows it has never seen."
     ),
     config="conf/digits.toml",
-    starter="train.toml",
     settings=("--set estimator.epochs=5", "--set 'spark.master=local[2]'", "--explain"),
     explain=EXPLAIN,
 )

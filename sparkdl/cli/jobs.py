@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from sparkdl.cli.job_files.job_file import (
-    EvaluateJob,
-    PredictJob,
-    TrainJob,
-)
+from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob
 from sparkdl.cli.job_files.job_objects import make_estimator
 from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.errors import ConfigError, StorageError

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparkdl.explain.recommend import Recommendation, seconds_text
 from sparkdl.runtime.json_values import finite
 
-Table = tuple[tuple[str, ...], ...]
-"""Rows of cells, the first one the head."""
+Table = Sequence[tuple[str, ...]]
+"""Rows of cells."""
+
+
+class _Section(NamedTuple):
+    """A part of the explanation as it is shown."""
+
+    title: str
+    rows: Table = ()
+    points: Sequence[str] = ()
+    has_head: bool = False
+    """True if the first row names the columns; otherwise rows are names and texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,46 +127,48 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
-        values: dict[str, Any] = finite(_plain(dataclasses.asdict(self)))
+        values: dict[str, Any] = finite(dataclasses.asdict(self))
         return values
 
     def lines(self) -> list[str]:
         """The explanation as text."""
-        found = ["plan", *_aligned(self._facts())]
-        if self.scaling:
-            found += ["", f"{self.plan.strategy}, by number of workers", *_table(self._scaling())]
-        if self.strategies:
-            found += ["", f"strategies, {self._workers()}", *_table(self._strategies())]
-        if self.recommendation is not None:
-            found += ["", "recommended", *_aligned(self._recommended())]
-            found += [f"  - {reason}" for reason in self.recommendation.reasons]
-        if self.measured:
-            found += ["", f"measured in {self.explain_seconds:.0f} s", *_aligned(self.measured)]
-        if self.notes:
-            found += ["", "notes", *(f"  - {note}" for note in self.notes)]
-        return found
+        found: list[str] = []
+        for section in self._sections():
+            rows = _table(section.rows) if section.has_head else _aligned(section.rows)
+            points = [f"  - {point}" for point in section.points]
+            found += ["", section.title, *rows, *points]
+        return found[1:]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
         """The same as notebooks show it."""
-        parts = ["<h4>plan</h4>", _html_table((), self._facts())]
-        if self.scaling:
-            head, *rows = self._scaling()
-            title = html.escape(f"{self.plan.strategy}, by number of workers")
-            parts += [f"<h4>{title}</h4>", _html_table(head, rows)]
-        if self.strategies:
-            head, *rows = self._strategies()
-            parts += [f"<h4>strategies, {self._workers()}</h4>", _html_table(head, rows)]
-        if self.recommendation is not None:
-            parts += ["<h4>recommended</h4>", _html_table((), self._recommended())]
-            parts.append(_html_list(self.recommendation.reasons))
-        if self.measured:
-            parts += ["<h4>measured</h4>", _html_table((), self.measured)]
-        if self.notes:
-            parts += ["<h4>notes</h4>", _html_list(self.notes)]
+        parts = []
+        for section in self._sections():
+            parts.append(f"<h4>{html.escape(section.title)}</h4>")
+            if section.rows:
+                parts.append(_html_table(section.rows, has_head=section.has_head))
+            if section.points:
+                points = (f"<li>{html.escape(point)}</li>" for point in section.points)
+                parts.append(f"<ul>{''.join(points)}</ul>")
         return "".join(parts)
+
+    def _sections(self) -> Iterator[_Section]:
+        """What is shown, in its order."""
+        yield _Section("plan", self._facts())
+        if self.scaling:
+            title = f"{self.plan.strategy}, by number of workers"
+            yield _Section(title, self._scaling(), has_head=True)
+        if self.strategies:
+            title = f"strategies, {self._workers()}"
+            yield _Section(title, self._strategies(), has_head=True)
+        if self.recommendation is not None:
+            yield _Section("recommended", self._recommended(), self.recommendation.reasons)
+        if self.measured:
+            yield _Section(f"measured in {self.explain_seconds:.0f} s", self.measured)
+        if self.notes:
+            yield _Section("notes", points=self.notes)
 
     def _workers(self) -> str:
         return f"{self.plan.num_workers} worker" + "s" * (self.plan.num_workers > 1)
@@ -191,24 +202,23 @@ class Explanation:
     def _scaling(self) -> Table:
         head = ("workers", "nodes", "steps", "step", "agreeing", "waiting", "epoch", "speed-up",
                 "epoch, same global batch", "whole fit")  # fmt: skip
-        return (
-            head,
-            *(
-                (
-                    f"{row.workers:,}",
-                    f"{row.nodes:,}",
-                    f"{row.steps_per_epoch:,}",
-                    seconds_text(row.step_seconds),
-                    f"{row.exchange_share:.0%}",
-                    f"{row.waiting_share:.0%}",
-                    seconds_text(row.epoch_seconds),
-                    f"{row.speedup:.2f}",
-                    _or_dash(row.same_global_batch_seconds),
-                    seconds_text(row.total_seconds),
-                )
-                for row in self.scaling
-            ),
-        )
+        found: list[tuple[str, ...]] = [head]
+        found += [
+            (
+                f"{row.workers:,}",
+                f"{row.nodes:,}",
+                f"{row.steps_per_epoch:,}",
+                seconds_text(row.step_seconds),
+                f"{row.exchange_share:.0%}",
+                f"{row.waiting_share:.0%}",
+                seconds_text(row.epoch_seconds),
+                f"{row.speedup:.2f}",
+                _or_dash(row.same_global_batch_seconds),
+                seconds_text(row.total_seconds),
+            )
+            for row in self.scaling
+        ]
+        return found
 
     def _strategies(self) -> Table:
         head = ("strategy", "mode", "round", "step", "agreeing", "sent per step", "epoch",
@@ -231,7 +241,7 @@ class Explanation:
                     _or_dash(row.total_seconds),
                 )
             )
-        return tuple(found)
+        return found
 
     def _recommended(self) -> list[tuple[str, str]]:
         best = self.recommendation
@@ -254,8 +264,8 @@ def _or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else seconds_text(seconds)
 
 
-def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
+def _aligned(rows: Table) -> list[str]:
+    width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:<{width}}  {text}" for name, text in rows]
 
 
@@ -279,21 +289,9 @@ def _table(rows: Table) -> list[str]:
     return found
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cell = "<td style='text-align:left'>{}</td>"
-    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)] if head else []
-    lines += ["".join(cell.format(html.escape(text)) for text in row) for row in rows]
+def _html_table(rows: Table, *, has_head: bool) -> str:
+    lines: list[str] = []
+    for row in rows:
+        cell = "<th>{}</th>" if has_head and not lines else "<td style='text-align:left'>{}</td>"
+        lines.append("".join(cell.format(html.escape(text)) for text in row))
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
-
-
-def _html_list(texts: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in texts) + "</ul>"
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, and no infinities."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return None if isinstance(value, float) and math.isinf(value) else value

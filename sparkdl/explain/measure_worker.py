@@ -161,39 +161,34 @@ def _level(
     }  # fmt: skip
 
 
+@dataclass
 class StepTimer:
     """Times steps of the training loop on one rank's rows, alone."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: TrainConfig,
-        plan: TrainPlan,
-        shards: Sequence[Shard],
-        source: ShardSource,
-        device: torch.device,
-        seconds: float,
-    ) -> None:
-        self._module = module
-        self._config = config
-        self._plan = plan
-        self._shards = [replace(shard, num_validation_rows=0) for shard in shards if shard.num_rows]
-        self._source = source
-        self._device = device
-        self._seconds = seconds
-        self._step_seconds: dict[int, float] = {}
-        self.num_rows = sum(shard.num_rows for shard in self._shards)
-        self.state_bytes: dict[str, int] = {}
-        """Bytes of each part of a checkpoint."""
+    module: nn.Module
+    config: TrainConfig
+    plan: TrainPlan
+    shards: Sequence[Shard]
+    source: ShardSource
+    device: torch.device
+    seconds: float
+    """About how long one measurement may take."""
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each part of a checkpoint."""
+    step_seconds: dict[int, float] = field(default_factory=dict)
+    """About how long a step takes, by size of the batch."""
+
+    def __post_init__(self) -> None:
+        self.shards = [replace(one, num_validation_rows=0) for one in self.shards if one.num_rows]
 
     def warm_up(self, batch_size: int) -> None:
         """Two steps, of which the second one tells about how long one takes."""
-        self._step_seconds[batch_size] = self._train(batch_size, 2)[-1]["seconds"]
+        self.step_seconds[batch_size] = self._train(batch_size, 2)[-1]["seconds"]
 
     def measure(self, batch_size: int) -> dict[str, Any]:
         """The median of the rows of a batch, and the seconds of each step."""
-        expected = max(1e-6, self._step_seconds[batch_size])
-        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, math.ceil(self._seconds / expected)))
+        expected = max(1e-6, self.step_seconds[batch_size])
+        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, math.ceil(self.seconds / expected)))
         steps = self._train(batch_size, num_steps + 1)
         return {
             "rows": sum(step["rows"] for step in steps) / len(steps),
@@ -203,9 +198,10 @@ class StepTimer:
     def _repeated(self, batch_size: int) -> tuple[list[Shard], int]:
         """The shards as often as an epoch of some steps needs them, and the batch it then has."""
         wanted = _STEPS_OF_AN_EPOCH * batch_size
-        times = min(_MOST_REPEATS, -(-wanted // self.num_rows))
-        rows = times * self.num_rows
-        return times * self._shards, max(1, min(batch_size, rows // _STEPS_OF_AN_EPOCH))
+        num_rows = sum(shard.num_rows for shard in self.shards)
+        times = min(_MOST_REPEATS, -(-wanted // num_rows))
+        rows = times * num_rows
+        return times * list(self.shards), max(1, min(batch_size, rows // _STEPS_OF_AN_EPOCH))
 
     def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
         """Rows and seconds of steps, but the first one, which is not timed."""
@@ -214,30 +210,30 @@ class StepTimer:
 
         shards, batch_size = self._repeated(batch_size)
         plan = make_plan(
-            columns=self._plan.columns,
+            columns=self.plan.columns,
             # Numbers of their own for the plan; a source goes by those that it has given.
             shards=[replace(shard, shard_id=number) for number, shard in enumerate(shards)],
             world_size=1,
             batch_size=batch_size,
             epochs=_FOREVER,
             max_steps=num_steps,
-            windows=self._plan.windows,
+            windows=self.plan.windows,
         )
-        clock = _StepTimes(self._device)
+        clock = _StepTimes(self.device)
         outcome = train(
-            module=copy.deepcopy(self._module),
+            module=copy.deepcopy(self.module),
             config=replace(
-                self._config,
+                self.config,
                 batch_size=batch_size,
                 gradient_accumulation_steps=min(
-                    self._config.gradient_accumulation_steps, batch_size
+                    self.config.gradient_accumulation_steps, batch_size
                 ),
             ),
             plan=plan,
-            shards=self._source.open(plan, shards, "train"),
+            shards=self.source.open(plan, shards, "train"),
             validation=MappedRows([], plan),
             comm=LocalCommunicator(),
-            device=self._device,
+            device=self.device,
             checkpoints=None,
             resume=None,
             observer=clock,

@@ -112,9 +112,21 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
 
 @contextlib.contextmanager
 def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The module on the task's device; threads, allocator and torch set up for inference."""
-    device = task_device(task.device)
-    with torch_threads(_task_cpus()), tuned_allocator(), torch.inference_mode():
+    """The module and its device: the GPU that Spark assigned to this task, or the CPU.
+
+    Threads, allocator and torch are set up for inference.
+
+    Raises:
+        ClusterError: ``cuda`` was asked for and torch finds none here.
+    """
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    gpu = context.resources().get("gpu") if context else None
+    partition = context.partitionId() if context else 0
+    device = choose_device(task.device, gpu.addresses if gpu else [], partition, os.environ)
+    cpus = context.cpus() if context else torch.get_num_threads()
+    with torch_threads(cpus), tuned_allocator(), torch.inference_mode():
         yield load(task, device), device
 
 
@@ -359,27 +371,6 @@ def checked_device(device: str) -> str:
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
     return device
-
-
-def task_device(device: str) -> torch.device:
-    """The device of this task: the GPU that Spark assigned to it, or the CPU.
-
-    Raises:
-        ClusterError: ``cuda`` was asked for and torch finds none here.
-    """
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    gpu = context.resources().get("gpu") if context else None
-    partition = context.partitionId() if context else 0
-    return choose_device(device, gpu.addresses if gpu else [], partition, os.environ)
-
-
-def _task_cpus() -> int:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    return context.cpus() if context else torch.get_num_threads()
 
 
 def udf_function(task: PredictTask) -> Callable[..., Iterator[pa.Array]]:

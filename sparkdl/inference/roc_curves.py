@@ -157,15 +157,10 @@ class Curve:
             "false_positive_rate": self.false_positive_rate,
             "precision": self.precision,
         }
-        values = {
-            "roc_auc": self.roc_auc,
-            "roc_auc_error": self.roc_auc_error,
-            "average_precision": self.average_precision,
-            "is_exact": self.is_exact,
-            "points": {name: a[chosen[: len(a)]].tolist() for name, a in arrays.items()},
-        }
-        plain: dict[str, Any] = finite(values)
-        return plain
+        names = ("roc_auc", "roc_auc_error", "average_precision", "is_exact")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values["points"] = {name: a[chosen[: len(a)]].tolist() for name, a in arrays.items()}
+        return dict(finite(values))
 
 
 def _share(cumulated: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import DataError, SparkDLError
+from sparkdl.errors import DataError, SparkDLError, import_or
 from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class ClassificationScores:
         text = [f"accuracy  {self.accuracy:.4f}"]
         if self.log_loss is not None:
             text.append(f"log loss  {self.log_loss:.4f}")
-        text.append("")
-        text.append(f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}")
+        text += ["", f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}"]
         for label, scores in self.per_class.items():
             text.append(
                 f"{label:>8} {scores.precision:>10.4f} {scores.recall:>8.4f} "
@@ -79,8 +78,7 @@ class RegressionScores:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, which has no NaN."""
-        plain: dict[str, Any] = finite(vars(self))
-        return plain
+        return dict(finite(vars(self)))
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -149,8 +147,7 @@ class Evaluation(Mapping[str, Any]):
             values |= self.scores.to_dict()
         if self.curves:
             values["curves"] = {str(number): c.to_dict() for number, c in self.curves.items()}
-        plain: dict[str, Any] = finite(values)
-        return plain
+        return dict(finite(values))
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -178,12 +175,9 @@ class Evaluation(Mapping[str, Any]):
             raise SparkDLError(
                 "there are no curves to draw; evaluate a classifier with curves=True"
             )
-        try:
+        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SparkDLError(
-                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
-            ) from error
         figure = Figure(figsize=(10.0, 4.0), layout="constrained")
         roc, precision = figure.subplots(1, 2)
         for number, curve in self.curves.items():

@@ -40,11 +40,7 @@ _STEPS_KEPT = 500
 class Recorder(View):
     """Writes down one run. Made by `recording`; the supervisor calls it as a `View`."""
 
-    def __init__(
-        self,
-        folder: RunFolder | None,
-        began: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, folder: RunFolder | None, began: Mapping[str, Any]) -> None:
         """Begin.
 
         Args:
@@ -231,13 +227,9 @@ class Recorder(View):
 
     def _taken(self) -> list[Event]:
         """What waits to be written, and how long there may be nothing else."""
-        pause = self._pause()
-        alive = {
-            "kind": "alive",
-            "at": round(self._now(), 3),
-            "wall": round(time.time(), 3),
-            "silence_seconds": round(_SILENT_WRITES * pause + 30, 1),
-        }
+        silence = round(_SILENT_WRITES * self._pause() + 30, 1)
+        at, wall = round(self._now(), 3), round(time.time(), 3)
+        alive = {"kind": "alive", "at": at, "wall": wall, "silence_seconds": silence}
         with self._lock:
             events, self._waiting = self._waiting, []
         return [*events, alive]
@@ -286,13 +278,7 @@ class Recorder(View):
 
     def _note_spans(self, spans: Iterator[Span]) -> None:
         for span in spans:
-            self._note(
-                "spent",
-                rank=span.rank,
-                begin=round(span.begin, 3),
-                end=round(span.end, 3),
-                seconds=span.seconds,
-            )
+            self._note("spent", **vars(span))
 
 
 def described(error: BaseException) -> dict[str, str]:

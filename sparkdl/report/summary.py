@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError, StorageError
+from sparkdl.errors import SparkDLError, StorageError, import_or
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_record import Line, RunRecord, curve_panels
 from sparkdl.runtime.json_values import finite
@@ -59,8 +59,7 @@ class TrainingSummary:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
         own = [entry.name for entry in dataclasses.fields(self) if entry.name != "record"]
-        values: dict[str, Any] = finite({name: getattr(self, name) for name in own})
-        return values
+        return dict(finite({name: getattr(self, name) for name in own}))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainingSummary:
@@ -103,12 +102,9 @@ class TrainingSummary:
         Raises:
             SparkDLError: matplotlib is not installed.
         """
-        try:
+        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SparkDLError(
-                "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
-            ) from error
         panels = self.curves()
         figure = Figure(figsize=(5.0 * len(panels), 3.5), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -183,23 +179,16 @@ class TrainingSummary:
         return f"<table>{facts}</table>{table}"
 
     def _lines(self) -> list[tuple[str, str]]:
+        phases = ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
+        rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
         lines = [
-            (
-                "rows",
-                f"{self.rows:,} training, {self.validation_rows:,} validation"
-                + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows),
-            ),
+            ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
             ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
             ("restarts", str(self.restarts)),
-            ("seconds", f"{self.seconds:.1f} ({self._phases()})"),
+            ("seconds", f"{self.seconds:.1f} ({phases})"),
             ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
         ]
         if self.history:
-            last = ", ".join(
-                f"{key} {value:.5g}" for key, value in self.history[-1].items() if key != "epoch"
-            )
-            lines.append(("last epoch", last))
+            last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]
+            lines.append(("last epoch", ", ".join(last)))
         return lines
-
-    def _phases(self) -> str:
-        return ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from sparkdl.comm import topology as topologies
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
@@ -14,7 +13,7 @@ from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator
-    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.compression.compression import Compression, Shapes
     from sparkdl.config import TrainConfig
 
 
@@ -42,6 +41,13 @@ class CollectiveStrategy(SyncStrategy):
 
         return compression.resolve(self.compression)
 
+    def exchange_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int | None:
+        """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
+        compression = self.resolved_compression()
+        if compression is not None and world_size > 1:
+            return compression.wire_bytes(shapes, element_size, world_size)
+        return plain_bytes(shapes, element_size, world_size)
+
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: a sum at every step, along the topology, compressed."""
         compression = self.resolved_compression()
@@ -54,26 +60,8 @@ class CollectiveStrategy(SyncStrategy):
         return replace(pattern, wire_ratio=ratio, codec=type(compression).__name__)
 
 
-@overload
-def exchange_bytes(
-    compression: None, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-) -> int: ...
-@overload
-def exchange_bytes(
-    compression: Compression | None,
-    shapes: Sequence[tuple[int, ...]],
-    element_size: int,
-    world_size: int,
-) -> int | None: ...
-def exchange_bytes(
-    compression: Compression | None,
-    shapes: Sequence[tuple[int, ...]],
-    element_size: int,
-    world_size: int,
-) -> int | None:
-    """Bytes that one rank sends when tensors of ``shapes`` are summed over all ranks once."""
-    if compression is not None and world_size > 1:
-        return compression.wire_bytes(shapes, element_size, world_size)
+def plain_bytes(shapes: Shapes, element_size: int, world_size: int) -> int:
+    """Bytes that one rank sends when tensors of ``shapes`` are summed once, uncompressed."""
     num_bytes = element_size * sum(math.prod(shape) for shape in shapes)
     return 2 * (world_size - 1) * num_bytes // world_size
 

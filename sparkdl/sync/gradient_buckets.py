@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+
+from sparkdl.comm.communicator import Communicator, Pending
+
+if TYPE_CHECKING:
+    from sparkdl.comm.compression.compression import Compression, Shapes
 
 T = TypeVar("T")
 
@@ -68,6 +73,62 @@ class FlatGradients:
         self.buckets.clear()
 
 
+class BucketSums:
+    """Sums of buckets over ranks, compressed or not, that travel together. All ranks call alike.
+
+    Args:
+        buckets: what is summed.
+        comm: the gang.
+        compression: what they are sent with; None: as they are.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Communicator, compression: Compression | None
+    ) -> None:
+        self._comm = comm
+        self._compressors = []
+        if compression is not None and comm.world_size > 1:
+            self._compressors = [compression.make(bucket.gradients, comm) for bucket in buckets]
+        self.pending: list[Pending] = []
+        """What is under way."""
+
+    def start(self, number: int, flat: torch.Tensor) -> None:
+        """Start to sum ``flat``, which is bucket ``number`` or lies like it."""
+        if self._compressors:
+            self.pending.append(self._compressors[number].start(flat))
+        else:
+            self.start_plain(flat)
+
+    def start_plain(self, values: torch.Tensor) -> None:
+        """Start to sum ``values`` as they are."""
+        self.pending.append(self._comm.all_reduce_async(values))
+
+    def wait(self) -> None:
+        """Return when the sums are there; at once if they were waited for before."""
+        pending, self.pending = self.pending, []
+        for message in pending:
+            message.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The compressors' states that are equal on all ranks."""
+        return {"compressors": [one.state_dict() for one in self._compressors]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        if self._compressors and state["compressors"]:  # a gang of one has none
+            for one, values in zip(self._compressors, state["compressors"], strict=True):
+                one.load_state_dict(values)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """The compressors' states of this rank."""
+        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `rank_state_dict` gave."""
+        for one, values in zip(self._compressors, state["compressors"], strict=True):
+            one.load_rank_state_dict(values)
+
+
 def make_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate
 ) -> list[Bucket]:
@@ -98,7 +159,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def bucket_shapes(
-    shapes: Sequence[tuple[int, ...]], element_size: int, bucket_bytes: int
+    shapes: Shapes, element_size: int, bucket_bytes: int
 ) -> list[list[tuple[int, ...]]]:
     """Shapes of the parameters of each bucket, if all have one dtype; see `make_buckets`."""
     backwards = list(reversed(shapes))

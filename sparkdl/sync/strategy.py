@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.comm.compression.compression import Shapes
     from sparkdl.config import TrainConfig
     from sparkdl.data.plan import TrainPlan
 
 MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
+SetupArguments: TypeAlias = "tuple[nn.Module, MakeOptimizer, Communicator]"
+"""What `SyncStrategy.setup` gets, and every synchronizer that it makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,7 @@ class SyncStrategy(ABC):
         """Each rank's part of the rows, adding up to 1; None: all alike."""
         return None
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """Bytes that one rank sends per step for the parameters' sake, on average, by formula.
 
         Args:

@@ -7,13 +7,13 @@ waited for at once: a strategy may train on while they are under way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator, Pending
-from sparkdl.sync.gradient_buckets import make_buckets
+from sparkdl.comm.communicator import Communicator
+from sparkdl.sync.gradient_buckets import BucketSums, make_buckets
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 << 20
 """Size from which on parameters travel in several messages."""
 
 
-class Changes:
+class Changes(BucketSums):
     """Sums over ranks of one change per parameter. All ranks call alike.
 
     Args:
@@ -37,68 +37,36 @@ class Changes:
         comm: Communicator,
         compression: Compression | None,
     ) -> None:
-        self._comm = comm
         self._buckets = make_buckets(parameters, BUCKET_BYTES, comm.allocate)
+        super().__init__(self._buckets, comm, compression)
         views = {
             id(parameter): view
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True)
         }
         self.tensors = [views[id(parameter)] for parameter in parameters]
-        """This rank's changes before `start`, the sums over ranks after `wait`."""
-        self._compressors = []
-        if compression is not None and comm.world_size > 1:
-            self._compressors = [compression.make(b.gradients, comm) for b in self._buckets]
-        self._pending: list[Pending] = []
+        """This rank's changes before `start_all`, the sums over ranks after `wait`."""
 
     def take(self, parameters: Sequence[torch.Tensor], anchor: Sequence[torch.Tensor]) -> None:
         """Note how far ``parameters`` are from ``anchor``."""
         for change, parameter, begin in zip(self.tensors, parameters, anchor, strict=True):
             torch.sub(parameter.detach(), begin, out=change)
 
-    def start(self, share: float = 1.0) -> None:
+    def start_all(self, share: float = 1.0) -> None:
         """Start to sum ``share`` of this rank's changes with those of the others."""
         for number, bucket in enumerate(self._buckets):
             if share == 0:
                 bucket.flat.zero_()  # not multiplied: who does not count may hold infinities
             elif share != 1:
                 bucket.flat.mul_(share)
-            if self._compressors:
-                self._pending.append(self._compressors[number].start(bucket.flat))
-            else:
-                self._pending.append(self._comm.all_reduce_async(bucket.flat))
-
-    def wait(self) -> None:
-        """Return when the sums are there; at once if they were waited for before."""
-        pending, self._pending = self._pending, []
-        for message in pending:
-            message.wait()
+            self.start(number, bucket.flat)
 
     def sums(self) -> list[torch.Tensor]:
         """What has arrived, as few flat tensors."""
-        assert not self._pending, "sums are still under way"
+        assert not self.pending, "sums are still under way"
         return [bucket.flat for bucket in self._buckets]
 
     def set_sums(self, sums: Sequence[torch.Tensor]) -> None:
         """Restore what `sums` gave."""
         for bucket, values in zip(self._buckets, sums, strict=True):
             bucket.flat.copy_(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The compressors' states that are equal on all ranks."""
-        return {"compressors": [one.state_dict() for one in self._compressors]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        if self._compressors and state["compressors"]:  # a gang of one has none
-            for one, values in zip(self._compressors, state["compressors"], strict=True):
-                one.load_state_dict(values)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """The compressors' states of this rank."""
-        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state_dict` gave."""
-        for one, values in zip(self._compressors, state["compressors"], strict=True):
-            one.load_rank_state_dict(values)

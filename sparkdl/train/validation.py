@@ -9,6 +9,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.data.batches import Batch
+from sparkdl.sync.averaging.mean import fill, flat_of
 from sparkdl.sync.frozen_layers import evaluation_mode, moving_buffers
 from sparkdl.train.objective.label_losses import loss_record, no_sums, sums_of
 from sparkdl.train.objective.training_step import output_of, run
@@ -70,31 +71,18 @@ def sync_buffers(module: nn.Module, comm: Communicator, ranks_with_rows: Sequenc
     if comm.world_size == 1:
         return
     buffers = moving_buffers(module)
-    _average([b for b in buffers if b.is_floating_point()], comm, ranks_with_rows)
+    floating = [b for b in buffers if b.is_floating_point()]
+    if floating:
+        flat = flat_of([buffer.double() for buffer in floating])
+        if comm.rank not in ranks_with_rows:
+            flat.zero_()
+        comm.all_reduce(flat)
+        fill(floating, flat.div_(len(ranks_with_rows)))
     others = [b for b in buffers if not b.is_floating_point()]
     if others:
         sent = torch.cat([buffer.detach().flatten().view(torch.uint8) for buffer in others])
         comm.broadcast(sent, ranks_with_rows[0])
-        _fill(others, sent)
-
-
-def _average(
-    buffers: list[torch.Tensor], comm: Communicator, ranks_with_rows: Sequence[int]
-) -> None:
-    if not buffers:
-        return
-    flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
-    if comm.rank not in ranks_with_rows:
-        flat.zero_()
-    comm.all_reduce(flat)
-    flat /= len(ranks_with_rows)
-    pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
-    for buffer, piece in zip(buffers, pieces, strict=True):
-        buffer.detach().copy_(piece.view_as(buffer))
-
-
-def _fill(buffers: list[torch.Tensor], data: torch.Tensor) -> None:
-    pieces = torch.split(data, [buffer.numel() * buffer.element_size() for buffer in buffers])
-    for buffer, piece in zip(buffers, pieces, strict=True):
-        # Cloned: a view of a wider dtype needs memory that begins at a multiple of its size.
-        buffer.detach().copy_(piece.clone().view(buffer.dtype).view_as(buffer))
+        pieces = torch.split(sent, [buffer.numel() * buffer.element_size() for buffer in others])
+        for buffer, piece in zip(others, pieces, strict=True):
+            # Cloned: a view of a wider dtype needs memory that begins at a multiple of its size.
+            buffer.detach().copy_(piece.clone().view(buffer.dtype).view_as(buffer))

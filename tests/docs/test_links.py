@@ -12,6 +12,10 @@ from tests.docs.blocks import DOCS, ROOT, pages
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 EVERY = [*pages(), "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+PYTHON_FILE = re.compile(r"`([\w./-]*\w\.py)`")
+FOLDERS = (".ci", "benchmarks", "docs", "jobs", "sparkdl", "tests")
+YOURS = {"nets.py"}
+"""Files that a page tells its reader to write."""
 
 
 def links(text: str) -> list[str]:
@@ -50,6 +54,27 @@ def test_links_and_anchors_are_found() -> None:
     text = f"# A `b` c: d, e\n\n{links_of_a_text}\n\n| [q](h) |\n|-|\n"
     assert links(text) == ["a.md#b", "c.svg", "h"]
     assert anchors(text) == {"a-b-c-d-e"}
+
+
+def files_named(text: str) -> set[str]:
+    """The Python files that a page names in backticks, outside of its code blocks."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return set(PYTHON_FILE.findall(prose))
+
+
+def test_python_files_that_pages_name_exist() -> None:
+    files = [f"/{path}" for path in ROOT.glob("*.py")]
+    for folder in FOLDERS:
+        files += [f"/{path}" for path in (ROOT / folder).rglob("*.py")]
+    for page in [*pages(), "CONTRIBUTING.md", "benchmarks/README.md"]:
+        named = files_named((ROOT / page).read_text(encoding="utf-8")) - YOURS
+        missing = [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+        assert not missing, page
+
+
+def test_names_of_python_files_are_found() -> None:
+    text = "see `a/b.py` and `c.py`, `d.toml`, e.py\n\n```python\n`f.py`\n```\n"
+    assert files_named(text) == {"a/b.py", "c.py"}
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "drawings").glob("*.svg")), ids=lambda p: p.name)

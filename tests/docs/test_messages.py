@@ -12,7 +12,7 @@ PAGES = ("troubleshooting.md", "gpus.md", "debugging.md", "storage.md")
 SPARKS_OWN = "## What Spark itself says"
 OTHERS = {
     "Permission denied": "Hadoop's",
-    "cannot open s3://...": "put together by checkpoint.storage of a verb and a place",
+    "cannot open s3://...": "put together by storage.storage of a verb and a place",
 }
 
 

@@ -39,7 +39,7 @@ def sum_changes(comm: Any, shares: list[float], change: float = 2.0) -> list[tor
     mine = parameters([1.0, change][comm.rank])
     changes = Changes(mine, comm, None)
     changes.take(mine, [one.detach() for one in parameters(0.0)])
-    changes.start(shares[comm.rank])
+    changes.start_all(shares[comm.rank])
     changes.wait()
     changes.wait()  # again: nothing is under way
     return [one.clone() for one in changes.tensors]
@@ -49,7 +49,7 @@ def test_what_has_arrived_survives() -> None:
     mine = parameters(1.5)
     first, second = (Changes(mine, LocalCommunicator(), None) for _ in range(2))
     first.take(mine, [one.detach() for one in parameters(1.0)])
-    first.start()
+    first.start_all()
     first.wait()
     second.set_sums([one.clone() for one in first.sums()])
     for one, other in zip(first.tensors, second.tensors, strict=True):

@@ -193,7 +193,7 @@ class Spy(AllReduceSynchronizer):
 
 class SpyStrategy(AllReduce):
     def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Spy:
-        return Spy(model, make_optimizer, comm, self.bucket_bytes)
+        return Spy(model, make_optimizer, comm, bucket_bytes=self.bucket_bytes)
 
 
 def test_own_strategy_is_used_and_closed_also_after_a_failure() -> None:
@@ -218,7 +218,7 @@ class RoundsOfThree(AllReduceSynchronizer):
 
 class RoundsStrategy(AllReduce):
     def setup(self, model: Any, make_optimizer: Any, comm: Any) -> RoundsOfThree:
-        return RoundsOfThree(model, make_optimizer, comm, self.bucket_bytes)
+        return RoundsOfThree(model, make_optimizer, comm, bucket_bytes=self.bucket_bytes)
 
 
 def test_checkpoints_wait_for_the_end_of_the_round() -> None:

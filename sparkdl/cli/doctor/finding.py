@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from sparkdl.errors import ClusterError, SparkDLError
 
@@ -56,20 +56,15 @@ def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
     Raises:
         ClusterError: it has not ended after ``seconds``; ``what`` says what was waited for.
     """
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.put((action(), None))
+            answer.set_result(action())
         except BaseException as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name=f"sparkdl-doctor: {what}").start()
-    try:
-        value, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise ClusterError(f"no answer within {seconds:g} s: {what}") from None
-    if error is not None:
-        raise error
-    result: T = value
-    return result
+    if not wait([answer], seconds).done:
+        raise ClusterError(f"no answer within {seconds:g} s: {what}")
+    return answer.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,10 @@ def convert(data: bytes, options: ImageSection, origin: str = "") -> Any:
             image.load()  # to the last byte: a truncated file has a sound header
             in_mode(image, "RGB")
             return data
-        image = _fitted(_upright(image), options)
+        from PIL import ImageOps
+
+        # Turned as its EXIF data say, which encoding anew leaves out.
+        image = _fitted(ImageOps.exif_transpose(image), options)
         if options.encoding == "struct":
             return _struct(image, origin)
         buffer = io.BytesIO()
@@ -70,13 +72,6 @@ def reason(data: bytes, options: ImageSection) -> str:
     except BadImage as error:
         return str(error)
     return "could not be read at first, but could later; run again"
-
-
-def _upright(image: Any) -> Any:
-    """Turned as its EXIF data say, which encoding anew leaves out."""
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
 
 
 def _fitted(image: Any, options: ImageSection) -> Any:
@@ -114,52 +109,51 @@ def _struct(image: Any, origin: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ConvertTask:
-    """Turns rows with ``content`` and ``path`` into rows with ``image``; leaves bad ones out.
+def convert_rows(
+    batches: Iterator[pa.RecordBatch], options: ImageSection
+) -> Iterator[pa.RecordBatch]:
+    """Turn rows with ``content`` and ``path`` into rows with ``image``; leave bad ones out.
 
     All other columns are passed on.
     """
-
-    options: ImageSection
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Convert one partition."""
-        for batch in batches:
-            images: list[Any] = []
-            rows: list[int] = []
-            num_bytes = 0
-            for row, (data, path) in enumerate(zip(batch["content"], batch["path"], strict=True)):
-                try:
-                    images.append(convert(data.as_py(), self.options, path.as_py()))
-                except BadImage:
-                    continue
-                rows.append(row)
-                num_bytes += _num_bytes(images[-1])
-                if num_bytes >= _FLUSH_BYTES:
-                    yield self._made(batch, rows, images)
-                    images, rows, num_bytes = [], [], 0
-            if rows:
-                yield self._made(batch, rows, images)
-
-    def _made(self, batch: pa.RecordBatch, rows: list[int], images: list[Any]) -> pa.RecordBatch:
-        kept = batch.drop_columns(["content"]).take(pa.array(rows, pa.int64()))
-        arrays = [pa.array(images, arrow_type(self.options)), *kept.columns]
-        return pa.RecordBatch.from_arrays(arrays, names=["image", *kept.schema.names])
+    for batch in batches:
+        images: list[Any] = []
+        rows: list[int] = []
+        num_bytes = 0
+        for row, (data, path) in enumerate(zip(batch["content"], batch["path"], strict=True)):
+            try:
+                images.append(convert(data.as_py(), options, path.as_py()))
+            except BadImage:
+                continue
+            rows.append(row)
+            num_bytes += _num_bytes(images[-1])
+            if num_bytes >= _FLUSH_BYTES:
+                yield _made(batch, rows, images, options)
+                images, rows, num_bytes = [], [], 0
+        if rows:
+            yield _made(batch, rows, images, options)
 
 
-@dataclass(frozen=True)
-class ExplainTask:
-    """Says of each file, given by ``content`` and ``path``, why it cannot be used."""
+def _made(
+    batch: pa.RecordBatch, rows: list[int], images: list[Any], options: ImageSection
+) -> pa.RecordBatch:
+    kept = batch.drop_columns(["content"]).take(pa.array(rows, pa.int64()))
+    arrays = [pa.array(images, arrow_type(options)), *kept.columns]
+    return pa.RecordBatch.from_arrays(arrays, names=["image", *kept.schema.names])
 
-    options: ImageSection
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield rows with ``path`` and ``reason``."""
-        for batch in batches:
-            reasons = [reason(data.as_py(), self.options) for data in batch["content"]]
-            arrays = [batch["path"], pa.array(reasons, pa.string())]
-            yield pa.RecordBatch.from_arrays(arrays, names=["path", "reason"])
+def explain_rows(
+    batches: Iterator[pa.RecordBatch], options: ImageSection
+) -> Iterator[pa.RecordBatch]:
+    """Say of each file, given by ``content`` and ``path``, why it cannot be used.
+
+    Yields:
+        Rows with ``path`` and ``reason``.
+    """
+    for batch in batches:
+        reasons = [reason(data.as_py(), options) for data in batch["content"]]
+        arrays = [batch["path"], pa.array(reasons, pa.string())]
+        yield pa.RecordBatch.from_arrays(arrays, names=["path", "reason"])
 
 
 def _num_bytes(image: Any) -> int:

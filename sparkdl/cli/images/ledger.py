@@ -36,15 +36,6 @@ class Record:
     bad: tuple[tuple[str, str], ...] = ()
     """Path and reason of each file that was skipped."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """Inverse of `to_dict`."""
-        return cls(**{**values, "bad": tuple((path, why) for path, why in values["bad"])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -61,17 +52,14 @@ class Report:
     """Path and reason of each file that was skipped."""
 
 
+@dataclass(frozen=True)
 class Ledger:
-    """The records of one run.
+    """The records of one run."""
 
-    Args:
-        storage: the output's folder.
-        plan: what tells this run from others; see `parts.digest_of`.
-    """
-
-    def __init__(self, storage: Storage, plan: Mapping[str, Any]) -> None:
-        self._storage = storage
-        self._plan = plan
+    storage: Storage
+    """The output's folder."""
+    plan: Mapping[str, Any]
+    """What tells this run from others; see `parts.digest_of`."""
 
     def begin(self, *, overwrite: bool) -> Literal["new", "unfinished", "finished"]:
         """See what is there, and make the folder this run's.
@@ -85,34 +73,36 @@ class Ledger:
         finished = self._read(FINISHED)
         before = finished["plan"] if finished is not None else self._read(_PLAN)
         self._refuse_others({WORK} if before is None else _OURS)
-        changed = None if before is None else difference(before, self._plan)
-        if before is not None and changed is None:
-            if finished is not None:
-                self._storage.remove(WORK)  # of a run that was killed at its very end
-            return "unfinished" if finished is None else "finished"
         if before is not None:
+            changed = difference(before, self.plan)
+            if changed is None and finished is None:
+                return "unfinished"
+            if changed is None:
+                self.storage.remove(WORK)  # of a run that was killed at its very end
+                return "finished"
             if not overwrite:
                 raise ConfigError(
-                    f"{self._storage} holds what another run has prepared: {changed}; choose "
+                    f"{self.storage} holds what another run has prepared: {changed}; choose "
                     "another output.path, or replace it with --set output.overwrite=true"
                 )
             self._forget(before)
-        self._storage.remove(WORK)
-        self._write(_PLAN, self._plan)
+        self.storage.remove(WORK)
+        self._write(_PLAN, self.plan)
         return "new"
 
     def done(self) -> dict[str, Record]:
         """The records by the part's name."""
         found = {}
-        for name in self._storage.list(_DONE):
+        for name in self.storage.list(_DONE):
             values = self._read(f"{_DONE}/{name}")
             if values is not None:
-                found[name.removesuffix(".json")] = Record.from_dict(values)
+                bad = tuple((path, why) for path, why in values["bad"])
+                found[name.removesuffix(".json")] = Record(**{**values, "bad": bad})
         return found
 
     def write(self, part: Part, record: Record) -> None:
         """Record a part whose file is in its place."""
-        self._write(f"{_DONE}/{part.name}.json", record.to_dict())
+        self._write(f"{_DONE}/{part.name}.json", vars(record))
 
     def finish(
         self, records: Mapping[str, Record], absent: Sequence[tuple[str, str]], names: Sequence[str]
@@ -125,30 +115,35 @@ class Ledger:
             names: the classes.
         """
         bad = sorted((*absent, *(entry for record in records.values() for entry in record.bad)))
+        splits = {
+            split: [record for name, record in records.items() if name.rsplit("-", 1)[0] == split]
+            for split in SPLITS
+        }
+        made = {split: of for split, of in splits.items() if any(record.rows for record in of)}
         summary = {
-            "plan": self._plan,
-            "files": _by_split(records, lambda record: int(record.rows > 0)),
-            "rows": _by_split(records, lambda record: record.rows),
-            "rows_by_label": _labels_by_split(records, names),
+            "plan": self.plan,
+            "files": {split: sum(record.rows > 0 for record in of) for split, of in made.items()},
+            "rows": {split: sum(record.rows for record in of) for split, of in made.items()},
+            "rows_by_label": {split: _rows_by_label(of, names) for split, of in made.items()},
             "bad": len(bad),
         }
         if names:
             self._write(LABELS, list(names))
         if bad:
             lines = (json.dumps({"path": path, "reason": why}) + "\n" for path, why in bad)
-            self._storage.write(BAD_FILES, "".join(lines).encode())
+            self.storage.write(BAD_FILES, "".join(lines).encode())
         self._write(FINISHED, summary)
-        self._storage.remove(WORK)
+        self.storage.remove(WORK)
         return self.report()
 
     def report(self) -> Report:
         """What a finished run has made."""
         summary = self._read(FINISHED)
         assert summary is not None, "the run is not finished"
-        lines = self._storage.read(BAD_FILES).decode().splitlines() if summary["bad"] else []
+        lines = self.storage.read(BAD_FILES).decode().splitlines() if summary["bad"] else []
         bad = [json.loads(line) for line in lines]
         return Report(
-            path=str(self._storage),
+            path=str(self.storage),
             files=summary["files"],
             rows=summary["rows"],
             rows_by_label=summary["rows_by_label"],
@@ -159,45 +154,32 @@ class Ledger:
         """Remove another run's files, the plan that tells whose they are last of all."""
         self._write(_PLAN, before)
         for name in (FINISHED, _DONE, LABELS, BAD_FILES, *SPLITS):
-            self._storage.remove(name)
+            self.storage.remove(name)
 
     def _refuse_others(self, ours: set[str]) -> None:
-        strange = [name for name in self._storage.list("") if name not in ours]
+        strange = [name for name in self.storage.list("") if name not in ours]
         if strange:
             raise ConfigError(
-                f"{self._storage} holds other things ({', '.join(strange[:3])}); choose a new or "
+                f"{self.storage} holds other things ({', '.join(strange[:3])}); choose a new or "
                 "empty folder for output.path"
             )
 
     def _read(self, path: str) -> Any | None:
         """A file's JSON; None if there is none, or not the whole of it."""
-        if not self._storage.exists(path):
+        if not self.storage.exists(path):
             return None
         try:
-            return json.loads(self._storage.read(path))
+            return json.loads(self.storage.read(path))
         except ValueError:
             return None
 
     def _write(self, path: str, value: Any) -> None:
-        self._storage.write(path, json.dumps(value, indent=1).encode())
+        self.storage.write(path, json.dumps(value, indent=1).encode())
 
 
-def _by_split(records: Mapping[str, Record], count: Any) -> dict[str, int]:
-    totals = dict.fromkeys(SPLITS, 0)
-    for name, record in records.items():
-        totals[_split_of(name)] += count(record)
-    return {split: total for split, total in totals.items() if total}
-
-
-def _labels_by_split(
-    records: Mapping[str, Record], names: Sequence[str]
-) -> dict[str, dict[str, int]]:
-    totals: dict[str, dict[str, int]] = {split: dict.fromkeys(names, 0) for split in SPLITS}
-    for part, record in records.items():
+def _rows_by_label(records: Sequence[Record], names: Sequence[str]) -> dict[str, int]:
+    totals = dict.fromkeys(names, 0)
+    for record in records:
         for number, rows in record.rows_by_label.items():
-            totals[_split_of(part)][names[int(number)]] += rows
-    return {split: totals[split] for split in _by_split(records, lambda record: record.rows)}
-
-
-def _split_of(name: str) -> Any:
-    return name.rsplit("-", 1)[0]
+            totals[names[int(number)]] += rows
+    return totals

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
 from sparkdl.cli.images.ledger import Ledger, Record, Report
-from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
+from sparkdl.cli.images.list_files import list_files, qualified, tuned
 from sparkdl.cli.images.parts import Part, digest_of, make_parts
 from sparkdl.cli.images.write_parquet import PartWriter, Source
 from sparkdl.cli.job_files.prepare_file import PrepareJob
@@ -88,7 +88,9 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
     labelled = _labelled(job, paths, label_table, listed.root)
     if not len(labelled.rows):
         raise DataError("the table of labels names none of the files; check labels.path_col")
-    unusable = _unusable(job, listed, labelled)
+    empty = set(listed.empty)
+    unread = labelled.absent if job.labels.source == "table" else listed.empty
+    unusable = tuple((path, _EMPTY if path in empty else _ABSENT) for path in unread)
     if unusable and job.output.on_error == "fail":
         raise DataError(_refusal(unusable))
     table = listed.table.take(pa.array(labelled.rows))
@@ -100,13 +102,6 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
         num_unlabelled = len(paths) - len(labelled.rows)
         logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
     return Source(table=table, root=listed.root, names=labelled.names, unusable=unusable)
-
-
-def _unusable(job: PrepareJob, listed: Listed, labelled: Labelled) -> tuple[tuple[str, str], ...]:
-    """Path and reason of files of which nothing can be read."""
-    empty = set(listed.empty)
-    wanted = labelled.absent if job.labels.source == "table" else listed.empty
-    return tuple((path, _EMPTY if path in empty else _ABSENT) for path in wanted)
 
 
 def _check_apart(data: str, output: str) -> None:
@@ -173,7 +168,8 @@ def _write_all(
                 bar.update(len(part.rows))
             if bad and job.output.on_error == "fail":
                 raise DataError(_refusal(bad))
-            bar.set_postfix_str(_skipped(records))
+            num_bad = sum(len(record.bad) for record in records.values())
+            bar.set_postfix_str(f"{num_bad:,} skipped" * (num_bad > 0))
     writer.clear()
     return records
 
@@ -190,11 +186,6 @@ def _bar(parts: Sequence[Part], records: Mapping[str, Record], *, shows_progress
         file=sys.stderr,
         disable=not shows_progress,
     )
-
-
-def _skipped(records: Mapping[str, Record]) -> str:
-    count = sum(len(record.bad) for record in records.values())
-    return f"{count:,} skipped" if count else ""
 
 
 def _refusal(bad: Sequence[tuple[str, str]]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.cli.images.image_bytes import ConvertTask, ExplainTask
+from sparkdl.cli.images.image_bytes import convert_rows, explain_rows
 from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
 from sparkdl.cli.images.parts import Part
@@ -47,38 +48,24 @@ class Source:
         has_labels = "label" in self.table.column_names
         return self.table.schema.field("label").type if has_labels else None
 
-    def paths_of(self, part: Part) -> list[str]:
-        """The files of a part, in its order."""
-        paths: list[str] = self.table["path"].take(pa.array(part.rows)).to_pylist()
-        return paths
 
-
+@dataclass
 class PartWriter:
-    """Writes parts, several at a time.
+    """Writes parts, several at a time."""
 
-    Args:
-        spark: the session.
-        source: the files.
-        options: what becomes of an image.
-        place: the output's folder as Spark knows it.
-        storage: the same folder.
-    """
+    spark: SparkSession
+    source: Source
+    options: ImageSection
+    """What becomes of an image."""
+    place: str
+    """The output's folder as Spark knows it."""
+    storage: Folder
+    """The same folder."""
+    _numbers: dict[str, int] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        source: Source,
-        options: ImageSection,
-        place: str,
-        storage: Folder,
-    ) -> None:
-        self._spark = spark
-        self._source = source
-        self._options = options
-        self._storage = storage
+    def __post_init__(self) -> None:
         self._staged = f"{WORK}/{_STAGED}{uuid.uuid4().hex[:8]}"
-        self._url = f"{place.rstrip('/')}/{self._staged}"
-        self._numbers: dict[str, int] = {}
+        self._url = f"{self.place.rstrip('/')}/{self._staged}"
 
     def write(self, parts: Sequence[Part]) -> dict[str, Record]:
         """Write parts into the folder of staged files; return what is in them, by the part's name.
@@ -88,12 +75,12 @@ class PartWriter:
         """
         self._numbers = {part.name: number for number, part in enumerate(parts)}
         plan = pa.concat_tables([self._plan(part) for part in parts])
-        files = read_files(self._spark, plan["url"].to_pylist()).withColumnRenamed("path", "url")
-        rows = files.join(F.broadcast(self._spark.createDataFrame(plan)), "url").drop("url")
-        image = _STRUCT if self._options.encoding == "struct" else "binary"
+        files = read_files(self.spark, plan["url"].to_pylist()).withColumnRenamed("path", "url")
+        rows = files.join(F.broadcast(self.spark.createDataFrame(plan)), "url").drop("url")
+        image = _STRUCT if self.options.encoding == "struct" else "binary"
         schema = f"image {image}, {self._schema}, position int"
         made = rows.select("content", *plan.column_names[:-1]).mapInArrow(
-            ConvertTask(self._options), schema
+            partial(convert_rows, options=self.options), schema
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
         ordered = gathered.sortWithinPartitions("part", "position")
@@ -108,28 +95,28 @@ class PartWriter:
         if not record.rows:
             return
         folder = f"{self._staged}/part={self._numbers[part.name]}"
-        files = [name for name in self._storage.list(folder) if name.startswith("part-")]
+        files = [name for name in self.storage.list(folder) if name.startswith("part-")]
         assert len(files) == 1, f"{folder} should hold one Parquet file; it holds {files}"
-        self._storage.move(f"{folder}/{files[0]}", part.path)
+        self.storage.move(f"{folder}/{files[0]}", part.path)
 
     def clear(self) -> None:
         """Remove staged files, also of runs that were killed."""
-        for name in self._storage.list(WORK):
+        for name in self.storage.list(WORK):
             if name.startswith(_STAGED):
-                self._storage.remove(f"{WORK}/{name}")
+                self.storage.remove(f"{WORK}/{name}")
 
     @property
     def _schema(self) -> str:
         """Of what goes with an image."""
         kinds = {"int64": "bigint", "double": "double"}
-        label = f"label {kinds[str(self._source.label_type)]}, " if self._source.label_type else ""
+        label = f"label {kinds[str(self.source.label_type)]}, " if self.source.label_type else ""
         return f"path string, {label}part int"
 
     def _plan(self, part: Part) -> pa.Table:
         """A row per file of a part: ``path``, ``label``, ``part``, ``position``, ``url``."""
-        files = self._source.table.take(pa.array(part.rows)).drop_columns(["length", "modified"])
+        files = self.source.table.take(pa.array(part.rows)).drop_columns(["length", "modified"])
         number = np.full(files.num_rows, self._numbers[part.name], dtype=np.int32)
-        urls = [f"{self._source.root}/{path}" for path in files["path"].to_pylist()]
+        urls = [f"{self.source.root}/{path}" for path in files["path"].to_pylist()]
         return (
             files.append_column("part", pa.array(number))
             .append_column("position", pa.array(np.arange(files.num_rows, dtype=np.int32)))
@@ -138,8 +125,8 @@ class PartWriter:
 
     def _label_columns(self) -> list[SparkColumn]:
         """The label, with the classes' names as Spark ML writes and reads them."""
-        names = list(self._source.names)
-        if not self._source.label_type:
+        names = list(self.source.names)
+        if not self.source.label_type:
             return []
         about = {"ml_attr": {"type": "nominal", "name": "label", "vals": names}} if names else {}
         return [F.col("label").alias("label", metadata=about)]
@@ -147,14 +134,15 @@ class PartWriter:
     def _look(self, parts: Sequence[Part]) -> dict[str, Record]:
         """Count the rows that were written; what is missing there was bad."""
         found: list[dict[str, Any]] = []
-        if any(name.startswith("part=") for name in self._storage.list(self._staged)):
-            rows = self._spark.read.schema(self._schema).parquet(self._url)
+        if any(name.startswith("part=") for name in self.storage.list(self._staged)):
+            rows = self.spark.read.schema(self._schema).parquet(self._url)
             found = rows.toArrow().to_pylist()
         by_part: dict[int, list[dict[str, Any]]] = {}
         for row in found:
             by_part.setdefault(row["part"], []).append(row)
         there = {row["path"] for row in found}
-        files = {part.name: self._source.paths_of(part) for part in parts}
+        of = self.source.table["path"]
+        files = {part.name: of.take(pa.array(part.rows)).to_pylist() for part in parts}
         missing = [path for paths in files.values() for path in paths if path not in there]
         reasons = self._explain(missing)
         records = {}
@@ -168,7 +156,7 @@ class PartWriter:
         return records
 
     def _by_label(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        if not self._source.names:
+        if not self.source.names:
             return {}
         counts = np.bincount([row["label"] for row in rows] or [0])
         return {str(number): int(n) for number, n in enumerate(counts) if n and rows}
@@ -177,8 +165,8 @@ class PartWriter:
         """Why files are bad; by path."""
         if not paths:
             return {}
-        urls = {f"{self._source.root}/{path}": path for path in paths}
-        files = read_files(self._spark, list(urls))
+        urls = {f"{self.source.root}/{path}": path for path in paths}
+        files = read_files(self.spark, list(urls))
         schema = "path string, reason string"
-        rows = files.mapInArrow(ExplainTask(self._options), schema).collect()
+        rows = files.mapInArrow(partial(explain_rows, options=self.options), schema).collect()
         return {urls[row["path"]]: row["reason"] for row in rows}

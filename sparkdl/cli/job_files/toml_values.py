@@ -107,7 +107,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
             raise ConfigError(_unknown(key, where, list(known)))
     for name in known:
         if name in _required(kind) and name not in table:
-            raise ConfigError(f"missing {_place(name, where)}")
+            place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
+            raise ConfigError(f"missing {place}")
     values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
     try:
         return kind(**values)
@@ -145,30 +146,15 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return value
     if origin in (Union, types.UnionType):
         return _convert_union(value, hint, name)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{name} must be one of {_listed(arguments)}; received {value!r}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _wrong(value, hint, name)
-        return tuple(convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise _wrong(value, hint, name)
-        return {key: convert(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, name)
-    return _convert_scalar(value, hint, name)
-
-
-def _convert_scalar(value: Any, hint: Any, name: str) -> Any:
-    if hint is float and type(value) is int:
-        return float(value)
-    # bool is an int in Python but not in TOML.
-    if type(value) is not hint:
+    if not _fits(value, hint):
         raise _wrong(value, hint, name)
-    return value
+    if origin is tuple:
+        return tuple(convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: convert(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
+    return float(value) if hint is float else value
 
 
 def _convert_union(value: Any, union: Any, name: str) -> Any:
@@ -192,7 +178,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if hint is float:
         return type(value) in (int, float)
-    return type(value) is hint
+    return type(value) is hint  # bool is an int in Python but not in TOML
 
 
 def _wrong(value: Any, hint: Any, name: str) -> ConfigError:
@@ -220,10 +206,6 @@ def _unknown(key: str, where: str, known: Sequence[str]) -> str:
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
     return f"{what}{hint} known: {', '.join(known)}"
-
-
-def _place(name: str, where: str) -> str:
-    return f"key '{name}' in [{where}]" if where else f"section [{name}]"
 
 
 def _dotted(name: str, where: str) -> str:

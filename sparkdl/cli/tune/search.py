@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
@@ -41,9 +41,9 @@ class TuneReport:
 
     path: str
     """Folder with a folder for each trial."""
-    best: int | None
+    best: int | None = None
     """Number of the best trial; None: none came to its end."""
-    value: float | None
+    value: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     states: Mapping[str, int] = field(default_factory=dict)
     """``complete``, ``pruned``, ``failed`` -> trials."""
@@ -72,21 +72,13 @@ def run_tune(job: TuneJob, spark: SparkSession) -> TuneReport:
     finally:
         search.spools.close()
     report = _report(job, study)
-    _write(place, "study.json", report_values(report))
+    best = None if report.best is None else folder_of(report.best)
+    found = {"value": report.value, "params": report.params, "states": report.states}
+    _write(place, "study.json", {"best": best, **found})
     from sparkdl.cli.tune.study_plot import plot
 
     place.write("study.png", plot(job.study, study.trials))
     return report
-
-
-def report_values(report: TuneReport) -> dict[str, Any]:
-    """The report as values of JSON."""
-    return {
-        "best": None if report.best is None else folder_of(report.best),
-        "value": report.value,
-        "params": dict(report.params),
-        "states": dict(report.states),
-    }
 
 
 def folder_of(number: int) -> str:
@@ -167,7 +159,10 @@ class _Search:
             estimator = cast("TorchEstimator", make_estimator(one))
             model = estimator.fit_sharing(self.rows, self.spools, watch)
             record["history"] = history = model.summary.history
-            record["value"] = _value(section, history)
+            best = best_value(section, history)
+            if best is None:
+                raise ConfigError(f"no epoch of the trial had a finite {section.metric}")
+            record["value"] = best
             record["last"] = history[-1][section.metric]  # of the weights, where none are restored
             model.write().overwrite().save(path)
             return {"state": "complete", **record}
@@ -176,28 +171,12 @@ class _Search:
         except Exception as error:  # whatever the user's code raises for some values
             if self.is_ending.is_set():
                 raise _CutOff from error
-            said = _said(error)
+            # One that is not ours with its type, which says more.
+            of = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
+            said = without_password(f"{of}{error}")
             logger.warning("trial %d failed: %s", trial.number, said.splitlines()[0])
             seen = {"value": watch.best, "history": watch.history}
             return {"state": "failed", "error": said, **seen, **record}
-
-
-def _said(error: Exception) -> str:
-    """An error for ``trial.json``; one that is not ours with its type, which says more."""
-    text = str(error) if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
-    return without_password(text)
-
-
-def _value(section: StudySection, history: History) -> float:
-    """What a trial has come to.
-
-    Raises:
-        ConfigError: no epoch had a finite value.
-    """
-    best = best_value(section, history)
-    if best is None:
-        raise ConfigError(f"no epoch of the trial had a finite {section.metric}")
-    return best
 
 
 def best_value(section: StudySection, history: History) -> float | None:
@@ -217,16 +196,14 @@ def best_value(section: StudySection, history: History) -> float | None:
     return better(filter(math.isfinite, values), default=None)
 
 
+@dataclass
 class _Watch:
     """Sees the epochs of a trial that the driver hears of, and ends it when it promises nothing."""
 
-    def __init__(
-        self, section: StudySection, trial: optuna.Trial, is_ending: threading.Event
-    ) -> None:
-        self._section = section
-        self._trial = trial
-        self._is_ending = is_ending
-        self._records: dict[int, dict[str, float]] = {}
+    section: StudySection
+    trial: optuna.Trial
+    is_ending: threading.Event
+    _records: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -236,8 +213,8 @@ class _Watch:
     @property
     def best(self) -> float | None:
         """The best of their values."""
-        seen = [record for record in self.history if self._section.metric in record]
-        return best_value(self._section, seen)
+        seen = [record for record in self.history if self.section.metric in record]
+        return best_value(self.section, seen)
 
     def __call__(self, record: Mapping[str, float]) -> None:
         """Take note of an epoch.
@@ -246,15 +223,15 @@ class _Watch:
             optuna.TrialPruned: the other trials are better.
             ConfigError: the history does not have the metric.
         """
-        if self._is_ending.is_set():
+        if self.is_ending.is_set():
             raise _CutOff
         epoch = int(record["epoch"])
         is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
         self._records[epoch] = dict(record)
-        best = best_value(self._section, self.history)
+        best = best_value(self.section, self.history)
         if best is not None and not is_repeated:
-            self._trial.report(best, step=epoch)
-            if self._trial.should_prune():
+            self.trial.report(best, step=epoch)
+            if self.trial.should_prune():
                 raise import_optuna().TrialPruned
 
 
@@ -284,10 +261,7 @@ def _report(job: TuneJob, study: Study) -> TuneReport:
     for trial in finished(study):
         states[names[trial.state]] += 1
     best = study.best_trial if states["complete"] else None
-    return TuneReport(
-        path=job.output.path,
-        best=None if best is None else best.number,
-        value=None if best is None else best.value,
-        params={} if best is None else best.params,
-        states=states,
-    )
+    found = TuneReport(path=job.output.path, states=states)
+    if best is None:
+        return found
+    return replace(found, best=best.number, value=best.value, params=best.params)

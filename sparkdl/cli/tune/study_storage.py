@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.cli.job_files.study_file import StudySection
-from sparkdl.errors import ConfigError, StorageError
+from sparkdl.errors import ConfigError, StorageError, import_or
 from sparkdl.storage.storage import LocalStorage, Storage
 
 if TYPE_CHECKING:
@@ -32,11 +32,9 @@ def import_optuna() -> Any:
     Raises:
         ConfigError: it is not installed, or matplotlib is not.
     """
-    try:
+    with import_or(ConfigError(_REMEDY)):
         import matplotlib  # noqa: F401  # for the plot at the end
         import optuna
-    except ImportError as error:
-        raise ConfigError(_REMEDY) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -17,6 +17,11 @@ from sparkdl.comm.topology.topology import DeferredTopology
 from sparkdl.comm.topology.tree import spread_from_first, sum_at_first
 
 
+def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each node, given the node of each rank."""
+    return [[r for r, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))]
+
+
 def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Who sums with whom: inside nodes, and between them.
 
@@ -25,7 +30,7 @@ def groups_of(nodes: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
         unequal numbers of ranks, the first holds each node's first rank, and the second those
         that have nobody to talk to.
     """
-    inside = [[r for r, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))]
+    inside = ranks_by_node(nodes)
     if is_even(nodes):
         return inside, [list(group) for group in zip(*inside, strict=True)]
     rest = sorted(rank for group in inside for rank in group[1:])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, import_or
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 from sparkdl.runtime.json_values import finite
 
@@ -52,15 +52,11 @@ class MLflow(Listener):
     """Whether the trained weights are an artifact too: ``model/weights.safetensors``."""
 
     def start(self, run: RunStart) -> RunListener:
-        try:
+        missing = "listeners=[MLflow(...)] needs mlflow; install it on the driver with: "
+        with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[mlflow]'")):
             from mlflow.entities import Param
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise SparkDLError(
-                "listeners=[MLflow(...)] needs mlflow; install it on the driver with: "
-                "pip install 'sparkdl-torch[mlflow]'"
-            ) from error
         try:
             client = MlflowClient(tracking_uri=self.tracking_uri)
             found = client.get_experiment_by_name(self.experiment)
@@ -75,14 +71,14 @@ class MLflow(Listener):
             raise SparkDLError(
                 f"MLflow refuses the run: {error}; check tracking_uri and experiment"
             ) from error
-        return _InOneRun(client, tracked, log_weights=self.log_weights)
+        return _InOneRun(client, tracked, self.log_weights)
 
 
+@dataclass(frozen=True)
 class _InOneRun(RunListener):
-    def __init__(self, client: Any, tracked: str, *, log_weights: bool) -> None:
-        self._client = client
-        self._run_id = tracked
-        self._log_weights = log_weights
+    client: Any
+    run_id: str
+    log_weights: bool
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         from mlflow.entities import RunTag
@@ -90,7 +86,7 @@ class _InOneRun(RunListener):
         shown = [
             RunTag(f"sparkdl.{name}", str(value)[:_LONGEST_TAG]) for name, value in facts.items()
         ]
-        self._client.log_batch(self._run_id, tags=shown)
+        self.client.log_batch(self.run_id, tags=shown)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._log(step, {f"step_{name}": value for name, value in values.items()})
@@ -99,20 +95,20 @@ class _InOneRun(RunListener):
         self._log(step, record)
 
     def failure(self, reason: str) -> None:
-        self._client.set_tag(self._run_id, "sparkdl.last_failure", reason[:_LONGEST_TAG])
+        self.client.set_tag(self.run_id, "sparkdl.last_failure", reason[:_LONGEST_TAG])
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         from sparkdl.report.page.report_page import page
 
         is_good = record.status == "succeeded"
         try:
-            self._client.log_text(self._run_id, page(record), "report.html")
+            self.client.log_text(self.run_id, page(record), "report.html")
             text = json.dumps(finite(record.to_dict()), default=str)
-            self._client.log_text(self._run_id, text, "run.json")
-            if self._log_weights and module is not None:
+            self.client.log_text(self.run_id, text, "run.json")
+            if self.log_weights and module is not None:
                 self._add_weights(module)
         finally:
-            self._client.set_terminated(self._run_id, "FINISHED" if is_good else "FAILED")
+            self.client.set_terminated(self.run_id, "FINISHED" if is_good else "FAILED")
 
     def _add_weights(self, module: nn.Module) -> None:
         from sparkdl.serialization.saved_module import prepare_weights
@@ -120,7 +116,7 @@ class _InOneRun(RunListener):
 
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
             prepare_weights(module.state_dict()).write(open_storage(folder), "model")
-            self._client.log_artifacts(self._run_id, f"{folder}/model", "model")
+            self.client.log_artifacts(self.run_id, f"{folder}/model", "model")
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -131,4 +127,4 @@ class _InOneRun(RunListener):
             for name, value in values.items()
             if name not in ("epoch", "report") and math.isfinite(value)
         ]
-        self._client.log_batch(self._run_id, metrics=found)
+        self.client.log_batch(self.run_id, metrics=found)

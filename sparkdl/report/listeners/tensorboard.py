@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, import_or
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
 
 if TYPE_CHECKING:
@@ -38,13 +38,9 @@ class TensorBoard(Listener):
     """How long values may wait before they are written."""
 
     def start(self, run: RunStart) -> RunListener:
-        try:
+        missing = "listeners=[TensorBoard(...)] needs tensorboard; install it on the driver with: "
+        with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[tensorboard]'")):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SparkDLError(
-                "listeners=[TensorBoard(...)] needs tensorboard; install it on the driver with: "
-                "pip install 'sparkdl-torch[tensorboard]'"
-            ) from error
         folder = f"{self.log_dir.rstrip('/')}/{run.folder}"
         writer = SummaryWriter(folder, flush_secs=max(1, round(self.flush_seconds)))
         writer.add_text("params", _as_table(run.params))

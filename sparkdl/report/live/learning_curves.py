@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, import_or
 from sparkdl.report.record.run_record import Line, curve_panels
 
 _MOST_POINTS = 1000
@@ -70,14 +70,10 @@ def picture(runs: Sequence[Curves]) -> bytes:
     Raises:
         SparkDLError: matplotlib is not installed.
     """
-    try:
+    missing = "the picture of the learning curves needs matplotlib; install it with: "
+    with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[plot]'")):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise SparkDLError(
-            "the picture of the learning curves needs matplotlib; install it with: "
-            "pip install 'sparkdl-torch[plot]'"
-        ) from error
     panels = panels_of(runs)
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * len(panels), height), dpi=80, layout="constrained")

@@ -54,6 +54,25 @@ def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Marku
     return Markup(f"<{name}{shown}>{joined(*children)}</{name}>")
 
 
+def row(*cells: Content, kind: str = "td", **attributes: Content | bool) -> Markup:
+    """A row of a table, whose cells all have these attributes; ``th`` makes it a head."""
+    return tag("tr", *(tag(kind, cell, **attributes) for cell in cells))
+
+
+def section(title: str, *children: Content, **attributes: Content | bool) -> Markup:
+    """A part of a page, with its title."""
+    return tag("section", tag("h2", title), *children, **attributes)
+
+
+def drawing(
+    title: str, across: float, down: float, /, *parts: Content, class_: str, **attributes: Content
+) -> Markup:
+    """An SVG element of this size, with its title."""
+    box = f"0 0 {number(across)} {number(down)}"
+    shown = {"viewBox": box, **attributes, "role": "img", "class_": class_}
+    return tag("svg", tag("title", title), *parts, **shown)
+
+
 def number(value: float) -> str:
     """A number of a drawing, as short as it can be."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

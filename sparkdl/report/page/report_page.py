@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparkdl.report.page import html
-from sparkdl.report.page.confusion_table import confusion_matrix
-from sparkdl.report.page.html import Content, Markup, joined, tag
+from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
 from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import Curve, line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
@@ -25,6 +24,8 @@ _FACTS = {
     "module": "module", "parameters": "parameters", "trained_parameters": "of these, trained",
     "parameter_bytes": "size of the parameters", "function": "function",
 }  # fmt: skip
+_MOST_WITH_NUMBERS = 24
+"""Classes of a confusion matrix whose cells have their numbers in them."""
 
 
 def page(record: RunRecord) -> str:
@@ -84,7 +85,9 @@ def _header(record: RunRecord) -> Markup:
 
 
 def _tiles(record: RunRecord) -> Markup:
-    tiles = [_tile("duration", html.duration(record.seconds), _training_seconds(record))]
+    seconds = record.laps.get("train")
+    training = None if seconds is None else f"{html.duration(seconds)} of it training"
+    tiles = [_tile("duration", html.duration(record.seconds), training)]
     if record.history:
         last = record.history[-1]
         for key in _headline(last):
@@ -110,11 +113,7 @@ def _tile(name: str, value: Content, small: Content) -> Markup:
 
 
 def _headline(last: Mapping[str, Any]) -> list[str]:
-    names = curve_names([last])
-    return [
-        *[n for n in names if not n.startswith("val_")],
-        *[n for n in names if n[:4] == "val_"],
-    ][:4]
+    return sorted(curve_names([last]), key=lambda name: name.startswith("val_"))[:4]
 
 
 def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
@@ -124,14 +123,9 @@ def _best(history: Sequence[Mapping[str, Any]], key: str) -> str | None:
     return f"lowest {html.value(min(values))}"
 
 
-def _training_seconds(record: RunRecord) -> str | None:
-    seconds = record.laps.get("train")
-    return None if seconds is None else f"{html.duration(seconds)} of it training"
-
-
 def _rows_per_second(record: RunRecord) -> float | None:
-    totals = record.totals()
-    seconds = [_training(total) for total in totals.values()]
+    totals = record.totals().values()
+    seconds = [sum(total.get(name, 0.0) for name in SPENT_ON[:4]) for total in totals]
     begun = next((a["start_step"] for a in record.attempts if a["start_step"] is not None), 0)
     steps = (record.steps[-1][1] or 0) - begun if record.steps else 0
     per_epoch = record.facts.get("steps_per_epoch", 0)
@@ -139,20 +133,15 @@ def _rows_per_second(record: RunRecord) -> float | None:
     return rows / max(seconds) if seconds and rows and max(seconds) > 0 else None
 
 
-def _training(total: Mapping[str, float]) -> float:
-    return sum(total.get(name, 0.0) for name in SPENT_ON[:4])
-
-
 def _error(record: RunRecord) -> Markup:
     if record.status == "lost":
         text = "Its driver has written nothing for long: it was killed, or cannot write here."
-        return tag("section", tag("h2", "Lost"), tag("p", text), class_="trouble")
+        return section("Lost", tag("p", text), class_="trouble")
     if record.error is None:
         return Markup("")
     trace = record.error.get("traceback")
-    return tag(
-        "section",
-        tag("h2", record.error["type"]),
+    return section(
+        record.error["type"],
         tag("p", record.error["message"]),
         tag("pre", trace) if trace else None,
         class_="trouble",
@@ -162,16 +151,16 @@ def _error(record: RunRecord) -> Markup:
 def _curves(record: RunRecord) -> Markup:
     charts = [_step_chart(record)]
     for title, lines in curve_panels(record.history, has_costs=True).items():
-        style = {name: f"c{place % 6}" for place, name in enumerate(lines)}
         curves = [
-            Curve(name=name, xs=xs, ys=ys, style=style[name]) for name, (xs, ys) in lines.items()
+            Curve(name=name, xs=xs, ys=ys, style=f"c{place % 6}")
+            for place, (name, (xs, ys)) in enumerate(lines.items())
         ]
         x_label = "report" if "report" in record.history[0] else "epoch"
         charts.append(line_chart(title.replace("_", " "), curves, x_label))
     shown = [chart for chart in charts if chart]
     if not shown:
         return Markup("")
-    return tag("section", tag("h2", "Learning curves"), tag("div", *shown, class_="charts"))
+    return section("Learning curves", tag("div", *shown, class_="charts"))
 
 
 def _step_chart(record: RunRecord) -> Markup:
@@ -200,9 +189,8 @@ def _time(record: RunRecord) -> Markup:
             "Waiting and communication cannot be measured apart here. The rank with the least "
             "communication is the one that the others waited for."
         )
-    return tag(
-        "section",
-        tag("h2", "Where the time went"),
+    return section(
+        "Where the time went",
         timeline(record),
         tag("div", *legend, class_="legend") if legend else None,
         *(tag("p", hint, class_="hint") for hint in hints),
@@ -212,11 +200,8 @@ def _time(record: RunRecord) -> Markup:
 
 def _time_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
     used = [name for name in SPENT_ON if any(total.get(name) for total in totals.values())]
-    head = [
-        tag("th", "rank"),
-        tag("th", "share of its time"),
-        *(tag("th", n, class_="n") for n in used),
-    ]
+    times = (tag("th", name, class_="n") for name in used)
+    head = tag("tr", tag("th", "rank"), tag("th", "share of its time"), *times)
     rows = []
     for rank in sorted(totals, key=int):
         total, whole = totals[rank], sum(totals[rank].values())
@@ -231,10 +216,9 @@ def _time_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
                 title=html.share(total.get(name, 0.0), whole))
             for name in used
         ]  # fmt: skip
-        rows.append(
-            tag("tr", tag("td", rank), tag("td", tag("div", *pieces, class_="bar")), *cells)
-        )
-    table = tag("table", tag("tr", *head), *rows)
+        bar = tag("td", tag("div", *pieces, class_="bar"))
+        rows.append(tag("tr", tag("td", rank), bar, *cells))
+    table = tag("table", head, *rows)
     return tag("details", tag("summary", "all ranks"), table) if len(rows) > MOST_LANES else table
 
 
@@ -249,10 +233,9 @@ def _failures(record: RunRecord) -> Markup:
         if attempt is not None:
             after = html.duration(attempt["at"] - failure["at"])
             what = f"started again after {after}{_from(attempt['start_step'])}"
-        cells = (html.duration(failure["at"]), failure["reason"], what)
-        rows.append(tag("tr", *(tag("td", cell, class_="text") for cell in cells)))
-    head = tag("tr", tag("th", "after"), tag("th", "what was lost"), tag("th", "what followed"))
-    return tag("section", tag("h2", "Failures and restarts"), tag("table", head, *rows))
+        rows.append(row(html.duration(failure["at"]), failure["reason"], what, class_="text"))
+    head = row("after", "what was lost", "what followed", kind="th")
+    return section("Failures and restarts", tag("table", head, *rows))
 
 
 def _from(step: int | None) -> str:
@@ -262,13 +245,52 @@ def _from(step: int | None) -> str:
 
 
 def _confusion(record: RunRecord) -> Markup:
+    """Labels are rows, predictions are columns; colours are shares of a label's rows."""
     if record.confusion is None:
         return Markup("")
-    return tag(
-        "section",
-        tag("h2", f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}"),
-        confusion_matrix(record.confusion["counts"]),
+    counts: list[list[float]] = record.confusion["counts"]
+    total = sum(map(sum, counts))
+    right = sum(of[label] for label, of in enumerate(counts))
+    text = f"{html.value(right)} of {html.value(total)} rows are right"
+    text += f" ({html.share(right, total)}). {_most_confused(counts)}"
+    is_dense = len(counts) > _MOST_WITH_NUMBERS
+    names = ("label \\ predicted", *range(len(counts)), "right")
+    head = None if is_dense else row(*names, kind="th")
+    rows = [_label_row(label, of, is_dense=is_dense) for label, of in enumerate(counts)]
+    return section(
+        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}",
+        tag("p", text, class_="hint"),
+        tag("table", head, *rows, class_="matrix dense" if is_dense else "matrix"),
     )
+
+
+def _label_row(label: int, counts: Sequence[float], *, is_dense: bool) -> Markup:
+    whole = sum(counts)
+    cells = []
+    for predicted, count in enumerate(counts):
+        share = count / whole if whole else 0.0
+        colour = "15 157 107" if predicted == label else "217 45 32"
+        style = f"background:rgb({colour} / {100 * share**0.6 * 0.85:.0f}%)" if share else None
+        title = f"label {label}, predicted {predicted}: {html.value(count)}"
+        text = "" if is_dense or not count else html.value(count)
+        cells.append(tag("td", text, style=style, title=title))
+    if is_dense:
+        return tag("tr", *cells)
+    right = html.share(counts[label], whole) if whole else "no rows"
+    return tag("tr", tag("th", str(label)), *cells, tag("td", right, class_="quiet"))
+
+
+def _most_confused(counts: Sequence[Sequence[float]]) -> str:
+    pairs = [
+        (count, label, predicted)
+        for label, of in enumerate(counts)
+        for predicted, count in enumerate(of)
+        if label != predicted and count
+    ]
+    if not pairs:
+        return ""
+    count, label, predicted = max(pairs)
+    return f"Most often mistaken: {label} for {predicted} ({html.value(count)} times)."
 
 
 def _graph(record: RunRecord) -> Markup:
@@ -278,33 +300,20 @@ def _graph(record: RunRecord) -> Markup:
     hint = "Point at a layer for its options. Shapes are those of one row."
     if len(drawn["nodes"]) < len(record.graph["nodes"]):
         hint += f" {len(record.graph['nodes'])} parts are shown as {len(drawn['nodes'])}."
-    return tag(
-        "section",
-        tag("h2", "Model"),
-        tag("div", model_graph(drawn), class_="scroll"),
-        tag("p", hint, class_="hint"),
-    )
+    scroll = tag("div", model_graph(drawn), class_="scroll")
+    return section("Model", scroll, tag("p", hint, class_="hint"))
 
 
 def _hardware(record: RunRecord) -> Markup:
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, found in record.hardware.items():
         groups.setdefault(_machine(found), []).append(int(rank))
-    rows = [
-        tag("tr", tag("td", f"rank {html.ranks(members)}"), *(tag("td", cell) for cell in machine))
-        for machine, members in groups.items()
-    ]
-    if record.driver:
-        rows.insert(
-            0, tag("tr", tag("td", "driver"), *(tag("td", c) for c in _machine(record.driver)))
-        )
+    rows = [row("driver", *_machine(record.driver))] if record.driver else []
+    rows += [row(f"rank {html.ranks(of)}", *machine) for machine, of in groups.items()]
     if not rows:
         return Markup("")
-    head = [
-        tag("th", name)
-        for name in ("", "host", "processor", "cores", "threads", "memory", "device")
-    ]
-    return tag("section", tag("h2", "Hardware"), tag("table", tag("tr", *head), *rows))
+    names = ("", "host", "processor", "cores", "threads", "memory", "device")
+    return section("Hardware", tag("table", row(*names, kind="th"), *rows))
 
 
 def _machine(found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -325,18 +334,11 @@ def _configuration(record: RunRecord) -> Markup:
     spark = {f"Spark {name}": value for name, value in record.spark.items() if value}
     chosen = {p["name"]: p["value"] for p in record.params if p["is_set"]}
     others = {p["name"]: p["value"] for p in record.params if not p["is_set"]}
-    rest = None
-    if others:
-        rest = tag(
-            "details",
-            tag("summary", f"{len(others)} Params left at their defaults"),
-            _table(others),
-        )
-    return tag(
-        "section",
-        tag("h2", "Configuration"),
+    title = tag("summary", f"{len(others)} Params left at their defaults")
+    return section(
+        "Configuration",
         joined(tag("h3", "Params that were set"), _table(chosen)) if chosen else None,
-        rest,
+        tag("details", title, _table(others)) if others else None,
         joined(tag("h3", "Plan"), _table(facts)) if facts else None,
         tag("h3", "Software"),
         _table({**record.versions, **spark}),
@@ -346,9 +348,8 @@ def _configuration(record: RunRecord) -> Markup:
 def _table(values: Mapping[str, Any]) -> Markup:
     rows = []
     for name, value in values.items():
-        text = (
-            f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        )
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        text = f"{value:,}" if is_count else str(value)
         rows.append(tag("tr", tag("th", name), tag("td", tag("code", text), class_="text")))
     return tag("table", *rows, class_="pairs")
 
@@ -358,4 +359,4 @@ def _warnings(record: RunRecord) -> Markup:
         return Markup("")
     lines = [f"{html.duration(e['at']):>10}  rank {e['rank']}  {e['line']}" for e in record.logs]
     title = f"Warnings of the workers ({record.num_logs:,})"
-    return tag("section", tag("h2", title), tag("pre", "\n".join(lines)))
+    return section(title, tag("pre", "\n".join(lines)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sparkdl.report.page.timeline import SPENT_ON
+
 _LIGHT = """
   --page: #f6f7f9; --card: #ffffff; --ink: #1c2430; --quiet: #667085; --rule: #e4e7ec;
   --ground: #eef0f3; --accent: #2563eb; --good: #0f9d6b; --bad: #d92d20; --warn: #b54708;
@@ -79,8 +81,6 @@ svg .label { fill: var(--quiet); font-size: 11.5px; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
 .mark { stroke: var(--card); stroke-width: 1; }
-.line.faint { stroke: var(--on-other); stroke-width: 1; opacity: 0.75; }
-.key.faint { background: var(--on-other); }
 .ground { fill: var(--ground); }
 .phase { fill: var(--on-other); opacity: 0.45; }
 .phase.p1 { opacity: 0.7; }
@@ -116,17 +116,9 @@ footer { color: var(--quiet); font-size: 12px; margin-top: 24px; }
   break-inside: avoid; border: 1px solid var(--rule); } .scroll { max-height: none; } }
 """
     + "".join(
-        f".{name} {{ fill: var(--{name}); }} .key.{name}, .bar .{name} "
-        f"{{ background: var(--{name}); }}\n"
-        for name in (
-            "on-data",
-            "on-compute",
-            "on-communication",
-            "on-waiting",
-            "on-evaluate",
-            "on-checkpoint",
-            "on-other",
-        )
+        f".on-{name} {{ fill: var(--on-{name}); }} .key.on-{name}, .bar .on-{name} "
+        f"{{ background: var(--on-{name}); }}\n"
+        for name in SPENT_ON
     )
     + "".join(
         f".line.c{k} {{ stroke: var(--c{k}); }} .mark.c{k} {{ fill: var(--c{k}); }} "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, number, tag
+from sparkdl.report.page.html import Markup, drawing, joined, number, tag
 
 _BOX, _HIGH = 190.0, 38.0
 _ACROSS, _DOWN = 24.0, 22.0
@@ -43,17 +43,10 @@ def model_graph(graph: Mapping[str, Any]) -> Markup:
         left = width / 2 - (len(nodes) * (_BOX + _ACROSS) - _ACROSS) / 2
         for column, node in enumerate(nodes):
             places[node] = left + column * (_BOX + _ACROSS), row * (_HIGH + _DOWN) + 2
-    return tag(
-        "svg",
-        tag("title", "The module's layers, and what flows between them"),
-        joined(*(_edge(places[a], places[b]) for a, b in graph["edges"])),
-        joined(*(_node(node, places[i]) for i, node in enumerate(graph["nodes"]))),
-        viewBox=f"0 0 {number(width)} {number(height)}",
-        width=width,
-        height=height,
-        role="img",
-        class_="graph",
-    )
+    parts = [_edge(places[a], places[b]) for a, b in graph["edges"]]
+    parts += [_node(node, places[i]) for i, node in enumerate(graph["nodes"])]
+    title = "The module's layers, and what flows between them"
+    return drawing(title, width, height, *parts, class_="graph", width=width, height=height)
 
 
 def _node(node: Mapping[str, Any], place: tuple[float, float]) -> Markup:
@@ -119,7 +112,7 @@ class Curve:
     xs: Sequence[float]
     ys: Sequence[float | None]
     style: str = "c0"
-    """Class of `style.CSS`: ``c0`` to ``c5``, or ``faint``."""
+    """Class of `style.CSS`: ``c0`` to ``c5``."""
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -146,15 +139,7 @@ def line_chart(title: str, curves: Sequence[Curve], x_label: str) -> Markup:
     legend = joined(
         *(tag("span", tag("i", class_=f"key {c.style}"), c.name, class_="entry") for c in curves)
     )
-    svg = tag(
-        "svg",
-        tag("title", title),
-        frame.axes(x_label),
-        lines,
-        viewBox=f"0 0 {number(WIDTH)} {number(HEIGHT)}",
-        role="img",
-        class_="chart",
-    )
+    svg = drawing(title, WIDTH, HEIGHT, frame.axes(x_label), lines, class_="chart")
     caption = tag("figcaption", tag("b", title), tag("span", legend, class_="legend"))
     return tag("figure", caption, svg)
 
@@ -210,7 +195,7 @@ def _polyline(curve: Curve, points: list[tuple[float, float]], frame: _Frame) ->
     places = [(frame.x(x), frame.y(y)) for x, y in points]
     data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
     line = tag("path", d=data, class_=f"line {curve.style}")
-    if len(points) > _MOST_MARKS or curve.style == "faint":
+    if len(points) > _MOST_MARKS:
         return line
     marks = [
         tag(

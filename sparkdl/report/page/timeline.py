@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, number, tag
+from sparkdl.report.page.html import Markup, drawing, joined, number, tag
 from sparkdl.report.page.svg import ticks
 from sparkdl.report.record.run_record import RunRecord
 
@@ -36,14 +36,8 @@ def timeline(record: RunRecord) -> Markup:
         parts.append(tag("rect", class_="ground", rx=3, **ground))
         parts.append(_lane(bins, top, longest))
     parts += [_marks(record, longest, height - 26), _axis(longest, height)]
-    return tag(
-        "svg",
-        tag("title", "What each rank's time was spent on"),
-        *parts,
-        viewBox=f"0 0 {number(_WIDTH)} {number(height)}",
-        role="img",
-        class_="timeline",
-    )
+    title = "What each rank's time was spent on"
+    return drawing(title, _WIDTH, height, *parts, class_="timeline")
 
 
 def shown_ranks(record: RunRecord) -> list[str]:

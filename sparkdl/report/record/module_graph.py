@@ -167,12 +167,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def condensed(graph: Mapping[str, Any], limit: int = 48) -> dict[str, Any]:
     """The graph with at most about ``limit`` nodes: deep layers are shown as what they are in."""
-    depth = max((node["name"].count(".") for node in graph["nodes"]), default=0) + 1
-    while depth > 1:
+    deepest = max((node["name"].count(".") for node in graph["nodes"]), default=0) + 1
+    for depth in range(deepest, 1, -1):
         smaller = _at_depth(graph, depth)
         if len(smaller["nodes"]) <= limit:
             return smaller
-        depth -= 1
     return _at_depth(graph, 1)
 
 

@@ -167,77 +167,60 @@ class RecordBuilder:
 
     def take(self, event: Event) -> None:
         """Add an event; a kind that is not known, of a later version, is passed over."""
-        self._values["seconds"] = max(self._values["seconds"], event["at"])
-        take = getattr(self, f"_take_{event['kind']}", None)
-        if take is not None:
-            take({name: value for name, value in event.items() if name != "kind"})
+        values = self._values
+        values["seconds"] = max(values["seconds"], event["at"])
+        rest = {name: value for name, value in event.items() if name != "kind"}
+        match event["kind"]:
+            case "begin":
+                values.update({name: value for name, value in rest.items() if name != "at"})
+            case "lap":
+                before = values["laps"].get(event["name"], 0.0)
+                values["laps"][event["name"]] = before + event["seconds"]
+            case "phase":
+                values["phase"] = event["name"]
+            case "facts":
+                values["facts"].update(event["facts"])
+            case "graph":
+                values["graph"] = event["graph"]
+            case "hardware":
+                values["hardware"][str(event["rank"])] = event["hardware"]
+            case "attempt":
+                attempts = values["attempts"]
+                if attempts and attempts[-1]["number"] == event["number"]:
+                    attempts.pop()  # it was announced before it began
+                attempts.append(rest)
+            case "failure":
+                values["failures"].append(rest)
+            case "epoch":
+                record, history = event["record"], values["history"]
+                number = count_of(record)
+                # After a restart epochs come again, in their order.
+                while number is not None and history and (count_of(history[-1]) or 0) >= number:
+                    history.pop()
+                history.append(record)
+            case "step":
+                names = ("at", "step", "loss", "rows_per_second")
+                values["steps"].append([event[name] for name in names])
+            case "spent":
+                span = [event["begin"], event["end"], event["seconds"]]
+                values["spent"].setdefault(str(event["rank"]), []).append(span)
+            case "log":
+                values["num_logs"] += 1
+                if len(values["logs"]) < _MAX_LINES:
+                    values["logs"].append(rest)
+            case "confusion":
+                values["confusion"] = {"epoch": event["epoch"], "counts": event["counts"]}
+            case "alive":
+                values["silence_seconds"] = event["silence_seconds"]
+                values["heard"] = event.get("wall", values["started"] + event["at"])
+            case "end":
+                values.update(status=event["status"], error=event.get("error"), phase="")
+                values["seconds"] = event["at"]
+                values["history"] = event.get("history") or values["history"]
 
     def record(self) -> RunRecord:
         """What is known so far."""
         return RunRecord(**copy.deepcopy(self._values))
-
-    def _take_begin(self, event: dict[str, Any]) -> None:
-        event.pop("at")
-        self._values.update(event)
-
-    def _take_lap(self, event: dict[str, Any]) -> None:
-        laps = self._values["laps"]
-        laps[event["name"]] = laps.get(event["name"], 0.0) + event["seconds"]
-
-    def _take_phase(self, event: dict[str, Any]) -> None:
-        self._values["phase"] = event["name"]
-
-    def _take_facts(self, event: dict[str, Any]) -> None:
-        self._values["facts"].update(event["facts"])
-
-    def _take_graph(self, event: dict[str, Any]) -> None:
-        self._values["graph"] = event["graph"]
-
-    def _take_hardware(self, event: dict[str, Any]) -> None:
-        self._values["hardware"][str(event["rank"])] = event["hardware"]
-
-    def _take_attempt(self, event: dict[str, Any]) -> None:
-        attempts = self._values["attempts"]
-        if attempts and attempts[-1]["number"] == event["number"]:
-            attempts.pop()  # it was announced before it began
-        attempts.append(event)
-
-    def _take_failure(self, event: dict[str, Any]) -> None:
-        self._values["failures"].append(event)
-
-    def _take_epoch(self, event: dict[str, Any]) -> None:
-        record, history = event["record"], self._values["history"]
-        number = count_of(record)
-        # After a restart epochs come again, in their order.
-        while number is not None and history and (count_of(history[-1]) or 0) >= number:
-            history.pop()
-        history.append(record)
-
-    def _take_step(self, event: dict[str, Any]) -> None:
-        sample = [event["at"], event["step"], event["loss"], event["rows_per_second"]]
-        self._values["steps"].append(sample)
-
-    def _take_spent(self, event: dict[str, Any]) -> None:
-        spans = self._values["spent"].setdefault(str(event["rank"]), [])
-        spans.append([event["begin"], event["end"], event["seconds"]])
-
-    def _take_log(self, event: dict[str, Any]) -> None:
-        self._values["num_logs"] += 1
-        if len(self._values["logs"]) < _MAX_LINES:
-            self._values["logs"].append(event)
-
-    def _take_confusion(self, event: dict[str, Any]) -> None:
-        self._values["confusion"] = {"epoch": event["epoch"], "counts": event["counts"]}
-
-    def _take_alive(self, event: dict[str, Any]) -> None:
-        self._values["silence_seconds"] = event["silence_seconds"]
-        self._values["heard"] = event.get("wall", self._values["started"] + event["at"])
-
-    def _take_end(self, event: dict[str, Any]) -> None:
-        self._values.update(
-            status=event["status"], error=event.get("error"), seconds=event["at"], phase=""
-        )
-        self._values["history"] = event.get("history") or self._values["history"]
 
 
 def presentable(value: Any) -> Any:

@@ -74,7 +74,7 @@ class Spans:
         seen.reported = seen.newest
         return Span(
             rank=rank,
-            begin=begin,
-            end=seen.end,
+            begin=round(begin, 3),
+            end=round(seen.end, 3),
             seconds={name: round(value, 4) for name, value in spent.items() if value > 0},
         )

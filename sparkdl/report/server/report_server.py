@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from sparkdl.errors import SparkDLError
 from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, number, tag
+from sparkdl.report.page.html import Markup, joined, number, row, tag
 from sparkdl.report.page.report_page import badge, body, document
 from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
@@ -82,18 +82,8 @@ def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
     if not runs:
         hint = "None yet. Set reportDir of an estimator to this directory, and fit."
         return joined(title, tag("section", tag("p", hint)))
-    names = (
-        "run",
-        "status",
-        "started (UTC)",
-        "duration",
-        "epochs",
-        "loss",
-        "",
-        "validation",
-        "workers",
-    )
-    head = tag("tr", *(tag("th", name) for name in (*names, "restarts")))
+    names = ("run", "status", "started (UTC)", "duration", "epochs", "loss", "", "validation")
+    head = row(*names, "workers", "restarts", kind="th")
     rows = [_row(name, record) for name, record in runs]
     return joined(title, tag("section", tag("table", head, *rows, class_="runs")))
 
@@ -113,7 +103,7 @@ def _row(name: str, record: RunRecord | SparkDLError) -> Markup:
     link = tag("a", record.name, href=f"/runs/{quote(name)}/")
     facts = record.facts
     epochs = f"{len(record.history)}" + f" of {facts['epochs']}" * ("epochs" in facts)
-    values: list[str] = [
+    values = [
         html.moment(record.started)[: len("2026-01-01 00:00")],
         html.duration(record.seconds),
         epochs,
@@ -123,9 +113,7 @@ def _row(name: str, record: RunRecord | SparkDLError) -> Markup:
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
-    return tag(
-        "tr", tag("td", link), tag("td", badge(record.status)), *(tag("td", v) for v in values)
-    )
+    return row(link, badge(record.status), *values)
 
 
 def _sparkline(values: Sequence[float | None]) -> Markup:
@@ -183,17 +171,14 @@ class RunServer(ThreadingHTTPServer):
 
     def records(self) -> list[tuple[str, RunRecord | SparkDLError]]:
         """Folder and record of every run, the newest first; an error where one cannot be read."""
-        found: list[tuple[str, RunRecord | SparkDLError]] = []
+        found: list[tuple[str, RunRecord | SparkDLError | None]] = []
         with self.reading:
             for name in self.reader.names():
                 try:
-                    record = self.reader.read(name)
+                    found.append((name, self.reader.read(name)))
                 except SparkDLError as error:
                     found.append((name, error))
-                else:
-                    if record is not None:
-                        found.append((name, record))
-        return found
+        return [(name, record) for name, record in found if record is not None]
 
     def record(self, name: str) -> RunRecord | None:
         """The record of one run."""

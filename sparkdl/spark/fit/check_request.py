@@ -366,9 +366,10 @@ def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: i
     """Refuse ``syncBatchNorm`` with a module or a strategy that it does not fit.
 
     Raises:
-        ConfigError: see `sync_batch_norm.check`.
+        ConfigError: see `batch_norms` and `check_strategy` of `sync_batch_norm`.
     """
     from sparkdl.train.modules import sync_batch_norm
 
     if config.sync_batch_norm:
-        sync_batch_norm.check(module, config.sync_strategy, num_workers)
+        sync_batch_norm.batch_norms(module)
+        sync_batch_norm.check_strategy(config.sync_strategy, num_workers)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
+from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.comm.topology.shared_memory import NoSharedMemory, map_together
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
@@ -22,9 +24,9 @@ from sparkdl.sync.asynchronous.batch_share import BatchShare
 from sparkdl.sync.asynchronous.parameter_slices import check_learning_rates
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import counting_anew, exchange_bytes
+from sparkdl.sync.collective import counting_anew, plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.config import TrainConfig
@@ -68,11 +70,9 @@ class Hogwild(SyncStrategy):
                 "Hogwild shares weights in the CPU's memory; use device='cpu' or another strategy"
             )
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; inside a node nothing is sent."""
-        sent = exchange_bytes(None, shapes, element_size, world_size)
+        sent = plain_bytes(shapes, element_size, world_size)
         return (sent + SHARE_BYTES * (world_size - 1)) / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -87,7 +87,7 @@ class Hogwild(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> HogwildSynchronizer:
-        return HogwildSynchronizer(model, make_optimizer, comm, self.averaging_period)
+        return HogwildSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
 
 
 class HogwildSynchronizer(ApartSynchronizer):
@@ -99,19 +99,20 @@ class HogwildSynchronizer(ApartSynchronizer):
 
     keeps_optimizer = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        averaging_period: int,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
-        _check_device(self.parameters)
+    def __init__(self, *setup: *SetupArguments, period: int) -> None:
+        super().__init__(*setup)
+        for parameter in self.parameters:
+            if parameter.device.type != "cpu":
+                raise ConfigError(
+                    f"Hogwild shares weights in the CPU's memory, and the module is on "
+                    f"{parameter.device}; use device='cpu' or another strategy"
+                )
         check_learning_rates(self.optimizer)
-        self._period = averaging_period
+        self._period = period
         self._own = [parameter.data for parameter in self.parameters]
-        inside, firsts, others = _groups(comm.nodes)
+        comm = setup[2]
+        inside = ranks_by_node(comm.nodes)
+        firsts, others = [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
         self._num_nodes = len(inside)
         self._local = comm.split(inside)
         self._across: Communicator | None = None
@@ -219,12 +220,6 @@ class HogwildSynchronizer(ApartSynchronizer):
             group["lr"] = rate
 
 
-def _groups(nodes: Sequence[int]) -> tuple[list[list[int]], list[int], list[int]]:
-    """The ranks of each node; the nodes' first ranks; and all others."""
-    inside = [[r for r, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))]
-    return inside, [group[0] for group in inside], sorted(r for g in inside for r in g[1:])
-
-
 def _share(
     parameters: Sequence[nn.Parameter], local: Communicator, everyone: Communicator
 ) -> list[torch.Tensor]:
@@ -250,12 +245,3 @@ def _share(
         memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         for start, parameter in zip(starts[:-1], parameters, strict=True)
     ]
-
-
-def _check_device(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.device.type != "cpu":
-            raise ConfigError(
-                f"Hogwild shares weights in the CPU's memory, and the module is on "
-                f"{parameter.device}; use device='cpu' or another strategy"
-            )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,11 +113,8 @@ class SliceExchange:
             Exception: the optimizer of this rank's slice has raised it.
         """
         with self._own_failure_first():
-            futures = [
-                self._submit(self._step_with, link, self._parts[rank], push, is_pulling)
-                for rank, link in self._links.items()
-                if rank in self._parts
-            ]
+            step = partial(self._step_with, push=push, is_pulling=is_pulling)
+            futures = self._ask_others(step)
             own = self._parts.get(self._comm.rank)
             if own is not None:
                 self._step_own(own, push, is_pulling)
@@ -130,11 +128,7 @@ class SliceExchange:
             Exception: the optimizer of this rank's slice has raised it.
         """
         with self._own_failure_first():
-            futures = [
-                self._submit(self._close_with, link, self._parts[rank])
-                for rank, link in self._links.items()
-                if rank in self._parts
-            ]
+            futures = self._ask_others(self._close_with)
             states = []
             own = self._parts.get(self._comm.rank)
             if own is not None:
@@ -189,9 +183,16 @@ class SliceExchange:
             part.load()
         return state
 
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        assert self._pool is not None
-        return self._pool.submit(work, *arguments)
+    def _ask_others(self, ask: Callable[[SliceLink, _Part], Any]) -> list[Future[Any]]:
+        """Start to ask all other ranks that serve something, each in a thread of its own."""
+        if self._pool is None:
+            return []
+        parts = self._parts
+        return [
+            self._pool.submit(ask, link, parts[rank])
+            for rank, link in self._links.items()
+            if rank in parts
+        ]
 
     def _wait(self, futures: Sequence[Future[Any]]) -> None:
         if not futures:

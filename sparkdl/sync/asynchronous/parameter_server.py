@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -102,18 +102,6 @@ class Push(NamedTuple):
     """The numbers of the optimizer's groups at the step of which the gradient is."""
 
 
-@dataclass
-class _Ranks:
-    """What a slice knows of the ranks."""
-
-    clocks: list[int]
-    pending: dict[int, Push | None] = field(default_factory=dict)
-    """In bulk: who has pushed for the present step, and what."""
-    closing: set[int] = field(default_factory=set)
-    """Who waits for the end of the round; nobody waits for them."""
-    gone: set[int] = field(default_factory=set)
-
-
 class ServerSlice:
     """The parameters that one rank serves, with their optimizer. Thread-safe.
 
@@ -135,7 +123,9 @@ class ServerSlice:
         rules: ServerRules,
     ) -> None:
         self._rules = rules
-        self._served = {place: _on_cpu(parameters[place]) for place in places}
+        self._served = {
+            place: nn.Parameter(parameters[place].detach().cpu().clone()) for place in places
+        }
         self._weights = self._buckets()
         for bucket in self._weights:
             for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
@@ -152,7 +142,12 @@ class ServerSlice:
             )
             for rank in range(rules.world_size):
                 self._outbox(rank)  # what the gradients of the first step are computed with
-        self._ranks = _Ranks([0] * rules.world_size)
+        self._clocks = [0] * rules.world_size
+        self._pending: dict[int, Push | None] = {}
+        """In bulk: who has pushed for the present step, and what."""
+        self._closing: set[int] = set()
+        """Who waits for the end of the round; nobody waits for them."""
+        self._gone: set[int] = set()
         self._round = 0
         self._agreed: Snapshot | None = None
         self._changed = threading.Condition()
@@ -182,9 +177,9 @@ class ServerSlice:
         """
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
-            self._ranks.clocks[rank] += 1
+            self._clocks[rank] += 1
             if self._rules.is_bulk:
-                self._ranks.pending[rank] = push
+                self._pending[rank] = push
                 self._apply_together_if_complete()
             elif push is not None:
                 self._apply(rank, push)
@@ -209,10 +204,10 @@ class ServerSlice:
         """
         with self._changed, torch.no_grad():
             self._raise_if_hopeless()
-            self._ranks.closing.add(rank)
+            self._closing.add(rank)
             number = self._round
             self._apply_together_if_complete()
-            if len(self._ranks.closing) == self._rules.world_size:
+            if len(self._closing) == self._rules.world_size:
                 self._agree()
             self._changed.notify_all()
             self._wait_until(lambda: self._round > number)
@@ -222,7 +217,7 @@ class ServerSlice:
     def leave(self, rank: int) -> None:
         """Note that ``rank`` has gone: nobody waits for it in vain."""
         with self._changed:
-            self._ranks.gone.add(rank)
+            self._gone.add(rank)
             self._changed.notify_all()
 
     def _buckets(self) -> list[Bucket]:
@@ -239,8 +234,8 @@ class ServerSlice:
         return self._outboxes[rank]
 
     def _apply_together_if_complete(self) -> None:
-        pending = self._ranks.pending
-        if not pending or len(pending.keys() | self._ranks.closing) < self._rules.world_size:
+        pending = self._pending
+        if not pending or len(pending.keys() | self._closing) < self._rules.world_size:
             return
         pushes = {rank: push for rank, push in sorted(pending.items()) if push is not None}
         pending.clear()
@@ -276,19 +271,18 @@ class ServerSlice:
             raise
 
     def _is_fresh_for(self, rank: int) -> bool:
-        ranks = self._ranks
         if self._rules.is_bulk:
-            return rank not in ranks.pending
+            return rank not in self._pending
         if self._rules.lead is None:
             return True
-        behind = [c for other, c in enumerate(ranks.clocks) if other not in ranks.closing]
-        return min(behind) >= ranks.clocks[rank] - self._rules.lead
+        behind = [c for other, c in enumerate(self._clocks) if other not in self._closing]
+        return min(behind) >= self._clocks[rank] - self._rules.lead
 
     def _agree(self) -> None:
         """All ranks have closed the round and none can push before it has what it ended with."""
         self._round += 1
-        self._ranks.closing.clear()
-        self._ranks.clocks = [0] * self._rules.world_size
+        self._closing.clear()
+        self._clocks = [0] * self._rules.world_size
         for rank in range(self._rules.world_size):
             self._outbox(rank)
         self._agreed = snapshot(self._state(), reuse=self._agreed)
@@ -315,8 +309,8 @@ class ServerSlice:
     def _trouble(self) -> str | None:
         if self.failure is not None:
             return f"the optimizer of a slice failed: {self.failure!r}"
-        if self._ranks.gone:
-            return f"ranks {sorted(self._ranks.gone)} have left"
+        if self._gone:
+            return f"ranks {sorted(self._gone)} have left"
         return None
 
 
@@ -327,7 +321,3 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, entries in merged.items():
             entries.update(state[name])
     return {name: dict(sorted(entries.items())) for name, entries in merged.items()}
-
-
-def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().cpu().clone())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,17 +51,10 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._noted: Options | None = None
         super().__init__(made.param_groups, made.defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Note that there is a gradient to push, and the groups' numbers of this moment."""
         assert closure is None, "the training loop computes gradients itself"
         self._noted = group_options(self)
-        return None
 
     def take(self) -> Options | None:
         """The numbers noted since the last call; None if there was no step."""

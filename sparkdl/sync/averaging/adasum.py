@@ -23,11 +23,12 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.sync.apart import ApartSynchronizer
-from sparkdl.sync.averaging.mean import by_kind
+from sparkdl.sync.averaging.mean import by_kind, fill, flat_of
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
 
 VANISHING = torch.finfo(torch.float64).tiny ** 0.5
 """Below this squared norm an update has no direction; its coefficient is 1."""
@@ -60,9 +61,7 @@ class Adasum(SyncStrategy):
             "be run again"
         )
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; the mean over ranks, if these are no power of two."""
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         levels, size, num_extra = _tree(world_size)
@@ -80,7 +79,7 @@ class Adasum(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AdasumSynchronizer:
-        return AdasumSynchronizer(model, make_optimizer, comm, self.averaging_period)
+        return AdasumSynchronizer(model, make_optimizer, comm, period=self.averaging_period)
 
 
 class AdasumSynchronizer(ApartSynchronizer):
@@ -88,15 +87,9 @@ class AdasumSynchronizer(ApartSynchronizer):
 
     keeps_optimizer = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        averaging_period: int,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
-        self._period = averaging_period
+    def __init__(self, *setup: *SetupArguments, period: int) -> None:
+        super().__init__(*setup)
+        self._period = period
         self._kinds = by_kind(self.parameters)
         self._anchors: list[torch.Tensor] = []
         self._set_anchors()
@@ -120,16 +113,14 @@ class AdasumSynchronizer(ApartSynchronizer):
     @torch.no_grad()
     def _agree(self) -> None:
         for parameters, anchor in zip(self._kinds, self._anchors, strict=True):
-            moved = _flat(parameters).sub_(anchor)
-            sizes = [parameter.numel() for parameter in parameters]
-            combine(moved, sizes, self._comm)
+            moved = flat_of(parameters).sub_(anchor)
+            combine(moved, [parameter.numel() for parameter in parameters], self._comm)
             anchor += moved
-            for parameter, piece in zip(parameters, torch.split(anchor, sizes), strict=True):
-                parameter.copy_(piece.view_as(parameter))
+            fill(parameters, anchor)
 
     def _set_anchors(self) -> None:
         if self._comm.world_size > 1:
-            self._anchors = [_flat(parameters) for parameters in self._kinds]
+            self._anchors = [flat_of(parameters) for parameters in self._kinds]
 
 
 def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -247,7 +238,3 @@ def _tree(world_size: int) -> tuple[int, int, int]:
 def _padded(numel: int, size: int) -> int:
     """The next multiple of ``size``: what can be halved down to one part per rank."""
     return -(-numel // size) * size
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
-from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -76,18 +77,17 @@ class AveragingStrategy(CollectiveStrategy):
         """What follows the mean; None: nothing."""
         return None
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers.
 
-        For rounds of full length: those that an epoch's end cuts short cost as much.
+        For rounds of full length: those that an epoch's end cuts short cost as much. A message
+        about shares goes before.
         """
         period = self.make_period()
-        sent = round_bytes(self, shapes, element_size, world_size)
+        sent = self.exchange_bytes(shapes, element_size, world_size)
         if sent is None or not isinstance(period, FixedPeriod):
             return None
-        return sent / period.steps(0)
+        return (sent + SHARE_BYTES * (world_size - 1)) / period.steps(0)
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
         """See `SyncStrategy.pattern`: once a round weights, buffers and averaged optimizers."""
@@ -114,7 +114,7 @@ class AveragingStrategy(CollectiveStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
-        return AveragingSynchronizer(model, make_optimizer, comm, self)
+        return AveragingSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
 def check_weighting(weighting: str) -> None:
@@ -139,36 +139,19 @@ def check_optimizer_state(optimizer_state: str) -> None:
         )
 
 
-def round_bytes(
-    strategy: AveragingStrategy,
-    shapes: Sequence[tuple[int, ...]],
-    element_size: int,
-    world_size: int,
-) -> int | None:
-    """Bytes that one rank sends to average parameters once, with the message about shares."""
-    sent = exchange_bytes(strategy.resolved_compression(), shapes, element_size, world_size)
-    return None if sent is None else sent + SHARE_BYTES * (world_size - 1)
-
-
 class AveragingSynchronizer(ApartSynchronizer):
     """See `AveragingStrategy`."""
 
     buffers_agree = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: AveragingStrategy,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: AveragingStrategy) -> None:
+        super().__init__(*setup)
         self._strategy = strategy
         self.keeps_optimizer = strategy.optimizer_state == "keep"
         self._period = strategy.make_period()
-        self._outer = strategy.make_outer(comm.world_size)
+        self._outer = strategy.make_outer(self._comm.world_size)
         self._mean = MeanOfReplicas(
-            model, self.optimizer, self._comm, strategy.resolved_compression()
+            self.model, self.optimizer, self._comm, strategy.resolved_compression()
         )
         self._needs_anchor = self._outer is not None or self._mean.is_lossy
         self._anchor: list[torch.Tensor] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from sparkdl.sync.averaging.averaging import (
     OptimizerState,
     check_optimizer_state,
 )
-from sparkdl.sync.averaging.outer_step import OuterRule, moments
+from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
 
 
@@ -65,24 +64,23 @@ class BlockMomentum(AveragingStrategy):
         return BlockMomentumRule(momentum, self.block_learning_rate, self.nesterov)
 
 
-class BlockMomentumRule(OuterRule):
+class BlockMomentumRule(MomentumRule):
     """``D <- momentum * D + learning_rate * (mean - anchor)``, and ``W <- W + D``.
 
     A round begins from ``W``, or with Nesterov's form from ``W + momentum * D``; ``mean - anchor``
     is counted from there.
     """
 
+    saved_as = "updates"
+
     def __init__(self, momentum: float, learning_rate: float, nesterov: bool) -> None:
-        self._momentum = momentum
-        self._learning_rate = learning_rate
+        super().__init__(momentum, learning_rate)
         self._nesterov = nesterov
-        self._updates: list[torch.Tensor] = []
 
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
     ) -> None:
-        self._updates = moments(self._updates, anchor)
-        for begin, weight, update in zip(anchor, mean, self._updates, strict=True):
+        for begin, weight, update in zip(anchor, mean, self.moments(anchor), strict=True):
             gain = weight - begin
             weight.copy_(begin)
             if self._nesterov:
@@ -91,9 +89,3 @@ class BlockMomentumRule(OuterRule):
             weight.add_(update)
             if self._nesterov:
                 weight.add_(update, alpha=self._momentum)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"updates": self._updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._updates = list(state["updates"])

@@ -6,13 +6,14 @@ fragments, and with overlap, as `streaming_diloco` has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
 from sparkdl.sync.averaging.mean import SHARE_BYTES
@@ -23,7 +24,6 @@ from sparkdl.sync.averaging.streaming_diloco import (
     StreamingSynchronizer,
     fragments_of,
 )
-from sparkdl.sync.collective import exchange_bytes
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 
 
@@ -107,9 +107,7 @@ class DiLoCo(AveragingStrategy):
             raise ConfigError("outer_params holds 'lr'; set outer_learning_rate instead")
         return OuterOptimizer(self.outer_optimizer, {"lr": self.outer_learning_rate, **options})
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`.
 
         The streaming form sends the whole model once more, uncompressed, when an epoch ends or a
@@ -119,9 +117,7 @@ class DiLoCo(AveragingStrategy):
             return super().bytes_per_step(shapes, element_size, world_size)
         sent = 0
         for places in fragments_of(shapes, self.num_fragments):
-            some = exchange_bytes(
-                self.resolved_compression(), [shapes[i] for i in places], element_size, world_size
-            )
+            some = self.exchange_bytes([shapes[i] for i in places], element_size, world_size)
             if some is None:
                 return None
             sent += some + SHARE_BYTES * (world_size - 1)
@@ -144,5 +140,5 @@ class DiLoCo(AveragingStrategy):
                 compression=self.resolved_compression(),
                 make_outer=self.make_outer,
             )
-            return StreamingSynchronizer(model, make_optimizer, comm, options)
+            return StreamingSynchronizer(model, make_optimizer, comm, options=options)
         return super().setup(model, make_optimizer, comm)

@@ -6,13 +6,16 @@ warm-up (post-local SGD) and their levels; `period.AdaptivePeriod` for the adapt
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
+from sparkdl.comm.topology.hierarchical import ranks_by_node
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
@@ -22,9 +25,8 @@ from sparkdl.sync.averaging.averaging import (
 )
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
-from sparkdl.sync.averaging.warm_up import WarmUp
 from sparkdl.sync.gradients.allreduce import AllReduce
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, Reduced, SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.comm.topology.topology import Topology
@@ -108,7 +110,7 @@ class LocalSGD(AveragingStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> Synchronizer:
-        made = LocalSGDSynchronizer(model, make_optimizer, comm, self)
+        made = LocalSGDSynchronizer(model, make_optimizer, comm, strategy=self)
         if self.warmup_steps == 0:
             return made
         exchange = AllReduce(compression=self.compression)
@@ -119,20 +121,21 @@ class LocalSGD(AveragingStrategy):
 class LocalSGDSynchronizer(AveragingSynchronizer):
     """See `LocalSGD`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: LocalSGD,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm, strategy)
+    def __init__(self, *setup: *SetupArguments, strategy: LocalSGD) -> None:
+        super().__init__(*setup, strategy=strategy)
         self._inside_period, _ = strategy.periods()
         self._inside: MeanOfReplicas | None = None
         self._inside_comm: Topology | None = None
         self._inside_weight = 0.0
+        comm = setup[2]
         if self._inside_period is not None and comm.world_size > 1:
-            self._join_node(comm, strategy.topology)
+            self._inside_comm = arrange(
+                comm.split(ranks_by_node(comm.nodes)),
+                "auto" if strategy.topology == "auto" else "ring",
+                device=self.parameters[0].device,
+            )
+            if self._inside_comm.world_size > 1:
+                self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm, None)
 
     @property
     def bytes_sent(self) -> int:
@@ -162,19 +165,6 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         super().load_state_dict(state)
         self.buffers_agree = state["buffers_agree"]
 
-    def _join_node(self, comm: Communicator, topology: str) -> None:
-        nodes = [
-            [rank for rank in range(comm.world_size) if comm.nodes[rank] == node]
-            for node in sorted(set(comm.nodes))
-        ]
-        self._inside_comm = arrange(
-            comm.split(nodes),
-            "auto" if topology == "auto" else "ring",
-            device=self.parameters[0].device,
-        )
-        if self._inside_comm.world_size > 1:
-            self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm, None)
-
     def _agree_inside(self) -> None:
         """Take the mean over the ranks of this node, by their samples since the last one."""
         if self._inside is None or self.round_steps == 0:
@@ -184,3 +174,84 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         self._inside_weight = seen
         if any(shares):
             self._take_mean(self._inside, shares)
+
+
+class WarmUp(Synchronizer):
+    """Trains with ``first`` for ``num_steps`` steps and from then on with ``then``.
+
+    Args:
+        first: has the model and the optimizer of ``then``.
+        then: takes over from where the model is.
+        num_steps: counted from the beginning of the run.
+    """
+
+    def __init__(self, first: Synchronizer, then: AveragingSynchronizer, num_steps: int) -> None:
+        self.model, self.optimizer = then.model, then.optimizer
+        self.keeps_optimizer = then.keeps_optimizer
+        self._first, self._then, self._num_steps = first, then, num_steps
+        self._present: Synchronizer = first
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._first.bytes_sent + self._then.bytes_sent
+
+    def zero_gradients(self) -> None:
+        self._present.zero_gradients()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._present.no_sync()
+
+    def start_sums(self, sums: torch.Tensor) -> None:
+        self._present.start_sums(sums)
+
+    def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
+        return self._present.reduce_gradients(sums, divisor)
+
+    def after_step(self, step: int) -> bool:
+        is_closed = self._present.after_step(step)
+        if self._is_warming_up and step + 1 >= self._num_steps:
+            self._take_over()
+        self.buffers_agree = self._present.buffers_agree
+        return is_closed
+
+    def close_round(self) -> None:
+        self._present.close_round()
+        self.buffers_agree = self._present.buffers_agree
+
+    def close(self) -> None:
+        if self._is_warming_up:
+            self._first.close()
+        self._then.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        first = self._first.state_dict() if self._is_warming_up else None
+        return {**self._then.state_dict(), "warmup": first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        first = state.get("warmup")
+        if self._is_warming_up:
+            if first is None:
+                self._take_over()
+            else:
+                self._first.load_state_dict(first)
+        self._then.load_state_dict(state)
+        self.buffers_agree = self._present.buffers_agree
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        first = self._first.rank_state_dict() if self._is_warming_up else None
+        return {**self._then.rank_state_dict(), "warmup": first}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self._then.load_rank_state_dict(state)
+        if self._is_warming_up:
+            self._first.load_rank_state_dict(state["warmup"])
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._present is self._first
+
+    def _take_over(self) -> None:
+        self._first.close()
+        self._then.begin()
+        self._present = self._then
+        self.trains_apart = self._then.trains_apart

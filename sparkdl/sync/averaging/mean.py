@@ -84,7 +84,7 @@ class MeanOfReplicas:
             return
         assert anchor is not None
         self._changes.take(parameters, anchor)
-        self._changes.start(shares[self._comm.rank])
+        self._changes.start_all(shares[self._comm.rank])
         self._changes.wait()
         for parameter, begin, change in zip(parameters, anchor, self._changes.tensors, strict=True):
             torch.add(begin, change, out=parameter)
@@ -94,7 +94,7 @@ class MeanOfReplicas:
         share = shares[self._comm.rank]
         pending = []
         for group in by_kind(tensors):
-            flat = torch.cat([tensor.detach().flatten() for tensor in group])
+            flat = flat_of(group)
             if share == 0:
                 flat.zero_()  # not multiplied: a rank that does not count may hold infinities
             else:
@@ -102,9 +102,7 @@ class MeanOfReplicas:
             pending.append((group, flat, self._comm.all_reduce_async(flat)))
         for group, flat, message in pending:
             message.wait()
-            pieces = torch.split(flat, [tensor.numel() for tensor in group])
-            for tensor, piece in zip(group, pieces, strict=True):
-                tensor.detach().copy_(piece.view_as(tensor))
+            fill(group, flat)
 
     def buffers(self, shares: Sequence[float]) -> None:
         """Overwrite floating buffers by their mean, others by those of the first that counts."""
@@ -194,6 +192,18 @@ class MeanOfReplicas:
         """Restore what `rank_state_dict` gave."""
         if self._changes is not None:
             self._changes.load_rank_state_dict(state)
+
+
+def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The numbers of all tensors, one after the other."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Overwrite tensors by the numbers that lie in ``flat`` as `flat_of` puts them."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.detach().copy_(piece.view_as(tensor))
 
 
 def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from sparkdl.errors import ConfigError
+
+NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
+"""Optimizers of torch that call the loss several times a step, or take sparse gradients only."""
+TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type)
+    and issubclass(value, torch.optim.Optimizer)
+    and value is not torch.optim.Optimizer
+    and name not in NEEDS_ANOTHER_LOOP
+}
+"""Lower-case name -> class, of those that work step by step."""
 
 
 class OuterRule(ABC):
@@ -39,13 +51,33 @@ class OuterRule(ABC):
         """Restore what `state_dict` gave."""
 
 
-def moments(
-    saved: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What a rule remembers of each parameter, on its device; zeros if there is nothing yet."""
-    if not saved:
-        return [torch.zeros_like(parameter) for parameter in parameters]
-    return [one.to(parameter) for one, parameter in zip(saved, parameters, strict=True)]
+class MomentumRule(OuterRule):
+    """A rule that remembers one tensor per parameter.
+
+    Args:
+        momentum: part of what is remembered that goes on.
+        learning_rate: what a round's change is multiplied by.
+    """
+
+    saved_as: ClassVar[str]
+    """The tensors' name in the state."""
+
+    def __init__(self, momentum: float, learning_rate: float) -> None:
+        self._momentum = momentum
+        self._learning_rate = learning_rate
+        self._moments: list[torch.Tensor] = []
+
+    def moments(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is remembered of each parameter, on its device; zeros at first."""
+        saved = self._moments or [torch.zeros_like(parameter) for parameter in parameters]
+        self._moments = [one.to(p) for one, p in zip(saved, parameters, strict=True)]
+        return self._moments
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.saved_as: self._moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._moments = list(state[self.saved_as])
 
 
 class OuterOptimizer(OuterRule):
@@ -104,14 +136,7 @@ class OuterOptimizer(OuterRule):
 
 
 def _find(name: str) -> Any:
-    known = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        # LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
-        and key not in ("Optimizer", "LBFGS", "SparseAdam")
-    }
-    if name.lower() not in known:
-        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {', '.join(sorted(known))}")
-    return known[name.lower()]
+    known = ", ".join(sorted(TORCH_OPTIMIZERS))
+    if name.lower() not in TORCH_OPTIMIZERS:
+        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {known}")
+    return TORCH_OPTIMIZERS[name.lower()]

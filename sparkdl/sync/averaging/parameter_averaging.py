@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,7 +11,6 @@ from sparkdl.sync.averaging.averaging import (
     OptimizerState,
     Weighting,
     check_weighting,
-    round_bytes,
 )
 from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, Period, check_period
 
@@ -71,12 +69,3 @@ class ParameterAveraging(AveragingStrategy):
         if self.averaging_period == "auto":
             return AutoPeriod(share=self.target_share)
         return FixedPeriod(self.averaging_period)
-
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
-        """See `SyncStrategy.bytes_per_step`; without the optimizer's state and buffers."""
-        if self.averaging_period == "auto":
-            return None
-        sent = round_bytes(self, shapes, element_size, world_size)
-        return None if sent is None else sent / self.averaging_period

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from sparkdl.sync.averaging.averaging import (
     OptimizerState,
     check_optimizer_state,
 )
-from sparkdl.sync.averaging.outer_step import OuterRule, moments
+from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
 
 
@@ -58,17 +57,14 @@ class SlowMo(AveragingStrategy):
         return SlowMoRule(self.slow_momentum, self.slow_learning_rate)
 
 
-class SlowMoRule(OuterRule):
+class SlowMoRule(MomentumRule):
     """``u <- momentum * u + (anchor - mean) / h``, and ``anchor - alpha * h * u`` begins anew.
 
     ``h`` is the replicas' learning rate. Where a schedule has come to 0, steps have no unit: such
     a round adds nothing to ``u``, and the mean stays as it is.
     """
 
-    def __init__(self, momentum: float, learning_rate: float) -> None:
-        self._momentum = momentum
-        self._learning_rate = learning_rate
-        self._momenta: list[torch.Tensor] = []
+    saved_as = "momenta"
 
     def step(
         self, anchor: Sequence[torch.Tensor], mean: Sequence[torch.Tensor], learning_rate: float
@@ -85,13 +81,6 @@ class SlowMoRule(OuterRule):
             )
         if learning_rate == 0:
             return
-        self._momenta = moments(self._momenta, anchor)
-        for begin, weight, momentum in zip(anchor, mean, self._momenta, strict=True):
+        for begin, weight, momentum in zip(anchor, mean, self.moments(anchor), strict=True):
             momentum.mul_(self._momentum).add_((begin - weight) / learning_rate)
             weight.copy_(begin).sub_(momentum, alpha=self._learning_rate * learning_rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"momenta": self._momenta}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._momenta = list(state["momenta"])

@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.mean import MeanOfReplicas
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import SetupArguments
 from sparkdl.sync.weight_changes import Changes
 
 if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
+    from sparkdl.comm.compression.compression import Compression, Shapes
     from sparkdl.sync.averaging.outer_step import OuterRule
 
 
-def fragments_of(shapes: Sequence[tuple[int, ...]], num_fragments: int) -> list[list[int]]:
+def fragments_of(shapes: Shapes, num_fragments: int) -> list[list[int]]:
     """Which parameters make up each fragment, given all shapes in the model's order.
 
     A layer begins with each parameter of two or more dimensions; those of fewer that follow it,
@@ -108,16 +107,10 @@ class _Fragment:
 class StreamingSynchronizer(OwnWeightsSynchronizer):
     """See `DiLoCo`. What all replicas agree on is their mean, by the samples each has seen."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        options: Streaming,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, options: Streaming) -> None:
+        super().__init__(*setup)
         self._options = options
-        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
         self._fragments = self._make_fragments()
 
     def after_step(self, step: int) -> bool:
@@ -163,7 +156,7 @@ class StreamingSynchronizer(OwnWeightsSynchronizer):
         if not any(shares):
             return
         fragment.changes.take(fragment.parameters, fragment.anchor)
-        fragment.changes.start(shares[self._comm.rank])
+        fragment.changes.start_all(shares[self._comm.rank])
         fragment.due = done + self._options.overlap_steps
         if self._options.overlap_steps == 0:
             self._arrive(fragment)

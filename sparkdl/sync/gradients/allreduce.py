@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
-from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
+from sparkdl.sync.collective import CollectiveStrategy, plain_bytes
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.gradient_buckets import bucket_shapes
 from sparkdl.sync.gradients.backup_workers import BackupWorkersSynchronizer, check_backup_workers
@@ -92,23 +94,20 @@ class AllReduce(CollectiveStrategy):
             return None
         return tuple(share / sum(self.work_shares) for share in self.work_shares)
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: a ring's or the compression's, and the step's sums.
 
         With backup workers it depends on time how often the ranks ask each other who is ready.
         """
         if self.num_backup_workers:
             return None
-        compression = self.resolved_compression()
         sent = [
-            exchange_bytes(compression, bucket, element_size, world_size)
+            self.exchange_bytes(bucket, element_size, world_size)
             for bucket in bucket_shapes(shapes, element_size, self.bucket_bytes)
         ]
         if any(number is None for number in sent):
             return None
-        return sum(filter(None, sent)) + exchange_bytes(None, [(2,)], 8, world_size)
+        return sum(filter(None, sent)) + plain_bytes([(2,)], 8, world_size)
 
     @classmethod
     def examples(cls) -> tuple[AllReduce, ...]:
@@ -132,10 +131,12 @@ class AllReduce(CollectiveStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> AllReduceSynchronizer:
-        options = (self.bucket_bytes, self.resolved_compression())
+        kind: Callable[..., AllReduceSynchronizer] = AllReduceSynchronizer
         if self.double_buffering:
-            return DoubleBufferingSynchronizer(model, make_optimizer, comm, *options)
-        if self.num_backup_workers:
-            quorum = comm.world_size - self.num_backup_workers
-            return BackupWorkersSynchronizer(model, make_optimizer, comm, *options, quorum=quorum)
-        return AllReduceSynchronizer(model, make_optimizer, comm, *options)
+            kind = DoubleBufferingSynchronizer
+        elif self.num_backup_workers:
+            kind = partial(BackupWorkersSynchronizer, num_backup_workers=self.num_backup_workers)
+        compression = self.resolved_compression()
+        return kind(
+            model, make_optimizer, comm, bucket_bytes=self.bucket_bytes, compression=compression
+        )

@@ -32,20 +32,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.sync.gradient_buckets import BucketSums
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import MakeOptimizer, Reduced
+from sparkdl.sync.strategy import Reduced, SetupArguments
 
 if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
     from sparkdl.config import TrainConfig
     from sparkdl.sync.collective import CollectiveStrategy
 
@@ -106,28 +105,21 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
 
     sends_early = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        bucket_bytes: int,
-        compression: Compression | None = None,
-        *,
-        quorum: int,
-    ) -> None:
+    def __init__(self, *setup: *SetupArguments, num_backup_workers: int, **options: Any) -> None:
         """Build it.
 
         Raises:
             ConfigError: the model is on a CUDA device.
         """
         # A group of its own: the main thread may speak with its peers at the same time.
+        model, make_optimizer, comm = setup
         own = comm.split([range(comm.world_size)])
-        super().__init__(model, make_optimizer, own, bucket_bytes, compression)
+        super().__init__(model, make_optimizer, own, **options)
         if self._buckets[0].flat.device.type == "cuda":
             raise ConfigError(_NO_CUDA)
         flats = [bucket.flat for bucket in self._buckets]
-        self._thread = StepThread(self._comm, quorum, flats, self._start)
+        quorum = comm.world_size - num_backup_workers
+        self._thread = StepThread(self._comm, quorum, flats, self._messages)
         self._has_samples = False
 
     def zero_gradients(self) -> None:
@@ -188,7 +180,7 @@ class StepThread(threading.Thread):
         comm: a group that nobody else uses.
         quorum: ranks that conclude a step.
         flats: the buckets.
-        start: starts to sum a tensor as bucket number so-and-so.
+        messages: sums the buckets.
     """
 
     def __init__(
@@ -196,13 +188,13 @@ class StepThread(threading.Thread):
         comm: Communicator,
         quorum: int,
         flats: Sequence[torch.Tensor],
-        start: Callable[[int, torch.Tensor], Pending],
+        messages: BucketSums,
     ) -> None:
         super().__init__(name="sparkdl backup workers", daemon=True)
         self._comm = comm
         self._quorum = quorum
         self._flats = flats
-        self._start_sum = start
+        self._messages = messages
         self._changed = threading.Condition()
         self._contribution: Contribution | None = None
         self._results: deque[ConcludedStep] = deque()
@@ -289,10 +281,10 @@ class StepThread(threading.Thread):
         else:
             assert self._contribution is not None
             flats, sums = list(self._flats), self._contribution.sums
-        pending = [self._comm.all_reduce_async(sums)]
-        pending += [self._start_sum(number, flat) for number, flat in enumerate(flats)]
-        for message in pending:
-            message.wait()
+        self._messages.start_plain(sums)
+        for number, flat in enumerate(flats):
+            self._messages.start(number, flat)
+        self._messages.wait()
         is_all = len(ranks) == len(everyone)
         with self._changed:
             self._contribution = None

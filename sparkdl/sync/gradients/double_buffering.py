@@ -19,12 +19,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.gradient_buckets import FlatGradients
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
-from sparkdl.sync.strategy import MakeOptimizer, Reduced
+from sparkdl.sync.strategy import Reduced, SetupArguments
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
@@ -40,14 +38,9 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     sends_early = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        bucket_bytes: int,
-        compression: Compression | None = None,
+        self, *setup: *SetupArguments, bucket_bytes: int, compression: Compression | None
     ) -> None:
-        super().__init__(model, make_optimizer, comm, bucket_bytes, compression)
+        super().__init__(*setup, bucket_bytes=bucket_bytes, compression=compression)
         parameters = self._gradients.parameters
         self._other = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
         """The set that travels, or has arrived; the parameters' own is filled meanwhile."""
@@ -59,23 +52,23 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         """See `Synchronizer.reduce_gradients`: sends this step's, returns those of the last."""
-        self._arrive()
+        self._messages.wait()
         arrived = self._underway or Reduced(torch.zeros_like(sums), 0.0)
         self._gradients, self._other = self._other, self._gradients
         self._gradients.attach()
         self._underway = Reduced(sums, divisor)
-        self._pending.append(self._comm.all_reduce_async(sums))
+        self._messages.start_plain(sums)
         for number, bucket in enumerate(self._other.buckets):
-            self._pending.append(self._start(number, bucket.flat))
+            self._messages.start(number, bucket.flat)
         return arrived
 
     def close_round(self) -> None:
         """Wait for what is under way; it stays for the next step to apply."""
-        self._arrive()
+        self._messages.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`; a round must have been closed."""
-        assert not self._pending, "gradients are still under way"
+        assert not self._messages.pending, "gradients are still under way"
         underway = None
         if self._underway is not None:
             underway = {
@@ -99,8 +92,3 @@ class DoubleBufferingSynchronizer(AllReduceSynchronizer):
     def close(self) -> None:
         self._other.release()
         super().close()
-
-    def _arrive(self) -> None:
-        pending, self._pending = self._pending, []
-        for message in pending:
-            message.wait()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.sync.collective import counting_anew
-from sparkdl.sync.gradient_buckets import Bucket, FlatGradients
-from sparkdl.sync.strategy import MakeOptimizer, Reduced, Synchronizer
+from sparkdl.sync.gradient_buckets import Bucket, BucketSums, FlatGradients
+from sparkdl.sync.strategy import Reduced, SetupArguments, Synchronizer
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression
@@ -32,24 +31,17 @@ class AllReduceSynchronizer(Synchronizer):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
+        *setup: *SetupArguments,
         bucket_bytes: int,
         compression: Compression | None = None,
     ) -> None:
-        self.model = model
+        self.model, make_optimizer, comm = setup
         self._comm = counting_anew(comm)
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(parameters)
         self._gradients = FlatGradients(parameters, bucket_bytes, self._comm.allocate)
         self._buckets = self._gradients.buckets
-        self._compressors = []
-        if compression is not None and comm.world_size > 1:
-            self._compressors = [
-                compression.make(bucket.gradients, self._comm) for bucket in self._buckets
-            ]
-        self._pending: list[Pending] = []
+        self._messages = BucketSums(self._buckets, self._comm, compression)
         self._sums: torch.Tensor | None = None
         self._num_sent = 0
         self._is_syncing = True
@@ -79,7 +71,7 @@ class AllReduceSynchronizer(Synchronizer):
         # A message of its own: float32 buckets would round the sums. It travels during the
         # backward pass; after it, all ranks would wait once more.
         self._sums = sums
-        self._pending.append(self._comm.all_reduce_async(sums))
+        self._messages.start_plain(sums)
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
         if self._comm.world_size == 1:
@@ -88,9 +80,7 @@ class AllReduceSynchronizer(Synchronizer):
             self.start_sums(sums)
         while self._num_sent < len(self._buckets):
             self._send_next()
-        pending, self._pending = self._pending, []
-        for message in pending:
-            message.wait()
+        self._messages.wait()
         shared, self._sums = self._sums, None
         assert shared is not None
         return Reduced(shared, divisor)
@@ -103,19 +93,16 @@ class AllReduceSynchronizer(Synchronizer):
         """Nothing to do: every step closes its round."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"compressors": [one.state_dict() for one in self._compressors]}
+        return self._messages.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._compressors and state["compressors"]:  # a gang of one has none
-            for one, values in zip(self._compressors, state["compressors"], strict=True):
-                one.load_state_dict(values)
+        self._messages.load_state_dict(state)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
+        return self._messages.rank_state_dict()
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        for one, values in zip(self._compressors, state["compressors"], strict=True):
-            one.load_rank_state_dict(values)
+        self._messages.load_rank_state_dict(state)
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -126,11 +113,11 @@ class AllReduceSynchronizer(Synchronizer):
     def _attach_hooks(self) -> None:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                hook = _GradientHook(self, bucket)
+                hook = partial(self._gradient_is_ready, bucket)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooks.append(handle)
 
-    def _gradient_is_ready(self, bucket: Bucket) -> None:
+    def _gradient_is_ready(self, bucket: Bucket, parameter: torch.Tensor) -> None:
         if not self._is_syncing:
             return
         bucket.num_missing -= 1
@@ -145,21 +132,4 @@ class AllReduceSynchronizer(Synchronizer):
     def _send_next(self) -> None:
         number = self._num_sent
         self._num_sent += 1
-        self._pending.append(self._start(number, self._buckets[number].flat))
-
-    def _start(self, number: int, flat: torch.Tensor) -> Pending:
-        """Start to sum bucket ``number`` over the ranks."""
-        if self._compressors:
-            return self._compressors[number].start(flat)
-        return self._comm.all_reduce_async(flat)
-
-
-class _GradientHook:
-    """Tells the synchronizer that one gradient of a bucket is there."""
-
-    def __init__(self, synchronizer: AllReduceSynchronizer, bucket: Bucket) -> None:
-        self._synchronizer = synchronizer
-        self._bucket = bucket
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._synchronizer._gradient_is_ready(self._bucket)
+        self._messages.start(number, self._buckets[number].flat)

@@ -6,7 +6,6 @@ synchronous form: every rank holds the center, and moves it by the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,13 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
 from sparkdl.sync.averaging.period import check_period
-from sparkdl.sync.collective import CollectiveStrategy, exchange_bytes
+from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
 from sparkdl.sync.weight_changes import Changes
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ class ElasticAveraging(CollectiveStrategy):
         """What ``elasticity`` means in a gang of ``world_size``."""
         return PAPERS_BETA / world_size if self.elasticity is None else self.elasticity
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
-        sent = exchange_bytes(self.resolved_compression(), shapes, element_size, world_size)
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
+        sent = self.exchange_bytes(shapes, element_size, world_size)
         return None if sent is None else sent / self.averaging_period
 
     def pattern(self, size: ModelSize, world_size: int) -> Pattern:
@@ -82,22 +80,16 @@ class ElasticAveraging(CollectiveStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> ElasticSynchronizer:
-        return ElasticSynchronizer(model, make_optimizer, comm, self)
+        return ElasticSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
 class ElasticSynchronizer(OwnWeightsSynchronizer):
     """See `ElasticAveraging`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: ElasticAveraging,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: ElasticAveraging) -> None:
+        super().__init__(*setup)
         self._period = strategy.averaging_period
-        self._elasticity = strategy.elasticity_of(comm.world_size)
+        self._elasticity = strategy.elasticity_of(self._comm.world_size)
         self._center = [parameter.detach().clone() for parameter in self.parameters]
         self._pulls = Changes(self.parameters, self._comm, strategy.resolved_compression())
 
@@ -133,7 +125,7 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
         for parameter, pull in zip(self.parameters, self._pulls.tensors, strict=True):
             parameter.sub_(pull, alpha=self._elasticity)
         has_trained = self.round_sums[1].item() > 0
-        self._pulls.start(self._elasticity if has_trained else 0.0)
+        self._pulls.start_all(self._elasticity if has_trained else 0.0)
         self._pulls.wait()
         self.round_sums.zero_()
         for center, pull in zip(self._center, self._pulls.tensors, strict=True):

@@ -8,7 +8,6 @@ seed and step, and both push at once, so that bits repeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
 from sparkdl.sync.apart import OWN_WEIGHTS, OwnWeightsSynchronizer
-from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind
+from sparkdl.sync.averaging.mean import MeanOfReplicas, by_kind, fill, flat_of
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
-from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, SyncStrategy
 
 WEIGHT_BYTES = 8
 """What a peer says of its weight."""
@@ -63,9 +63,7 @@ class Gossip(SyncStrategy):
         pairs = zip(order[0::2], order[1::2], strict=False)  # an odd one out stays alone
         return [pair for pair, does in zip(pairs, meets.tolist(), strict=True) if does]
 
-    def bytes_per_step(
-        self, shapes: Sequence[tuple[int, ...]], element_size: int, world_size: int
-    ) -> float | None:
+    def bytes_per_step(self, shapes: Shapes, element_size: int, world_size: int) -> float | None:
         """See `SyncStrategy.bytes_per_step`: the expected value over draws and ranks.
 
         The whole model travels once more when an epoch ends or a checkpoint is written.
@@ -91,22 +89,16 @@ class Gossip(SyncStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> GossipSynchronizer:
-        return GossipSynchronizer(model, make_optimizer, comm, self)
+        return GossipSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
 class GossipSynchronizer(OwnWeightsSynchronizer):
     """See `Gossip`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: Gossip,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: Gossip) -> None:
+        super().__init__(*setup)
         self._strategy = strategy
-        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
         self._weight = 0.0
         self._has_trained = False
 
@@ -144,10 +136,8 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         share = self._weight / total if total > 0 else 0.5
         self._weight = total / 2
         for group in by_kind(self.parameters):
-            flat = torch.cat([tensor.detach().flatten() for tensor in group])
+            flat = flat_of(group)
             theirs = self._comm.exchange(flat, peer)
             # The same sum on both sides, but for the order of its two terms.
             flat.mul_(share).add_(theirs.mul_(1 - share))
-            pieces = torch.split(flat, [tensor.numel() for tensor in group])
-            for parameter, piece in zip(group, pieces, strict=True):
-                parameter.detach().copy_(piece.view_as(parameter))
+            fill(group, flat)

@@ -18,7 +18,7 @@ from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import Weighting, check_weighting
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.population.population import PopulationStrategy
-from sparkdl.sync.strategy import MakeOptimizer
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class OneShotAveraging(PopulationStrategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
     ) -> OneShotSynchronizer:
-        return OneShotSynchronizer(model, make_optimizer, comm, self)
+        return OneShotSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
 class OneShotSynchronizer(OwnWeightsSynchronizer):
@@ -52,16 +52,10 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
     _own_buffers: Sequence[torch.Tensor] | None = None
     """The replica's buffers while the model shows the mean."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        comm: Communicator,
-        strategy: OneShotAveraging,
-    ) -> None:
-        super().__init__(model, make_optimizer, comm)
+    def __init__(self, *setup: *SetupArguments, strategy: OneShotAveraging) -> None:
+        super().__init__(*setup)
         self._weighting = strategy.weighting
-        self._mean = MeanOfReplicas(model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
 
     def zero_gradients(self) -> None:
         if self._own_buffers is not None:

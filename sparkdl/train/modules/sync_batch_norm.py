@@ -34,16 +34,6 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.strategy import SyncStrategy
 
 
-def check(module: nn.Module, strategy: SyncStrategy, world_size: int) -> None:
-    """Refuse what the layers of ``module`` cannot be synchronized in.
-
-    Raises:
-        ConfigError: see `batch_norms` and `check_strategy`.
-    """
-    batch_norms(module)
-    check_strategy(strategy, world_size)
-
-
 def check_strategy(strategy: SyncStrategy, world_size: int) -> None:
     """Refuse a strategy whose ranks do not take their steps together.
 

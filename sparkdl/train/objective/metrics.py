@@ -161,12 +161,14 @@ class Metrics:
 
     def states(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
-        return _dump(self.seen())
+        buffer = io.BytesIO()
+        torch.save(on_cpu(self.seen()), buffer)
+        return buffer.getvalue()
 
     def seen(self) -> Seen:
         """The same as a tree of tensors."""
         seen = {
-            name: (metric.update_count, {key: getattr(metric, key) for key in _keys(metric)})
+            name: (metric.update_count, {key: getattr(metric, key) for key in metric._reductions})
             for name, metric in self._metrics.items()
         }
         return seen if self._confusion is None else {**seen, _CONFUSION: self._confusion.state()}
@@ -215,7 +217,7 @@ class Metrics:
 
     def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given their `states` in rank order."""
-        by_rank = [_load(data) for data in gathered]
+        by_rank: list[Seen] = [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
         self.confusion = added([seen[_CONFUSION] for seen in by_rank if _CONFUSION in seen])
         return {
             name: _scalar(name, merged(metric, [seen[name] for seen in by_rank]).compute())
@@ -293,10 +295,6 @@ def _full_precision(value: Any) -> Any:
     return _each_tensor(value, lambda t: t.float() if t.dtype in narrow else t)
 
 
-def _keys(metric: Metric) -> list[str]:
-    return list(metric._reductions)
-
-
 def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: torch.device) -> Any:
     if isinstance(values[0], list):  # states that grow by the sample: as if all had been seen here
         return [value.to(device) for ranks_values in values for value in ranks_values]
@@ -363,16 +361,5 @@ def on_cpu(seen: Seen) -> Seen:
     }
 
 
-def _dump(states: Seen) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(on_cpu(states), buffer)
-    return buffer.getvalue()
-
-
 def _on_cpu(value: Any) -> Any:
     return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
-
-
-def _load(data: bytes) -> Seen:
-    loaded: Seen = torch.load(io.BytesIO(data), weights_only=True)
-    return loaded

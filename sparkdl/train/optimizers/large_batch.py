@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -27,14 +27,8 @@ _NARROW = (torch.float16, torch.bfloat16)
 class _LayerwiseOptimizer(torch.optim.Optimizer):
     """What both share: which tensors are stepped, and in which precision."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take one step; parameters without a gradient stay as they are.
 
         Args:
@@ -150,11 +144,8 @@ class LARS(_LayerwiseOptimizer):
             norms = torch._foreach_norm(weights)
             below = torch._foreach_norm(gradients)
             torch._foreach_add_(below, norms, alpha=decay)
-            ratios = [
-                _ratio(group["trust_coefficient"] * norm, size)
-                for norm, size in zip(norms, below, strict=True)
-            ]
-            torch._foreach_mul_(steps, ratios)
+            trusted = [group["trust_coefficient"] * norm for norm in norms]
+            torch._foreach_mul_(steps, _ratios(trusted, below))
         velocities = self._moments(parameters, "momentum_buffer")
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, steps)
@@ -220,11 +211,7 @@ class LAMB(_LayerwiseOptimizer):
         if is_adapted:
             norms = torch._foreach_norm(weights)
             torch._foreach_clamp_max_(norms, group["clip_norm"])
-            ratios = [
-                _ratio(norm, size)
-                for norm, size in zip(norms, torch._foreach_norm(directions), strict=True)
-            ]
-            torch._foreach_mul_(directions, ratios)
+            torch._foreach_mul_(directions, _ratios(norms, torch._foreach_norm(directions)))
         torch._foreach_mul_(directions, group["lr"])
         torch._foreach_add_(parameters, directions, alpha=-1)
 
@@ -262,9 +249,10 @@ def _wide(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [t.float() if t.dtype in _NARROW else t.detach() for t in tensors]
 
 
-def _ratio(norm: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """Their quotient, on their device; 1 where one of them is zero."""
-    return torch.where((norm > 0) & (size > 0), norm / size, 1.0)
+def _ratios(norms: Sequence[torch.Tensor], sizes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their quotients, on their device; 1 where one of the two is zero."""
+    pairs = zip(norms, sizes, strict=True)
+    return [torch.where((norm > 0) & (size > 0), norm / size, 1.0) for norm, size in pairs]
 
 
 def _decay(group: dict[str, Any], is_adapted: bool) -> float:

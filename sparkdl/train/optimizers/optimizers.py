@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.name_patterns import check_fit, fits
+from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
@@ -84,17 +85,7 @@ def _pattern_of(names: Iterable[str], patterns: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-# LBFGS calls the loss several times a step; SparseAdam takes sparse gradients only.
-_NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
-
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    name.lower(): value
-    for name, value in vars(torch.optim).items()
-    if isinstance(value, type)
-    and issubclass(value, torch.optim.Optimizer)
-    and value is not torch.optim.Optimizer
-    and name not in _NEEDS_ANOTHER_LOOP
-} | {"lars": LARS, "lamb": LAMB}
+OPTIMIZERS = TORCH_OPTIMIZERS | {"lars": LARS, "lamb": LAMB}
 """Lower-case name -> class: our own, and those of this torch that work step by step."""
 
 AUTO = "auto"
@@ -117,7 +108,11 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         ConfigError: the name is unknown, the options do not fit, or a callable that makes its own
             optimizer was given together with options for it.
     """
-    options = _options(config)
+    options = dict(config.optimizer_params)
+    if config.learning_rate is not None:
+        if "lr" in options:
+            raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
+        options["lr"] = config.learning_rate
     kind = _kind(config, module)
     may_fuse = (
         isinstance(config.optimizer, str)
@@ -139,31 +134,15 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         parameters = list(parameters)
         fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
         for values in config.parameter_groups.values() if groups is not None else ():
-            _check_group(kind, parameters, {**options, **fused, **values})
+            # All parameters with a group's options: in groups an optimizer never looks at them.
+            _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
         divided: Any = parameters if groups is None else groups.divide(parameters)
-        try:
-            made = kind(divided, **options, **fused)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer {kind!r} refused {options}: {error}") from error
+        made = _made(kind, divided, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
         return made
 
     return make
-
-
-def _options(config: TrainConfig) -> dict[str, Any]:
-    """The optimizer's options, with the learning rate.
-
-    Raises:
-        ConfigError: the rate was given twice.
-    """
-    options = dict(config.optimizer_params)
-    if config.learning_rate is not None:
-        if "lr" in options:
-            raise ConfigError("optimizerParams holds 'lr' and learningRate is set; keep one")
-        options["lr"] = config.learning_rate
-    return options
 
 
 def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
@@ -192,7 +171,7 @@ def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: 
         ConfigError: with the remedy.
     """
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if is_class and kind.__name__ in _NEEDS_ANOTHER_LOOP:
+    if is_class and kind.__name__ in NEEDS_ANOTHER_LOOP:
         raise ConfigError(f"optimizer {kind.__name__} does not work step by step; use another")
     if isinstance(kind, OwnOptimizer):
         if not options and not has_groups:
@@ -215,18 +194,17 @@ def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: 
         )
 
 
-def _check_group(kind: Any, parameters: Sequence[nn.Parameter], options: Mapping[str, Any]) -> None:
-    """Refuse options that an optimizer would refuse for all parameters; in groups it never looks.
+def _made(kind: Any, parameters: Any, options: Mapping[str, Any], where: str = "") -> Any:
+    """What ``kind`` makes.
 
     Raises:
-        ConfigError: with the optimizer's reason.
+        ConfigError: with the optimizer's reason to refuse the options.
     """
     try:
-        kind(parameters, **options)
+        return kind(parameters, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"optimizer {kind.__name__} refused {dict(options)} of parameterGroups: {error}"
-        ) from error
+        name = getattr(kind, "__name__", repr(kind))
+        raise ConfigError(f"optimizer {name} refused {options}{where}: {error}") from error
 
 
 def _can_be_fused(parameters: Sequence[nn.Parameter]) -> bool:

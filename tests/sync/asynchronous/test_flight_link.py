@@ -164,7 +164,7 @@ def test_cancel_ends_a_wait_for_an_answer(served: Served) -> None:
     link = served.link(1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(link.close_round, like(served, 0))
-        wait_for(lambda: bool(served.slice._ranks.closing))
+        wait_for(lambda: bool(served.slice._closing))
         link.cancel()
         with pytest.raises(CommunicationError, match="is lost"):
             waiting.result(10)

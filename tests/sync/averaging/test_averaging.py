@@ -115,7 +115,7 @@ def watch_rounds(comm: Any, config: TrainConfig, rows: list[int]) -> list[torch.
 
     class Watching(ParameterAveraging):
         def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Any:
-            return Watched(model, make_optimizer, comm, self)
+            return Watched(model, make_optimizer, comm, strategy=self)
 
     strategy = Watching(averaging_period=config.sync_strategy.averaging_period)
     run(make_net(), but(config, sync_strategy=strategy), make_data(rows), comm=comm)

@@ -79,8 +79,8 @@ class Watched(BackupWorkersSynchronizer):
 class Watching(AllReduce):
     def setup(self, model: Any, make_optimizer: Any, comm: Any) -> Watched:
         Watched.log = []
-        quorum = comm.world_size - self.num_backup_workers
-        return Watched(model, make_optimizer, comm, self.bucket_bytes, quorum=quorum)
+        options = {"bucket_bytes": self.bucket_bytes, "num_backup_workers": self.num_backup_workers}
+        return Watched(model, make_optimizer, comm, **options)
 
 
 def train_on_rank(
