@@ -65,6 +65,11 @@ def direct(module: nn.Module, *inputs: Any) -> torch.Tensor:
         return module.eval()(*(torch.as_tensor(values) for values in inputs))
 
 
+def assert_close(values: Any, expected: torch.Tensor) -> None:
+    """Equal but for the rounding of a batch of another size: kernels treat the last rows apart."""
+    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-6, atol=1e-6)
+
+
 def column(df: DataFrame, name: str) -> list[Any]:
     return [row[name] for row in df.orderBy("id").collect()]
 
@@ -78,9 +83,9 @@ def test_classifier_adds_three_columns(arrays: DataFrame) -> None:
     logits = direct(module, ROWS).double()
     assert column(out, "prediction") == logits.argmax(dim=1).double().tolist()
     raw = np.stack([vector.toArray() for vector in column(out, "rawPrediction")])
-    np.testing.assert_array_equal(raw, logits.numpy())
+    assert_close(raw, logits)
     probability = np.stack([vector.toArray() for vector in column(out, "probability")])
-    np.testing.assert_allclose(probability, logits.softmax(dim=1).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(probability, logits.softmax(dim=1).numpy(), rtol=1e-6)
     assert column(out, "other") == ["kept"] * 7
 
 
@@ -93,9 +98,9 @@ def test_classifier_with_one_logit_has_two_classes(arrays: DataFrame, squeeze: b
     z = direct(module, ROWS).double().reshape(-1)
     assert column(out, "prediction") == (z > 0).double().tolist()
     raw = np.stack([vector.toArray() for vector in column(out, "rawPrediction")])
-    np.testing.assert_array_equal(raw, torch.stack([-z, z], dim=1).numpy())
+    assert_close(raw, torch.stack([-z, z], dim=1))
     probability = np.stack([vector.toArray() for vector in column(out, "probability")])
-    np.testing.assert_allclose(probability[:, 1], torch.sigmoid(z).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(probability[:, 1], torch.sigmoid(z).numpy(), rtol=1e-6)
 
 
 def test_empty_names_turn_columns_off(arrays: DataFrame, caplog: Any) -> None:
@@ -127,7 +132,7 @@ def test_torch_model_gives_numbers_or_arrays(
     out = TorchModel(module, [feature("features", "float32", 3)]).transform(arrays)
     assert out.schema["prediction"].dataType.simpleString() == expected
     values = np.array(column(out, "prediction"), dtype=np.float32).reshape(7, outputs)
-    np.testing.assert_array_equal(values, direct(module, ROWS).numpy())
+    assert_close(values, direct(module, ROWS))
 
 
 def test_regressor_gives_doubles_and_refuses_wide_outputs(arrays: DataFrame) -> None:
@@ -195,15 +200,15 @@ def test_binary_keeps_bytes_and_integer_outputs(spark: SparkSession) -> None:
 def test_rows_get_the_shape_of_training(arrays: DataFrame) -> None:
     module = nn.Sequential(nn.Flatten(), linear(3, 1))
     out = TorchModel(module, [feature("features", "float32", 1, 3)]).transform(arrays)
-    expected = direct(module, torch.tensor(ROWS).reshape(7, 1, 3)).reshape(-1).tolist()
-    assert column(out, "prediction") == expected
+    expected = direct(module, torch.tensor(ROWS).reshape(7, 1, 3)).reshape(-1)
+    assert_close(column(out, "prediction"), expected)
 
 
 def test_outputs_with_more_dimensions_are_flattened(arrays: DataFrame) -> None:
     module = nn.Sequential(linear(3, 4), nn.Unflatten(1, (2, 2)))
     out = TorchModel(module, [feature("features", "float32", 3)]).transform(arrays)
     values = np.array(column(out, "prediction"), dtype=np.float32)
-    np.testing.assert_array_equal(values, direct(module, ROWS).flatten(1).numpy())
+    assert_close(values, direct(module, ROWS).flatten(1))
 
 
 def test_empty_partitions_and_one_row(arrays: DataFrame) -> None:
@@ -232,9 +237,9 @@ def test_names_that_differ_in_case_are_the_same_column(
     spark: SparkSession, arrays: DataFrame
 ) -> None:
     model = TorchModel(linear(3, 1), [feature("features", "float32", 3)])
-    expected = direct(linear(3, 1), ROWS).reshape(-1).tolist()
+    expected = direct(linear(3, 1), ROWS).reshape(-1)
     renamed = arrays.withColumnRenamed("features", "Features")
-    assert column(model.transform(renamed), "prediction") == expected
+    assert_close(column(model.transform(renamed), "prediction"), expected)
     theirs = arrays.withColumn("Prediction", F.lit(-7.0))
     with pytest.raises(DataError, match='"Prediction" is in the DataFrame already'):
         model.transform(theirs)

@@ -380,7 +380,7 @@ def test_params_are_shown_without_passwords(df: DataFrame) -> None:
     estimator = classifier(None, checkpointDir="s3://key:secret@bucket/x")
     text = str(shown_params(estimator))
     assert "secret" not in text and "bucket" in text
-    assert shown(make_net).endswith("test_recorded.make_net")
+    assert shown(make_net).endswith("test_run_facts.make_net")
     assert len(shown("x" * 10_000)) == 500
 
 
