@@ -168,7 +168,7 @@ def nothing_is_left(
     yield
     # Spark puts a new daemon, with a port, in the place of one whose worker it had to kill.
     most_ports = max(1, num_ports)
-    deadline = time.monotonic() + 10  # a cancelled task, and its daemon, take a moment to end
+    deadline = time.monotonic() + 30  # a cancelled task, and its daemon, take a moment to end
     while time.monotonic() < deadline and (
         left_behind(spark, local_dirs, temporary) != before
         or len(listening_ports(python_processes())) > most_ports
