@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.comm.topology.shared_memory import NoSharedMemory
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ClusterError, ConfigError
@@ -223,8 +224,9 @@ def test_it_is_for_cpus() -> None:
     with pytest.raises(ConfigError, match="use device='cpu'"):
         Hogwild().check(but(SGD, device="cuda"), 2)
     Hogwild().check(SGD, 2)
+    net = torch.nn.Linear(2, 1, device="meta")
     with pytest.raises(ConfigError, match="the module is on meta"):
-        hogwild._check_device([torch.nn.Parameter(torch.zeros(2, device="meta"))])
+        Hogwild().setup(net, lambda weights: torch.optim.SGD(weights, 0.1), LocalCommunicator())
 
 
 def test_the_name_is_known() -> None:
