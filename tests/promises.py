@@ -36,7 +36,7 @@ PROMISES = {
     "an estimator goes into a CrossValidator":
         "tests/test_estimator.py::test_cross_validator_in_parallel",
     "rounds need no gang and train as a gang does":
-        "tests/spark/rounds/test_averaging_rounds.py::test_rounds_are_what_a_gang_does[True]",
+        "tests/spark/rounds/test_averaging_rounds.py::test_rounds_are_what_a_gang_does",
     "Spark Connect trains too, and goes on after a lost worker":
         "tests/test_connect.py::test_a_lost_worker_changes_no_bit[KillWorker]",
     "data, checkpoints and models may lie on HDFS":

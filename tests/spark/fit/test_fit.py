@@ -105,8 +105,8 @@ def local_dirs(spark: SparkSession) -> list[Path]:
     return [Path(row["folder"]) for row in rows]
 
 
-def python_processes() -> set[int]:
-    """The Python processes below this one: Spark's daemon and its workers."""
+def python_workers() -> set[int]:
+    """Spark's Python workers below this process, without the daemons that fork them."""
     parents, names = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -120,7 +120,8 @@ def python_processes() -> set[int]:
     while len(below) != size:
         size = len(below)
         below |= {pid for pid, parent in parents.items() if parent in below}
-    return {pid for pid in below - {os.getpid()} if names[pid].startswith("python")}
+    pythons = {pid for pid in below - {os.getpid()} if names[pid].startswith("python")}
+    return {pid for pid in pythons if names[parents[pid]].startswith("python")}
 
 
 def listening_ports(pids: Iterable[int]) -> set[int]:
@@ -164,18 +165,16 @@ def nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert all(folder.is_dir() for folder in local_dirs)
     before = left_behind(spark, local_dirs, temporary)
-    num_ports = len(listening_ports(python_processes()))
+    num_ports = len(listening_ports(python_workers()))
     yield
-    # Spark puts a new daemon, with a port, in the place of one whose worker it had to kill.
-    most_ports = max(1, num_ports)
     deadline = time.monotonic() + 30  # a cancelled task, and its daemon, take a moment to end
     while time.monotonic() < deadline and (
         left_behind(spark, local_dirs, temporary) != before
-        or len(listening_ports(python_processes())) > most_ports
+        or len(listening_ports(python_workers())) > num_ports
     ):
         time.sleep(0.1)
     assert left_behind(spark, local_dirs, temporary) == before
-    assert len(listening_ports(python_processes())) <= most_ports
+    assert len(listening_ports(python_workers())) <= num_ports
     assert all(folder.is_dir() for folder in local_dirs)
 
 
