@@ -74,10 +74,10 @@ PARTS := lint spark plain gangs cluster pages types notebooks test-hdfs connect 
 ALL := lint spark cluster pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
 
-test: tools ## what a change can break, in ten minutes; JOBS=1 one part at a time
+test: tools ## what a change can break; JOBS=1 one part at a time
 	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
 
-test-all: tools ## every test there is, in forty minutes
+test-all: tools ## every test there is
 	@-.ci/get_chromium.sh >/dev/null
 	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
