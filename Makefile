@@ -161,6 +161,7 @@ package: tools ## build wheel and sdist, and try the wheel in an environment of 
 	@$(PYTEST) -m "$(SELECT)" tests/packaging
 
 # The cluster of docker/compose.yaml as plain processes: HDFS, master, workers, history server.
+standalone cluster-gpu: SELECT := not bench
 standalone: tools ## a job on a real standalone cluster
 	@$(PYTEST) -m "$(SELECT)" tests/standalone
 
