@@ -22,19 +22,18 @@ from torch import nn
 
 from sparkdl.config import Task
 from sparkdl.data.collate import example_arguments
-from sparkdl.data.plan import Column
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
 from sparkdl.inference.evaluate_rows import Measures, chosen_curves
-from sparkdl.inference.evaluation_labels import LabelColumn
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
-from sparkdl.spark.frames.columns import Prepared, find, require
-from sparkdl.spark.frames.label_columns import prepare_labels
-from sparkdl.spark.frames.specified_columns import specification_of, trained_column, trained_entry
+from sparkdl.spark.frames.columns import find, require
+from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
+from sparkdl.spark.frames.row_table import without_expressions
 from sparkdl.spark.inference import evaluate_model
 from sparkdl.spark.inference.arrow_udf import with_column
 from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
@@ -181,22 +180,16 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         if len({name if is_case_sensitive else name.lower() for name in names}) < len(names):
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
 
-    def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[Prepared]:
+    def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[SpoolColumn]:
         """The input columns, cast by Spark to what the module was trained on."""
-        specified = self._specified_inputs()
-        if specified:
-            return [
-                trained_entry(schema, entry, column, is_case_sensitive=is_case_sensitive)
-                for entry, column in zip(specified, self._inputs_now(), strict=True)
-            ]
-        names = feature_columns(self)
-        if len(names) != len(self._columns):
+        wanted: Sequence[str | Named] = self._specified_inputs() or feature_columns(self)
+        if len(wanted) != len(self._columns):
             raise ConfigError(
-                f"the module was trained on {len(self._columns)} column(s); received {list(names)}"
+                f"the module was trained on {len(self._columns)} column(s); received {list(wanted)}"
             )
         return [
-            trained_column(schema, name, column, is_case_sensitive=is_case_sensitive)
-            for name, column in zip(names, self._columns, strict=True)
+            prepare_trained(schema, one, column, is_case_sensitive=is_case_sensitive)
+            for one, column in zip(wanted, self._columns, strict=True)
         ]
 
     def _specified_inputs(self) -> tuple[Named, ...]:
@@ -327,7 +320,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         if label_col is None and self._task != "custom":
             raise ConfigError("labelCol is not set; name the column to compare predictions with")
         is_double = any(p.dtype == torch.float64 for p in self._module.parameters())
-        others = prepare_labels(
+        prepared = prepare_labels(
             dataset.schema,
             self._task,
             loss,
@@ -338,17 +331,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             weight_dtype="float64",
             is_case_sensitive=case,
         )
-        read = [
-            LabelColumn(
-                name=p.name,
-                role=p.role,
-                dtype=p.dtype,
-                as_classes=p.as_classes,
-                argument=p.argument,
-                specification=p.specification,
-            )
-            for p in others
-        ]
+        read = without_expressions(prepared)
         forward = self._forward(())
         predicted = self._predictions()[0]
         num_classes = evaluate_model.num_classes(
@@ -368,7 +351,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             labels=tuple(column for column in read if column.role == "label"),
             weight=next((column for column in read if column.role == "weight"), None),
         )
-        return task, [entry.expression for entry in (*inputs, *others)]
+        return task, [entry.expression for entry in (*inputs, *prepared)]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""

@@ -29,8 +29,8 @@ from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Named, Sequence
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.spark.frames.specified_columns import prepare_named
-from sparkdl.spark.frames.user_data import require_source
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.user_data import require_data
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.comm.compression.ranks import Exchanged, Threads, exchange, unsent
 from tests.docs.blocks import blocks_of
@@ -154,7 +154,8 @@ def folder_of_files(folder: Path) -> str:
 
 
 def contents_of(folder: str, num_shards: int, **more: Any) -> Contents:
-    source = require_source(module_of_a_user("NpzSource").NpzSource(folder))
+    source = module_of_a_user("NpzSource").NpzSource(folder)
+    require_data(source)
     more = {"columns": WANTED, "validation": None, "shares": None, **more}
     return source.contents(Wanted(num_shards=num_shards, **more))
 
@@ -224,7 +225,7 @@ def no_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(data_type: T.DataType) -> Any:
     schema = T.StructType([T.StructField("fingerprint", data_type)])
     entry = Named(argument="x", specification=bits())
-    return prepare_named(schema, entry, "feature", float_dtype="float32")
+    return prepare(schema, entry, "feature", float_dtype="float32")
 
 
 @pytest.mark.usefixtures("no_jvm")

@@ -13,6 +13,7 @@ from sklearn import metrics as sklearn_metrics
 from torch import nn
 from torchmetrics import classification
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import evaluate_rows
 from sparkdl.inference.evaluate_rows import (
@@ -24,7 +25,7 @@ from sparkdl.inference.evaluate_rows import (
     row_losses,
     united,
 )
-from sparkdl.inference.evaluation_labels import LabelColumn
+from sparkdl.inference.evaluation_labels import read_label
 from sparkdl.inference.scores import Evaluation
 
 CPU = torch.device("cpu")
@@ -287,11 +288,11 @@ def test_curves_of_other_classes_are_refused(curves: Any, num_classes: int, mess
 
 
 def test_labels_and_weights_are_checked() -> None:
-    label = LabelColumn(name="y", role="label", dtype="int64", as_classes=True)
-    assert label.read(pa.array([1.0, 2.0])).tolist() == [1, 2]
-    number = LabelColumn(name="y", role="label", dtype="float32")
-    weight = LabelColumn(name="w", role="weight", dtype="float64")
-    assert weight.read(pa.array([0.0, 2.0])).tolist() == [0, 2]
+    label = SpoolColumn(name="y", role="label", dtype="int64", as_classes=True)
+    assert read_label(label, pa.array([1.0, 2.0])).tolist() == [1, 2]
+    number = SpoolColumn(name="y", role="label", dtype="float32")
+    weight = SpoolColumn(name="w", role="weight", dtype="float64")
+    assert read_label(weight, pa.array([0.0, 2.0])).tolist() == [0, 2]
     for column, values, message in (
         (label, [1.5], '"y" has the label 1.5, which is no class number'),
         (label, [-1.0], '"y" has the label -1.0'),
@@ -302,7 +303,7 @@ def test_labels_and_weights_are_checked() -> None:
         (weight, [math.nan], '"w" has the weight nan'),
     ):
         with pytest.raises(DataError, match=message):
-            column.read(pa.array(values))
+            read_label(column, pa.array(values))
 
 
 @pytest.mark.parametrize("has_rows", [True, False])

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, TrainPlan
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Column, Shard, TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_rows import check_rows
 from sparkdl.spark.frames.frame_sample import Sample, count_rows, take_sample
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
+from sparkdl.spark.frames.row_table import RowTable, TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 
 
@@ -101,12 +101,12 @@ def from_sample(checked: CheckedRequest, options: ExplainOptions, stack: ExitSta
     spooled = table.collect()
     columns = check_rows(checked, table, spooled).columns
     notes = []
-    summary = spooled[0].summary
+    first = spooled[0]
     is_given = options.num_rows is not None and not sample.is_all
     if sample.is_all:
-        num_rows, num_validation = summary.num_rows, summary.num_validation_rows
+        num_rows, num_validation = first.shard.num_rows, first.shard.num_validation_rows
     elif options.num_rows is not None:
-        num_rows, num_validation = _divided(options.num_rows, summary)
+        num_rows, num_validation = _divided(options.num_rows, first.shard)
         notes.append(
             "the number of rows is the one that was given"
             + ", divided into rows for training and for validation as the sample's are"
@@ -119,13 +119,13 @@ def from_sample(checked: CheckedRequest, options: ExplainOptions, stack: ExitSta
             f"shapes, sizes and skew are those of the first {sample.num_rows:,} rows that Spark "
             "found; all rows are checked by fit"
         )
-    if summary.num_skipped_rows:
+    if first.num_skipped_rows:
         notes.append(
-            f"{summary.num_skipped_rows} of the {sample.num_rows:,} rows of the sample would be "
+            f"{first.num_skipped_rows} of the {sample.num_rows:,} rows of the sample would be "
             "left out; they are counted here all the same"
         )
     rows = rows_by_shard(sample, num_rows, checked.slots.num_workers, checked.shares)
-    plan = _plan(checked, table, columns, rows, num_validation, spooled[0])
+    plan = _plan(checked, table, columns, rows, num_validation, first)
     return Found(
         columns=columns,
         plan=plan,
@@ -137,10 +137,9 @@ def from_sample(checked: CheckedRequest, options: ExplainOptions, stack: ExitSta
     )  # fmt: skip
 
 
-def _divided(num_rows: int, sample: SpoolSummary) -> tuple[int, int]:
+def _divided(num_rows: int, sample: Shard) -> tuple[int, int]:
     """Rows for training and for validation, as many of each as in the sample."""
-    known = sample.num_rows + sample.num_validation_rows
-    num_validation = round(num_rows * sample.num_validation_rows / known)
+    num_validation = round(num_rows * sample.num_validation_rows / sample.num_all_rows)
     return num_rows - num_validation, num_validation
 
 
@@ -154,8 +153,7 @@ def _plan(
 ) -> TrainPlan:
     """The plan of a fit whose shards have so many rows of the sample's size."""
     count = len(rows_by_shard)
-    in_sample = sample.shard.num_rows + sample.shard.num_validation_rows
-    row_bytes = sample.shard.num_bytes / max(1, in_sample)
+    row_bytes = sample.shard.num_bytes / max(1, sample.shard.num_all_rows)
     # Now that jobs have run, executors are there whose number was not known before.
     cluster = checked.slots.asked_again(checked.spark).cluster
     executors = cluster.num_executors or 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, TrainPlan, make_plan
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measure_worker
@@ -33,7 +34,7 @@ from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.explain.measure_rounds import RoundsFound, RoundsToMeasure, measure_rounds
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.frames.frame_sample import Sample
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
+from sparkdl.spark.frames.row_table import RowTable, TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
@@ -20,7 +21,7 @@ from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard
+from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
 from sparkdl.train.callbacks import make_stopper

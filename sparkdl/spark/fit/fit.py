@@ -16,6 +16,7 @@ from functools import partial
 
 from pyspark.sql import DataFrame
 
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import choose_view, shows_lines
@@ -28,7 +29,7 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard, content_of
+from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
 from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import Prepared
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, is_connect, tag_jobs
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -43,7 +43,7 @@ class Sample:
     """Some rows of a DataFrame, as a DataFrame of their own."""
 
     df: DataFrame
-    prepared: tuple[Prepared, ...]
+    prepared: tuple[SpoolColumn, ...]
     """The columns, to be taken from ``df``."""
     validation: SparkColumn | None
     num_rows: int
@@ -85,7 +85,7 @@ class _Look:
 
 def take_sample(
     df: DataFrame,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[SpoolColumn],
     validation: SparkColumn | None,
     seconds: float,
 ) -> Sample:

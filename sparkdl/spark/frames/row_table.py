@@ -7,18 +7,17 @@ describes what workers read by themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from pyspark.sql import DataFrame
 
-from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import ShardSource
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.columns import Prepared
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 class TableSpec:
     """What the shards of a run shall hold, and how many there are."""
 
-    columns: tuple[Prepared, ...]
+    columns: tuple[SpoolColumn, ...]
     num_shards: int
     validation: SparkColumn | None = None
     """True for rows for validation; None: there are none."""
@@ -42,21 +41,6 @@ class TableSpec:
     other where slots are few."""
     profile: ResourceProfile | None = None
     """Resources of a task."""
-
-    @property
-    def spool_columns(self) -> tuple[SpoolColumn, ...]:
-        """What a task that spools needs to know of the columns."""
-        return spool_columns(self.columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpooledShard:
-    """A row of the table."""
-
-    shard: Shard
-    summary: SpoolSummary
-    memory_bytes: int
-    """Memory of the host or container that holds the shard, as its task has found it."""
 
 
 class RowTable(Protocol):
@@ -123,24 +107,15 @@ class RowTable(Protocol):
         """Remove what the table has left on executors. Raises nothing."""
 
 
-def spool_columns(prepared: Sequence[Prepared]) -> tuple[SpoolColumn, ...]:
-    """What a task that spools needs to know of the columns."""
-    return tuple(
-        SpoolColumn(
-            name=p.name,
-            role=p.role,
-            dtype=p.dtype,
-            as_classes=p.as_classes,
-            specification=p.specification,
-        )
-        for p in prepared
-    )
+def without_expressions(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:
+    """What tasks need to know of the columns; Spark's expressions stay on the driver."""
+    return tuple(replace(column, expression=None) for column in columns)
 
 
 def content_of(shards: Sequence[SpooledShard]) -> str:
     """Fingerprint of the rows of all shards, whatever their order and number."""
-    total = sum(spooled.summary.content for spooled in shards) % 2**64
-    rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
+    total = sum(spooled.content for spooled in shards) % 2**64
+    rows = sum(spooled.shard.num_all_rows for spooled in shards)
     return f"{total:016x}-{rows}"
 
 

@@ -14,16 +14,14 @@ from dataclasses import replace
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
 from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same
-
-_NOWHERE = {"host": "", "path": "", "memory_bytes": 0}
+from sparkdl.spark.frames.row_table import TableSpec, require_same, without_expressions
 
 
 class SourceTable:
@@ -35,7 +33,7 @@ class SourceTable:
         self._source = source
         self._spec = spec
         self._wanted = Wanted(
-            columns=spec.spool_columns,
+            columns=without_expressions(spec.columns),
             validation=spec.validation_col,
             num_shards=spec.num_shards,
             shares=spec.shares,
@@ -124,28 +122,15 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
     if contents.transform is not None:
         text = json.dumps([content, identity(contents.transform)])
         content = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-    return tuple(
-        SpooledShard(
-            shard=shard,
-            summary=SpoolSummary(
-                num_rows=shard.num_rows,
-                num_validation_rows=shard.num_validation_rows,
-                fingerprint=shard.fingerprint,
-                content=content if shard.shard_id == 0 else 0,  # their sum is the whole's
-                num_bytes=shard.num_bytes,
-                columns=(),
-            ),
-            memory_bytes=0,  # nothing lies there that could fill it
-        )
+    return tuple(  # the contents' sum is the whole's
+        SpooledShard(shard=shard, content=0 if shard.shard_id else content, columns=())
         for shard in contents.shards
     )
 
 
 def _frame(spark: SparkSession, shards: Sequence[SpooledShard]) -> DataFrame:
-    """The rows that `shard_table.parse_shard` reads."""
-    payloads = [
-        F.lit(json.dumps({**_NOWHERE, "summary": part.summary.to_dict()})) for part in shards
-    ]
+    """The rows that `shard_table.parse_shards` reads."""
+    payloads = [F.lit(json.dumps({"shards": [part.to_dict()]})) for part in shards]
     return spark.range(0, len(shards), 1, len(shards)).select(
         F.col("id").cast("int").alias("shard_id"),
         F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),

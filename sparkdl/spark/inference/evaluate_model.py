@@ -23,6 +23,7 @@ from torch import nn
 
 from sparkdl.config import Task
 from sparkdl.data.collate import Arguments
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.evaluate_rows import (
     Evaluator,
@@ -32,7 +33,7 @@ from sparkdl.inference.evaluate_rows import (
     row_losses,
     united,
 )
-from sparkdl.inference.evaluation_labels import LabelColumn
+from sparkdl.inference.evaluation_labels import padded, read_label
 from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inference.predict import ModuleTask, Run, class_logits, input_rows, ready
 from sparkdl.inference.scores import BUILT_IN, Evaluation
@@ -55,9 +56,9 @@ class EvaluateTask(ModuleTask):
     measures: Measures
     predicted: Output
     """Of which of the module's outputs ``transform`` makes the prediction."""
-    labels: tuple[LabelColumn, ...]
+    labels: tuple[SpoolColumn, ...]
     """One, several with an argument each, or none: then the loss compares with the inputs."""
-    weight: LabelColumn | None
+    weight: SpoolColumn | None
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Evaluate one partition's rows, in the columns inputs, labels, weight."""
@@ -85,7 +86,7 @@ class EvaluateTask(ModuleTask):
         inputs = input_rows(arrays[:num_inputs], self.columns)
         columns = (*self.labels, *([] if self.weight is None else [self.weight]))
         pairs = zip(columns, arrays[num_inputs:], strict=True)
-        values: list[Any] = [column.read(array) for column, array in pairs]
+        values: list[Any] = [read_label(column, array) for column, array in pairs]
         start = 0
         for run in inputs.runs(self.batch_size, device):
             kept = [run.chosen(rows[start : start + run.num_rows]) for rows in values]
@@ -100,7 +101,7 @@ class EvaluateTask(ModuleTask):
     def _target(self, inputs: Arguments, rows: Sequence[Any], device: torch.device) -> Any:
         """What the loss compares with."""
         pairs = zip(self.labels, rows, strict=True)
-        by_argument = {label.argument: label.padded(values).to(device) for label, values in pairs}
+        by_argument = {label.argument: padded(label, values).to(device) for label, values in pairs}
         if not by_argument:
             return inputs.packed()
         return by_argument.get(None, by_argument)

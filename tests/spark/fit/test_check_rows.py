@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.spool.writer import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
 from sparkdl.spark.fit.check_rows import check_empty_batches, dry_run, shaped, traced_run
-from sparkdl.spark.frames.columns import prepare
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.objective.training_step import objective_of
@@ -234,11 +234,8 @@ def with_maximum(*maxima: float | None) -> list[SpooledShard]:
             shard_id=shard_id, host="", path="", num_rows=1, num_validation_rows=0,
             fingerprint="", num_bytes=0,
         )  # fmt: skip
-        summary = SpoolSummary(
-            num_rows=1, num_validation_rows=0, fingerprint="", content=0, num_bytes=0,
-            columns=(ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum)),
-        )  # fmt: skip
-        parts.append(SpooledShard(shard=shard, summary=summary, memory_bytes=1 << 30))
+        stats = (ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum))
+        parts.append(SpooledShard(shard=shard, content=0, columns=stats))
     return parts
 
 
