@@ -33,7 +33,7 @@ from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
 from sparkdl.spark.frames.columns import find, require
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
-from sparkdl.spark.frames.row_table import without_expressions
+from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.inference import evaluate_model
 from sparkdl.spark.inference.arrow_udf import with_column
 from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
@@ -331,7 +331,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             weight_dtype="float64",
             is_case_sensitive=case,
         )
-        read = without_expressions(prepared)
+        read = spool_columns(prepared)
         forward = self._forward(())
         predicted = self._predictions()[0]
         num_classes = evaluate_model.num_classes(

@@ -103,23 +103,24 @@ class SpoolWriter:
         first = self._num_begun
         self._num_begun += batch.num_rows
         found = {
-            index: column.read_usable(batch.column(index), first)
+            index: column.read(batch.column(index), first)
             for index, column in enumerate(self._columns)
             if column.skips
         }
         kept = np.ones(batch.num_rows, dtype=bool)
         for _, usable in found.values():
-            kept &= usable
-        ready = {index: rows for index, (rows, _) in found.items()}
+            kept &= True if usable is None else usable
         if not kept.all():
             batch = batch.filter(pa.array(kept))
-            ready = {index: _chosen(rows, kept[own]) for index, (rows, own) in found.items()}
+            for index, (rows, usable) in found.items():
+                found[index] = rows if usable is None else _chosen(rows, kept[usable]), None
         if not batch.num_rows:
             return
         mask = self._note_rows(batch, first)
         values: list[Rows] = []
         for index, column in enumerate(self._columns):
-            rows = ready[index] if column.skips else column.read(batch.column(index), first)
+            array = batch.column(index)
+            rows, _ = found[index] if column.skips else column.read(array, first)
             checked = None if rows is None else column.checked(rows, first)
             values += [] if checked is None else [checked]
         self._is_sound &= len(values) == len(self._columns)
@@ -189,7 +190,7 @@ class _ColumnWriter:
     @property
     def skips(self) -> bool:
         """Whether rows that cannot be used are left out."""
-        return isinstance(self._column.kind, Image) and self._column.kind.skips
+        return self._column.kind.skips
 
     def open(self, directory: Path, split: Split, index: int) -> None:
         """Make the files of a split."""
@@ -206,23 +207,22 @@ class _ColumnWriter:
             for file in files:
                 file.close()
 
-    def read(self, array: pa.Array, first: int) -> Rows | None:
-        """The rows, of which the first has that number; None, and a note, if some are bad."""
-        try:
-            return read(array, self._column.kind, where=self._where, first_row=first)
-        except BadRows as error:
-            self.stats.nulls_and_shapes.merge(error.findings)
-            return None
+    def read(self, array: pa.Array, first: int) -> tuple[Rows | None, Array | None]:
+        """Read the column, of which the first row has that number.
 
-    def read_usable(self, array: pa.Array, first: int) -> tuple[Rows | None, Array]:
-        """The good rows, and which these are, where others are left out; otherwise as `read`."""
+        Returns:
+            The rows; None, and a note, if some cannot be used. Then which rows these are, bool
+            ``(rows,)``, if the others are left out; None: all.
+        """
         kind = self._column.kind
-        assert isinstance(kind, Image)
         try:
+            if not self.skips:
+                return read(array, kind, where=self._where, first_row=first), None
+            assert isinstance(kind, Image)
             rows, usable, skipped = read_usable(array, kind, where=self._where, first_row=first)
         except BadRows as error:
             self.stats.nulls_and_shapes.merge(error.findings)
-            return None, np.ones(len(array), dtype=bool)
+            return None, None
         self.stats.skipped.merge(skipped)
         return rows, usable
 
@@ -306,9 +306,7 @@ def _bytes_of(values: Array) -> memoryview:
 
 
 def _chosen(rows: Any, mask: Array) -> Any:
-    """The rows at which ``mask``, bool ``(rows,)``, is True; None if there are no rows at all."""
-    if rows is None:
-        return None
+    """The rows at which ``mask``, bool ``(rows,)``, is True."""
     return rows.where(mask) if isinstance(rows, Ragged) else rows[mask]
 
 

@@ -139,14 +139,14 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     strategy = sync.resolve(request.config.sync_strategy)
     config = replace(request.config, sync_strategy=strategy)
     request = replace(request, config=config)
-    is_gang = choose_mode(request.execution_mode, strategy) == "gang"
+    mode = choose_mode(request.execution_mode, strategy)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
     objective = check_training(module, request)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation_col)
     columns, validation = prepare_columns(data.frame, request, float_dtype)
-    slots = (plan_gang if is_gang else plan_rounds)(
+    slots = (plan_gang if mode == "gang" else plan_rounds)(
         data.spark,
         settings,
         num_workers=request.num_workers,

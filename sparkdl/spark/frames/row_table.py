@@ -44,7 +44,7 @@ class TableSpec:
 
 
 class RowTable(Protocol):
-    """The shards of one run."""
+    """The shards of one run. What has a default is for shards that lie on executors' disks."""
 
     @property
     def df(self) -> DataFrame:
@@ -72,20 +72,18 @@ class RowTable(Protocol):
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows are left out because an input asks for it, and why, in words."""
+        return 0, ""
 
-    def check_labels(
+    def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> None:
-        """Refuse labels outside the classes, as far as they are known before training.
+    ) -> tuple[int, str] | None:
+        """How many labels are outside the classes, as far as that is known, and an example.
 
         Args:
             label_col: the label column.
             num_classes: classes of the module's output.
             index: number of the label among the columns.
             shards: what `collect` gave.
-
-        Raises:
-            DataError: with count and an example.
         """
 
     def windows(
@@ -96,18 +94,22 @@ class RowTable(Protocol):
         window_bytes: int | None,
     ) -> Windows | None:
         """In which windows a run that begins mixes its rows; None: as a whole."""
+        return None
 
     def rebuild(self) -> None:
         """Forget all shards, so that they are made anew."""
+        return
 
     def note(self, paths: set[str]) -> None:
         """Remember where tasks have found shards that Spark has made anew."""
+        return
 
     def close(self) -> None:
         """Remove what the table has left on executors. Raises nothing."""
+        return
 
 
-def without_expressions(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:
+def spool_columns(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:
     """What tasks need to know of the columns; Spark's expressions stay on the driver."""
     return tuple(replace(column, expression=None) for column in columns)
 

@@ -30,7 +30,7 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import quoted
-from sparkdl.spark.frames.row_table import TableSpec, require_same, without_expressions
+from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.compat import conf, described, num_slots
 
@@ -197,7 +197,7 @@ class ShardTable(SpoolTable, SpooledRows):
         self._shown = df if shown is None else shown
         task = SpoolTask(
             run_id=run_id,
-            sets=(without_expressions(spec.columns),),
+            sets=(spool_columns(spec.columns),),
             has_validation=spec.validation is not None,
         )
         self._describe(spread(df, spec), task, spec)
@@ -213,26 +213,17 @@ class ShardTable(SpoolTable, SpooledRows):
             (shards,) = self._spooled()
             return self.checked(shards)
 
-    def check_labels(
+    def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> None:
-        """Refuse labels outside the classes; asks Spark for count and example only if there are.
-
-        Raises:
-            DataError: with count and an example.
-        """
+    ) -> tuple[int, str] | None:
+        """See `RowTable.labels_outside`; asks Spark for count and example only if there are any."""
         stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
-            return
+            return None
         outside = self._shown.where(F.col(quoted(label_col)) >= num_classes)
         with described(self._spark, "sparkdl: look for labels outside the classes"):
             row, number = str(outside.first()), outside.count()
-        example = row if len(row) <= 200 else row[:197] + "..."
-        raise DataError(
-            f'column "{label_col}" has {number} label(s) outside the {num_classes} classes '
-            f"of the module's output, 0 to {num_classes - 1} (example row: {example}); "
-            "mend the labels or widen the module's output"
-        )
+        return number, f"example row: {row if len(row) <= 200 else row[:197] + '...'}"
 
     def windows(
         self,

@@ -22,7 +22,7 @@ from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.prepare_columns import prepare
-from sparkdl.spark.frames.row_table import TableSpec, without_expressions
+from sparkdl.spark.frames.row_table import TableSpec, spool_columns
 from sparkdl.spark.frames.shard_table import (
     LocalTable,
     SpooledRows,
@@ -135,7 +135,7 @@ class DataSets(SpoolTable):
         self.df = spark.range(0, slots.num_workers, 1, slots.num_workers)
         if frames:
             rows = _spread(frames, specs)
-            sets = tuple(without_expressions(prepared[name]) for name in frames)
+            sets = tuple(spool_columns(prepared[name]) for name in frames)
             self._describe(rows, SpoolTask(run_id=run_id, sets=sets), next(iter(specs.values())))
 
     def collect(self) -> dict[str, DataSet]:

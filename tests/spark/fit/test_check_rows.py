@@ -14,7 +14,13 @@ from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
-from sparkdl.spark.fit.check_rows import check_empty_batches, dry_run, shaped, traced_run
+from sparkdl.spark.fit.check_rows import (
+    check_empty_batches,
+    check_labels,
+    dry_run,
+    shaped,
+    traced_run,
+)
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
@@ -241,8 +247,8 @@ def with_maximum(*maxima: float | None) -> list[SpooledShard]:
 
 def test_labels_inside_the_classes_cost_no_job() -> None:
     table: Any = None  # not even looked at
-    ShardTable.check_labels(table, "y", 3, 1, with_maximum(2.0, None, 0.0))
-    ShardTable.check_labels(table, "y", 3, 1, with_maximum(None, None))
+    for maxima in ((2.0, None, 0.0), (None, None)):
+        assert ShardTable.labels_outside(table, "y", 3, 1, with_maximum(*maxima)) is None
 
 
 @pytest.mark.spark
@@ -254,7 +260,7 @@ def test_labels_outside_the_classes(spark: SparkSession) -> None:
     )
     table = ShardTable(df.limit(1), spec, run_id="labels", shown=df)
     with pytest.raises(DataError) as caught:
-        table.check_labels("the label", 3, 1, with_maximum(2.0, 4.0))
+        check_labels(table, "the label", 3, 1, with_maximum(2.0, 4.0))
     table.close()
     message = str(caught.value)
     assert message.startswith(
