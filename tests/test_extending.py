@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.data.batches import Batches
 from sparkdl.data.collate import arguments, example_arguments
 from sparkdl.data.column_readers import read_trained
-from sparkdl.data.plan import Column, Shard, SpoolColumn, make_plan
+from sparkdl.data.plan import Column, SpoolColumn, make_plan
 from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
@@ -258,21 +259,11 @@ def test_a_kind_of_input_is_spooled_and_put_together(tmp_path: Path) -> None:
     first = 0
     for number, size in enumerate(sizes):
         summary = spooled(tmp_path / str(number), list(values[first : first + size]))
-        assert summary.num_bytes == 2 * size + 8 * (size + 1)
+        assert summary.shard.num_bytes == 2 * size + 8 * (size + 1)
         assert (summary.columns[0].dtype, summary.columns[0].shape) == (
             ("uint8", (16,)) if size else (None, None)
         )
-        shards.append(
-            Shard(
-                shard_id=number,
-                host="",
-                path=str(tmp_path / str(number)),
-                num_rows=size,
-                num_validation_rows=0,
-                fingerprint=summary.fingerprint,
-                num_bytes=summary.num_bytes,
-            )
-        )
+        shards.append(replace(summary.shard, shard_id=number))
         first += size
     column = Column(name="fingerprint", role="feature", dtype="uint8", shape=(16,), argument="x",
                     specification=bits())  # fmt: skip
