@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -119,7 +119,8 @@ def _fit(
         clock.lap("spool")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
-        key = _run_key(checked, shards, found)
+        mode, train = _mode(checked)
+        key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
         view = SharedView(_view(plan, request), recorder)
         stack.callback(view.close)
@@ -143,7 +144,7 @@ def _fit(
         )
         recorder.facts(**facts(run))
         recorder.phase("train")
-        trained = _train(run)
+        trained = train(run)
         clock.lap("train")
         recorder.phase("clean up")
         run.view.done(trained.steps)
@@ -179,10 +180,15 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _run_key(checked: CheckedRequest, shards: Sequence[SpooledShard], found: CheckedRows) -> str:
-    """Names the run's checkpoints."""
-    content = f"{content_of(shards)}{'-rounds' * (not checked.slots.is_gang)}"
-    return run_key(checked.module, found.columns, checked.config, content)
+def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
+    """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
+    if checked.slots.is_gang:
+        return "", train_in_gang
+    strategy = checked.strategy
+    if isinstance(strategy, PopulationStrategy):
+        return "-rounds", partial(train_population, strategy=strategy)
+    assert isinstance(strategy, AveragingStrategy)
+    return "-rounds", partial(train_in_rounds, strategy=strategy)
 
 
 def _make_plan(
@@ -206,17 +212,6 @@ def _make_plan(
 def _view(plan: TrainPlan, request: FitRequest) -> View:
     view = choose_view(plan, request.verbose)
     return view if request.on_epoch is None else SharedView(view, EpochCallback(request.on_epoch))
-
-
-def _train(run: Run) -> Trained:
-    """Train in a gang, or in the rounds that the strategy asks for."""
-    if run.slots.is_gang:
-        return train_in_gang(run)
-    strategy = run.config.sync_strategy
-    if isinstance(strategy, PopulationStrategy):
-        return train_population(run, strategy)
-    assert isinstance(strategy, AveragingStrategy)
-    return train_in_rounds(run, strategy)
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:

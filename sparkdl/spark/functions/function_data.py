@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -24,7 +25,6 @@ from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec, spool_columns
 from sparkdl.spark.frames.shard_table import (
-    LocalTable,
     SpooledRows,
     SpoolTable,
     selected,
@@ -102,10 +102,16 @@ def data_set(
     )
 
 
-def local_data_set(name: str, table: LocalTable | SourceTable) -> DataSet:
-    """A data set for a function in this process."""
-    with naming(name):
-        return data_set(name, table, table.collect())
+def local_data_sets(
+    data: Mapping[str, UserData], inputs: Inputs | None, folder: Path
+) -> dict[str, DataSet]:
+    """The data sets of a function in this process; those that are spooled lie in the folder."""
+    found = {}
+    for number, (name, columns) in enumerate(prepare_sets(data, inputs).items()):
+        with naming(name):
+            table = data[name].table_here(columns, folder / f"spool-{number}")
+            found[name] = data_set(name, table, table.collect())
+    return found
 
 
 class DataSets(SpoolTable):

@@ -20,7 +20,7 @@ from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.user_data import user_data
-from sparkdl.spark.functions.function_data import local_data_set, prepare_sets
+from sparkdl.spark.functions.function_data import local_data_sets
 from sparkdl.spark.functions.run_function import (
     RUN_KEY,
     FunctionRequest,
@@ -72,20 +72,11 @@ def _run(
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
         check_folder(storage, request)
-        sets = {}
-        if request.data:
-            data = {name: user_data(one) for name, one in request.data.items()}
-            sets = {
-                name: LocalSet(
-                    name=name,
-                    data=local_data_set(
-                        name, data[name].table_here(columns, Path(folder) / f"spool-{number}")
-                    ),
-                    rank=0,
-                    world_size=1,
-                )
-                for number, (name, columns) in enumerate(prepare_sets(data, request.inputs).items())
-            }
+        data = {name: user_data(one) for name, one in request.data.items()}
+        sets = {
+            name: LocalSet(name=name, data=found, rank=0, world_size=1)
+            for name, found in local_data_sets(data, request.inputs, Path(folder)).items()
+        }
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
         found = latest(storage, RUN_KEY, lambda _: True)
