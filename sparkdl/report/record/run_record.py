@@ -83,7 +83,7 @@ class RunRecord:
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Rank -> what its time was spent on, over all attempts, in seconds."""
-        return {rank: _added(spans) for rank, spans in self.spent.items()}
+        return {rank: added(spans) for rank, spans in self.spent.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the format's number."""
@@ -148,7 +148,8 @@ def curve_panels(
     return panels
 
 
-def _added(spans: Iterable[list[Any]]) -> dict[str, float]:
+def added(spans: Iterable[Sequence[Any]]) -> dict[str, float]:
+    """What was spent in these spans of a rank, see `RunRecord.spent`, on what in all."""
     total: dict[str, float] = {}
     for _, _, seconds in spans:
         for name, value in seconds.items():
