@@ -47,8 +47,9 @@ class Recorder(View):
             folder: where the record is left; None: it is kept in memory only.
             began: fields of `RunRecord` that are known when the run begins.
         """
-        self._started = time.time()
         self._clock = time.perf_counter()
+        self._phase, self._phase_began = "", 0.0
+        self._laps: dict[str, float] = {}
         self._builder = RecordBuilder()
         self._waiting: list[Event] = []
         self._lock = threading.Lock()
@@ -66,7 +67,7 @@ class Recorder(View):
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
-        self._note("begin", started=self._started, **began)
+        self._note("begin", started=time.time(), **began)
         if self._folder is not None:
             self._folder.append(self._taken())  # a place that cannot be written to ends the fit
             self._writer.start()
@@ -78,12 +79,19 @@ class Recorder(View):
     # --- called by the fit ---------------------------------------------------------------------
 
     def phase(self, name: str) -> None:
-        """Another phase of the fit begins, on the driver."""
+        """Another phase of the run begins on the driver, and the one before it ends."""
+        self.end_phase()
+        self._phase, self._phase_began = name, self._now()
         self._note("phase", name=name)
 
-    def lap(self, name: str, seconds: float) -> None:
-        """A phase of the fit has taken so long."""
-        self._note("lap", name=name, seconds=seconds)
+    def end_phase(self) -> Mapping[str, float]:
+        """The phase that goes on ends; returns phase -> seconds, in order, of all that did."""
+        if self._phase:
+            seconds = self._now() - self._phase_began
+            self._laps[self._phase] = self._laps.get(self._phase, 0.0) + seconds
+            self._note("lap", name=self._phase, seconds=seconds)
+            self._phase = ""
+        return self._laps
 
     def facts(self, *, world_size: int, **facts: Any) -> None:
         """What is known before training begins; ``world_size`` ranks will report."""
@@ -96,10 +104,6 @@ class Recorder(View):
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
-
-    def trained(self, module: nn.Module) -> None:
-        """The run has a module to show for it."""
-        self._module = module
 
     # --- called by the supervisor -------------------------------------------------------------
 
@@ -174,14 +178,20 @@ class Recorder(View):
 
     # --- the end ------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, history: Sequence[Mapping[str, float]] = ()) -> None:
-        """The run has ended; leave its record.
+    def end(
+        self,
+        error: BaseException | None,
+        history: Sequence[Mapping[str, float]] = (),
+        module: nn.Module | None = None,
+    ) -> None:
+        """The run has ended; leave its record, and show listeners the trained module.
 
         Called again, it only does what it could not do before, because it was interrupted.
         """
         if not self._has_ended:
-            self._has_ended = True
+            self._has_ended, self._module = True, module
             self._flush()
+            self.end_phase()
             self._note(
                 "end",
                 status="succeeded" if error is None else "failed",

@@ -35,7 +35,7 @@ from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
 from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
-from sparkdl.spark.run.run_facts import Clock, facts, recorded
+from sparkdl.spark.run.run_facts import facts, recorded
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
@@ -76,8 +76,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         recorded(given.spark, request, run_id) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
-        recorder.trained(result.module)
-        recorder.end(None, result.summary.history)
+        recorder.end(None, result.summary.history, result.module)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
     return replace(result, summary=summary)
 
@@ -90,14 +89,13 @@ def _fit(
     recorder: Recorder,
 ) -> FitResult:
     """See `fit`."""
-    clock = Clock(recorder)
     checked = check_request(data, request)
     with Cleanup() as stack:
         if spools is not None:
-            clock.lap("preflight")
+            recorder.phase("wait")
             slots = checked.slots
             stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
-            clock.lap("wait")
+            recorder.phase("preflight")
         link = open_link(
             checked.spark,
             checked.slots,
@@ -106,7 +104,6 @@ def _fit(
             run_id=run_id,
             stack=stack,
         )
-        clock.lap("preflight")
         recorder.phase("spool")
         table = _table(checked, run_id, spools, stack)
         shards = persistently(
@@ -115,7 +112,6 @@ def _fit(
             prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-        clock.lap("spool")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
         key = _run_key(checked, shards, found)
@@ -143,12 +139,10 @@ def _fit(
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = _train(run)
-        clock.lap("train")
         recorder.phase("clean up")
         run.view.done(trained.steps)
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
-    clock.lap("clean up")
-    summary = trained.to_summary(run.plan, clock.laps, clock.total())
+    summary = trained.to_summary(run.plan, recorder.end_phase())
     return FitResult(
         module=checked.module.eval(),
         columns=tuple(column for column in found.columns if column.role == "feature"),

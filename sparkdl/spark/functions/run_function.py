@@ -29,7 +29,7 @@ from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
-from sparkdl.spark.run.run_facts import Clock, record_run
+from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
@@ -109,7 +109,6 @@ def _run(
     spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_function`."""
-    clock = Clock(recorder)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
     data = {name: user_data(one) for name, one in request.data.items()}
@@ -133,7 +132,6 @@ def _run(
             stack=stack,
         )
         check_folder(link.checkpoints, request)
-        clock.lap("preflight")
         recorder.phase("spool")
         sets = DataSets(spark, data, prepared, run_id, slots)
         stack.callback(sets.close)
@@ -158,13 +156,10 @@ def _run(
             payload=payload,
             sets=sets,
         )
-        clock.lap("spool")
         recorder.facts(world_size=slots.num_workers, mode="gang", slots=slots.total)
         recorder.phase("train")
         result = job.run()
-        clock.lap("train")
         recorder.phase("clean up")
-    clock.lap("clean up")
     return result
 
 

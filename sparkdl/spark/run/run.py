@@ -53,10 +53,8 @@ class Trained:
     bytes_sent_by_rank: list[int] = field(default_factory=list)
     population: list[dict[str, float]] = field(default_factory=list)
 
-    def to_summary(
-        self, plan: TrainPlan, laps: dict[str, float], seconds: float
-    ) -> TrainingSummary:
-        """The record for the user."""
+    def to_summary(self, plan: TrainPlan, laps: Mapping[str, float]) -> TrainingSummary:
+        """The summary for the user; ``laps`` are the phases of the fit, in seconds."""
         return TrainingSummary(
             history=self.history,
             phase_seconds={**{f"fit: {name}": lap for name, lap in laps.items()}, **self.seconds},
@@ -68,7 +66,7 @@ class Trained:
             throughput_by_rank=self.throughput_by_rank,
             bytes_sent_by_rank=self.bytes_sent_by_rank,
             population=self.population,
-            seconds=seconds,
+            seconds=sum(laps.values()),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -68,11 +67,11 @@ def record_run(
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
-        phase="preflight",
     )
     with Cleanup() as stack:
         recorder = stack.enter_context(record)
         stack.push(partial(_end_interrupted, recorder))
+        recorder.phase("preflight")
         yield recorder
 
 
@@ -139,23 +138,3 @@ def _spark_facts(spark: SparkSession) -> dict[str, Any]:
         "name": conf(spark, "spark.app.name"),
         "ui": context.uiWebUrl,
     }
-
-
-class Clock:
-    """Seconds of each phase of a fit on the driver, in order; they go into its record."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._start = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """End a phase, or a part of it."""
-        now = time.perf_counter()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._recorder.lap(name, now - self._last)
-        self._last = now
-
-    def total(self) -> float:
-        """Seconds since the start."""
-        return self._last - self._start
