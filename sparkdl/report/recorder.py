@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, WorkerError
@@ -21,7 +21,7 @@ from sparkdl.report.live.progress import Progress, View
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, folder_name
 from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable
-from sparkdl.report.record.time_spans import Span, Spans
+from sparkdl.report.record.time_spans import Spans
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
@@ -286,9 +286,9 @@ class Recorder(View):
         self._note_step()
         self._note_spans(self._spans.rest())
 
-    def _note_spans(self, spans: Iterator[Span]) -> None:
+    def _note_spans(self, spans: Iterable[Event]) -> None:
         for span in spans:
-            self._note("spent", **vars(span))
+            self._note("spent", **span)
 
 
 def described(error: BaseException) -> dict[str, str]:

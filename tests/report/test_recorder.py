@@ -221,6 +221,18 @@ def test_the_last_step_is_kept(
     assert (steps[0], steps[-1]) == ([1, 3.0], [9, loss])
 
 
+def test_a_phase_ends_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start() as recorder:
+        for now, phase in ((1.0, "preflight"), (2.0, "wait"), (4.0, "preflight"), (7.0, "train")):
+            monkeypatch.setattr(recorder, "_now", lambda now=now: now)
+            recorder.phase(phase)
+        assert recorder.end_phase() == {"preflight": 4.0, "wait": 2.0, "train": 0.0}
+        assert recorder.record().phase == "train"
+        recorder.end(None)
+    assert recorder.record().laps == {"preflight": 4.0, "wait": 2.0, "train": 0.0}
+    assert recorder.record().phase == ""
+
+
 def test_a_round_is_begun_again_without_new_spans() -> None:
     with start() as recorder:
         recorder.facts(world_size=1)

@@ -35,7 +35,7 @@ from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
 from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
-from sparkdl.spark.run.run_facts import facts, recorded
+from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
@@ -73,7 +73,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
     directory = request.config.checkpoint.directory
     with (
         interruptible(given.spark, directory),
-        recorded(given.spark, request, run_id) as recorder,
+        record_run(given.spark, run_id, request) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
         recorder.end(None, result.summary.history, result.module)

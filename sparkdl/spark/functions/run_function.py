@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.report.listeners.listener import Listener
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
@@ -29,6 +28,7 @@ from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
+from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
@@ -47,27 +47,19 @@ RUN_KEY = "function"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionRequest:
+class FunctionRequest(Request):
     """What a `TorchRunner` asks for."""
 
     function: Callable[[], Any]
     data: Mapping[str, Data]
     inputs: Mapping[str, Specification] | None
     """Columns of a batch by name; None: all columns of each data set."""
-    num_workers: int | None
     device: str
-    max_restarts: int
     checkpoint_dir: str | None
     resume: bool
     keep_checkpoints: int
     results: Literal["first", "all"]
-    cpus_per_worker: int | None
-    gpus_per_worker: float | None
-    verbose: int
-    report_dir: str | None = None
-    listeners: tuple[Listener, ...] = ()
-    params: tuple[Mapping[str, Any], ...] = ()
-    """What was asked for, as `RunRecord.params` shows it."""
+    name: str = "TorchRunner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +84,7 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     run_id = uuid.uuid4().hex[:12]
-    with record_run(
-        spark,
-        run_id=run_id,
-        name="TorchRunner",
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    ) as recorder:
+    with record_run(spark, run_id, request) as recorder:
         result = _run(spark, run_id, request, recorder)
         recorder.end(None, result.history)
     return result

@@ -60,14 +60,7 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         DataError: a data set cannot be used.
         StorageError: checkpoints cannot be kept.
     """
-    with record_run(
-        spark,
-        run_id=uuid.uuid4().hex[:12],
-        name="TorchRunner",
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    ) as recorder:
+    with record_run(spark, uuid.uuid4().hex[:12], request) as recorder:
         result = _run(spark, request, recorder)
         recorder.end(None, result.history)
     return result

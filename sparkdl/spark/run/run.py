@@ -71,7 +71,25 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRequest:
+class Request:
+    """What fits and runs of functions both ask for."""
+
+    num_workers: int | None
+    max_restarts: int
+    verbose: int
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+    report_dir: str | None = None
+    """Directory or URL in which the run leaves its record; None: nowhere."""
+    listeners: tuple[Listener, ...] = ()
+    name: str = "fit"
+    """What is run, for its record."""
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest(Request):
     """What the estimator asks for."""
 
     module: Any
@@ -82,11 +100,6 @@ class FitRequest:
     label_col: str | None
     weight_col: str | None
     validation_col: str | None
-    num_workers: int | None
-    max_restarts: int
-    verbose: int
-    cpus_per_worker: int | None
-    gpus_per_worker: float | None
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     execution_mode: str = "auto"
@@ -97,13 +110,6 @@ class FitRequest:
     """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
-    report_dir: str | None = None
-    """Directory or URL in which the run leaves its record; None: nowhere."""
-    listeners: tuple[Listener, ...] = ()
-    name: str = "fit"
-    """What is run, for its record."""
-    params: tuple[Mapping[str, Any], ...] = ()
-    """What was asked for, as `RunRecord.params` shows it."""
 
     @property
     def num_inputs(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,51 +19,28 @@ from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
-    from sparkdl.report.listeners.listener import Listener
-    from sparkdl.spark.run.run import FitRequest, Run
+    from sparkdl.spark.run.run import Request, Run
 
 _LONGEST_VALUE = 500
 """Characters of a Param's value that are kept."""
 
 
-def recorded(
-    spark: SparkSession, request: FitRequest, run_id: str
-) -> AbstractContextManager[Recorder]:
-    """Record a fit; see `record_run`."""
-    return record_run(
-        spark,
-        run_id=run_id,
-        name=request.name,
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    )
-
-
 @contextmanager
-def record_run(
-    spark: SparkSession | None,
-    *,
-    run_id: str,
-    name: str,
-    params: tuple[Mapping[str, Any], ...],
-    report_dir: str | None,
-    listeners: tuple[Listener, ...],
-) -> Iterator[Recorder]:
+def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Iterator[Recorder]:
     """Record a run, which may have no session, within `interruptible` if it has; see `recording`.
 
     The record is written while nothing is interrupted. What the user has interrupted says so,
     whatever the cancelled jobs have raised.
     """
     storage: Storage | None = None
-    if report_dir:
-        storage = open_storage(report_dir) if spark is None else open_on_driver(spark, report_dir)
+    if place := request.report_dir:
+        storage = open_storage(place) if spark is None else open_on_driver(spark, place)
     record = recording(
         run_id=run_id,
-        name=name,
-        params=params,
+        name=request.name,
+        params=request.params,
         storage=storage,
-        listeners=listeners,
+        listeners=request.listeners,
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
