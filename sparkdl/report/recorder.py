@@ -38,7 +38,7 @@ _STEPS_KEPT = 500
 
 
 class Recorder(View):
-    """Writes down one run. Made by `recording`; the supervisor calls it as a `View`."""
+    """Writes down one run, and passes it on to its views. Made by `recording`."""
 
     def __init__(self, folder: RunFolder | None, began: Mapping[str, Any]) -> None:
         """Begin.
@@ -55,6 +55,7 @@ class Recorder(View):
         self._lock = threading.Lock()
         self._folder = folder
         self._listeners = Listeners()
+        self._views: list[View] = []
         self._spans = Spans(1)
         self._world_size = 1
         self._steps_per_epoch = 0
@@ -75,6 +76,10 @@ class Recorder(View):
     def start_listeners(self, start: RunStart, listeners: Sequence[Listener]) -> None:
         """Call these listeners from now on; what one raises when it starts is raised."""
         self._listeners.start(start, listeners)
+
+    def show(self, view: View) -> None:
+        """Have this view show the run from now on; what it raises ends the run."""
+        self._views.append(view)
 
     # --- called by the fit ---------------------------------------------------------------------
 
@@ -108,7 +113,8 @@ class Recorder(View):
     # --- called by the supervisor -------------------------------------------------------------
 
     def attempt(self, number: int, start_step: int) -> None:
-        """A gang, or a run in rounds, begins."""
+        for view in self._views:
+            view.attempt(number, start_step)
         self._flush()
         self._spans = Spans(self._world_size)
         self._rows = None
@@ -116,48 +122,34 @@ class Recorder(View):
         self._note("attempt", number=number, start_step=start_step)
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What has failed is started again, for the ``number``-th time in the run.
-
-        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated.
-
-        Args:
-            number: as in `attempt`.
-            step: steps done by then; None: not known yet.
-        """
         self._note("attempt", number=number, start_step=step)
 
     def failure(self, reason: str) -> None:
-        """An attempt has failed."""
         self._flush()
         shown = presentable(reason)
         self._note("failure", reason=shown)
         self._listeners.call(lambda listener: listener.failure(shown))
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """A rank has sent how far it has come."""
+        for view in self._views:
+            view.progress(rank, progress)
         if progress.seconds:
             self.spent(rank, progress.seconds)
         if rank == 0 and progress.step > self._step:
             self._take_step(progress.step, progress.loss, progress.rows)
 
     def spent(self, rank: int, totals: Mapping[str, float]) -> None:
-        """On what a rank has spent its time since the attempt began."""
         self._note_spans(self._spans.take(rank, totals, self._now()))
 
     def fact(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Another event of a worker: its hardware, or a confusion matrix."""
         if body["kind"] == "hardware":
             self._note("hardware", rank=rank, hardware=body["hardware"])
         elif body["kind"] == "confusion":
-            self.confusion(body["epoch"], body["counts"])
-
-    def confusion(self, epoch: int, counts: Sequence[Sequence[float]]) -> None:
-        """Label by prediction, over the validation rows, after ``epoch``."""
-        self._note("confusion", epoch=epoch, counts=counts)
+            self._note("confusion", epoch=body["epoch"], counts=body["counts"])
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """An epoch ended, or a function reported."""
+        for view in self._views:
+            view.epoch(record)
         self._note("epoch", record=dict(record))
         if "report" in record:
             step = int(record["report"])
@@ -166,12 +158,15 @@ class Recorder(View):
         self._listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """A rank logged a line; warnings are kept."""
+        """Pass the line on; warnings are kept."""
+        for view in self._views:
+            view.log(rank, line, level)
         if level >= logging.WARNING:
             self._note("log", rank=rank, level=logging.getLevelName(level), line=line)
 
     def done(self, steps: int) -> None:
-        """Training has succeeded."""
+        for view in self._views:
+            view.done(steps)
         self._flush()
         if steps > self._step:  # the last ones came between two reports
             self._note("step", step=steps, loss=None, rows_per_second=None)

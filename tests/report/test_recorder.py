@@ -12,10 +12,10 @@ import pytest
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.live.progress import Progress
+from sparkdl.report.live.progress import Progress, View
 from sparkdl.report.record.run_folder import RunFolder, RunReader
 from sparkdl.report.record.run_record import RunRecord
-from sparkdl.report.recorder import Recorder, described, recording
+from sparkdl.report.recorder import described, recording
 from sparkdl.storage.storage import LocalStorage
 
 
@@ -326,14 +326,21 @@ def test_an_unexpected_error_comes_with_its_traceback() -> None:
         assert "test_recorder.py" in described(error)["traceback"]
 
 
-def test_a_recorder_fits_the_view() -> None:
-    from sparkdl.report.live.progress import SharedView, View
+def test_views_are_shown_what_is_recorded() -> None:
+    seen: list[Any] = []
+
+    class Watching(View):
+        def epoch(self, record: Any) -> None:
+            seen.append(record["loss"])
+
+        def done(self, steps: int) -> None:
+            seen.append(steps)
 
     with start() as recorder:
-        assert isinstance(recorder, Recorder)
-        view: View = SharedView(recorder, recorder)
-        view.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
-        view.done(3)
-        view.close()
+        for _ in range(2):
+            recorder.show(Watching())
+        recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
+        recorder.done(3)
         recorder.end(None)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
+    assert seen == [2.0, 2.0, 3, 3]

@@ -47,13 +47,33 @@ class Progress:
 
 
 class View:
-    """Shows a run; a subclass overrides what it shows. All calls come on the driver."""
+    """Shows or records a run; a subclass overrides what it needs. All calls come on the driver."""
 
     def attempt(self, number: int, start_step: int) -> None:
-        """A gang starts at ``start_step``; ``number`` counts from 0."""
+        """A gang, or a run in rounds, starts at ``start_step``; ``number`` counts from 0."""
+
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What has failed is started again, for the ``number``-th time in the run.
+
+        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
+        is repeated.
+
+        Args:
+            number: as in `attempt`.
+            step: steps done by then; None: not known yet.
+        """
+
+    def failure(self, reason: str) -> None:
+        """An attempt has failed."""
 
     def progress(self, rank: int, progress: Progress) -> None:
         """A rank has sent how far it has come."""
+
+    def spent(self, rank: int, totals: Mapping[str, float]) -> None:
+        """On what a rank has spent its time since the attempt began."""
+
+    def fact(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Another event of a worker: its hardware, or a confusion matrix."""
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """An epoch ended, or a function has reported; ``record`` goes into the history."""
@@ -86,37 +106,6 @@ class EpochCallback(View):
     def epoch(self, record: Mapping[str, float]) -> None:
         """Call the function."""
         self._on_epoch(record)
-
-
-class SharedView(View):
-    """Several views of one run, which are called in their order."""
-
-    def __init__(self, *views: View) -> None:
-        self._views = views
-
-    def attempt(self, number: int, start_step: int) -> None:
-        for view in self._views:
-            view.attempt(number, start_step)
-
-    def progress(self, rank: int, progress: Progress) -> None:
-        for view in self._views:
-            view.progress(rank, progress)
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        for view in self._views:
-            view.epoch(record)
-
-    def log(self, rank: int, line: str, level: int) -> None:
-        for view in self._views:
-            view.log(rank, line, level)
-
-    def done(self, steps: int) -> None:
-        for view in self._views:
-            view.done(steps)
-
-    def close(self) -> None:
-        for view in self._views:
-            view.close()
 
 
 class RunStatus:

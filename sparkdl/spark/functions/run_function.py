@@ -18,7 +18,6 @@ from pyspark.sql import SparkSession
 from sparkdl.errors import ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.report.live.choose_view import choose_view, shows_lines
-from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.launch import Launch
@@ -125,7 +124,8 @@ def _run(
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings),
         )
-        view: View = SharedView(choose_view(None, request.verbose), recorder)
+        view = choose_view(None, request.verbose)
+        recorder.show(view)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
         job = FunctionJob(
@@ -134,9 +134,8 @@ def _run(
             slots=slots,
             link=link,
             settings=settings,
-            view=view,
+            view=recorder,
             max_restarts=request.max_restarts,
-            recorder=recorder,
             request=request,
             payload=payload,
             sets=sets,
@@ -182,7 +181,6 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
-    recorder: Recorder
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
@@ -195,7 +193,7 @@ class FunctionJob(Launch):
     def _submit(self, attempt: int) -> Callable[[], Rows]:
         link, request = self.link, self.request
         if attempt > 0:
-            self.recorder.begun_again(attempt, None)
+            self.view.begun_again(attempt, None)
             link.hub.clear(f"{self.run_id}/{attempt - 1}/")
             wait_again(self.spark, self.slots, self.settings)
         found = self._newest()

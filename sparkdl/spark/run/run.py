@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.packed_module import PackedModule
@@ -37,37 +36,6 @@ class Run(Launch):
     objective: LossFunction
     """What is minimized, for what the driver asks of it."""
     table: RowTable
-    recorder: Recorder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What came of a run; the weights are in its module."""
-
-    history: list[dict[str, float]]
-    steps: int
-    restarts: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    throughput_by_rank: list[float] = field(default_factory=list)
-    bytes_sent_by_rank: list[int] = field(default_factory=list)
-    population: list[dict[str, float]] = field(default_factory=list)
-
-    def to_summary(self, plan: TrainPlan, laps: Mapping[str, float]) -> TrainingSummary:
-        """The summary for the user; ``laps`` are the phases of the fit, in seconds."""
-        return TrainingSummary(
-            history=self.history,
-            phase_seconds={**{f"fit: {name}": lap for name, lap in laps.items()}, **self.seconds},
-            restarts=self.restarts,
-            rows=plan.num_rows,
-            validation_rows=plan.num_validation_rows,
-            steps=self.steps,
-            world_size=plan.world_size,
-            throughput_by_rank=self.throughput_by_rank,
-            bytes_sent_by_rank=self.bytes_sent_by_rank,
-            population=self.population,
-            seconds=sum(laps.values()),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
