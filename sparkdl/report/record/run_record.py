@@ -114,6 +114,14 @@ def count_of(record: Mapping[str, Any]) -> float | None:
     return number
 
 
+def add_record(history: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
+    """Add a record to a history; after a restart epochs come again, in their order."""
+    number = count_of(record)
+    while number is not None and history and (count_of(history[-1]) or 0) >= number:
+        history.pop()
+    history.append(dict(record))
+
+
 _COUNTS = ("epoch", "report", "steps")
 _COSTS = ("learning_rate", "seconds")
 
@@ -193,12 +201,7 @@ class RecordBuilder:
             case "failure":
                 values["failures"].append(rest)
             case "epoch":
-                record, history = event["record"], values["history"]
-                number = count_of(record)
-                # After a restart epochs come again, in their order.
-                while number is not None and history and (count_of(history[-1]) or 0) >= number:
-                    history.pop()
-                history.append(record)
+                add_record(values["history"], event["record"])
             case "step":
                 names = ("at", "step", "loss", "rows_per_second")
                 values["steps"].append([event[name] for name in names])
