@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, WorkerError
@@ -63,8 +63,9 @@ class Recorder(View):
         self._step_noted = -1.0
         self._unnoted: dict[str, Any] | None = None
         self._rows: tuple[float, float] | None = None
+        self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
-        self._has_ended = self._is_left = self._has_failed = False
+        self._has_failed = False
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
@@ -173,36 +174,31 @@ class Recorder(View):
 
     # --- the end ------------------------------------------------------------------------------
 
-    def end(
-        self,
-        error: BaseException | None,
-        history: Sequence[Mapping[str, float]] = (),
-        module: nn.Module | None = None,
+    def succeeded(
+        self, history: Sequence[Mapping[str, float]], module: nn.Module | None = None
     ) -> None:
-        """The run has ended; leave its record, and show listeners the trained module.
+        """What came of the run; listeners are shown the trained module at its end."""
+        self._history, self._module = [dict(record) for record in history], module
 
-        Called again, it only does what it could not do before, because it was interrupted.
-        """
-        if not self._has_ended:
-            self._has_ended, self._module = True, module
-            self._flush()
-            self.end_phase()
-            self._note(
-                "end",
-                status="succeeded" if error is None else "failed",
-                error=None if error is None else described(error),
-                history=[dict(record) for record in history],
-            )
+    def end(self, error: BaseException | None) -> None:
+        """The run has ended; leave its record. Called by `recording`, once."""
+        self._flush()
+        self.end_phase()
+        self._note(
+            "end",
+            status="succeeded" if error is None else "failed",
+            error=None if error is None else described(error),
+            history=self._history,
+        )
         record = self.record()
         self._stop.set()
         if self._writer.is_alive():
             self._writer.join(timeout=60)
-        if self._folder is not None and not self._is_left:
+        if self._folder is not None:
             try:
                 self._folder.finish(record, page(record))
             except Exception as failure:
                 self._give_up(failure)
-            self._is_left = True
         self._listeners.end(record, self._module)
 
     @property
@@ -307,9 +303,10 @@ def recording(
     params: Sequence[Mapping[str, Any]],
     storage: Storage | None,
     listeners: Sequence[Listener],
+    is_interrupted: Callable[[], bool] = lambda: False,
     **known: Any,
 ) -> Iterator[Recorder]:
-    """Record what happens in the block, which calls `Recorder.end` if all goes well.
+    """Record what happens in the block, which calls `Recorder.succeeded` if all goes well.
 
     Args:
         run_id: the run's.
@@ -317,6 +314,7 @@ def recording(
         params: as in `RunRecord.params`.
         storage: where the record is left; None: nowhere.
         listeners: what else watches the run.
+        is_interrupted: asked when the block has failed, whether the user wanted that.
         known: other fields of `RunRecord`.
 
     Raises:
@@ -335,5 +333,6 @@ def recording(
         recorder.start_listeners(start, listeners)
         yield recorder
     except BaseException as error:
-        recorder.end(error)
+        recorder.end(KeyboardInterrupt() if is_interrupted() else error)
         raise
+    recorder.end(None)

@@ -77,7 +77,7 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
         record_run(given.spark, run_id, request) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
-        recorder.end(None, result.summary.history, result.module)
+        recorder.succeeded(result.summary.history, result.module)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
     return replace(result, summary=summary)
 

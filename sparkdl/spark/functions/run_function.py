@@ -85,7 +85,7 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
     run_id = uuid.uuid4().hex[:12]
     with record_run(spark, run_id, request) as recorder:
         result = _run(spark, run_id, request, recorder)
-        recorder.end(None, result.history)
+        recorder.succeeded(result.history)
     return result
 
 

@@ -61,7 +61,7 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
     """
     with record_run(spark, uuid.uuid4().hex[:12], request) as recorder:
         result = _run(spark, request, recorder)
-        recorder.end(None, result.history)
+        recorder.succeeded(result.history)
     return result
 
 

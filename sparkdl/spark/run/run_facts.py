@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Params
@@ -35,28 +34,21 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
     storage: Storage | None = None
     if place := request.report_dir:
         storage = open_storage(place) if spark is None else open_on_driver(spark, place)
-    record = recording(
+    recorded = recording(
         run_id=run_id,
         name=request.name,
         params=request.params,
         storage=storage,
         listeners=request.listeners,
+        is_interrupted=is_interrupted,
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
     )
     with Cleanup() as stack:
-        recorder = stack.enter_context(record)
-        stack.push(partial(_end_interrupted, recorder))
+        recorder = stack.enter_context(recorded)
         recorder.phase("preflight")
         yield recorder
-
-
-def _end_interrupted(
-    recorder: Recorder, _: object, error: BaseException | None, __: object
-) -> None:
-    if error is not None and is_interrupted():
-        recorder.end(KeyboardInterrupt("interrupted"))
 
 
 def shown_params(params: Params) -> tuple[Mapping[str, Any], ...]:
