@@ -65,7 +65,6 @@ class Recorder(View):
         self._rows: tuple[float, float] | None = None
         self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
-        self._has_failed = False
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
@@ -246,9 +245,8 @@ class Recorder(View):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._folder = None
-        if not self._has_failed:
-            self._has_failed = True
+        if self._folder is not None:
+            self._folder = None
             shown = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
             logger.warning("the run leaves no report: %s", shown)
 
