@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.report.page import html
@@ -115,7 +114,7 @@ def line_chart(title: str, lines: Mapping[str, Line], x_label: str) -> Markup:
     every = [point for run in points.values() for point in run]
     if not every:
         return Markup("")
-    frame = _Frame.around([x for x, _ in every], [y for _, y in every])
+    frame = _Frame([x for x, _ in every], [y for _, y in every])
     drawn, legend = [], []
     for place, (name, run) in enumerate(points.items()):
         style = f"c{place % 6}"
@@ -126,21 +125,17 @@ def line_chart(title: str, lines: Mapping[str, Line], x_label: str) -> Markup:
     return tag("figure", caption, svg)
 
 
-@dataclass(frozen=True)
 class _Frame:
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
+    """Where the values of a chart are in its drawing."""
 
-    @classmethod
-    def around(cls, xs: Sequence[float], ys: Sequence[float]) -> _Frame:
-        x_low, x_high, y_low, y_high = min(xs), max(xs), min(ys), max(ys)
-        if x_low == x_high:
-            x_low, x_high = x_low - 0.5, x_high + 0.5
-        room = 0.06 * (y_high - y_low) or abs(y_high) * 0.1 or 1.0
-        floor = 0.0 if 0 <= y_low < 0.35 * y_high else y_low - room
-        return cls(x_low, x_high, floor, y_high + room)
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x_low, self.x_high = min(xs), max(xs)
+        if self.x_low == self.x_high:
+            self.x_low, self.x_high = self.x_low - 0.5, self.x_high + 0.5
+        low, high = min(ys), max(ys)
+        room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        self.y_low = 0.0 if 0 <= low < 0.35 * high else low - room
+        self.y_high = high + room
 
     def x(self, value: float) -> float:
         share = (value - self.x_low) / (self.x_high - self.x_low)
