@@ -12,7 +12,7 @@ import pytest
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.live.progress import Progress, View
+from sparkdl.report.live.progress import EpochCallback, Progress, View
 from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.recorder import described, recording
@@ -321,3 +321,13 @@ def test_views_are_shown_what_is_recorded() -> None:
         recorder.done(3)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
     assert seen == [2.0, 2.0, 3, 3]
+
+
+def test_what_is_asked_to_end_the_run_at_an_epoch_ends_it() -> None:
+    def stop(record: Any) -> None:
+        raise TrainingFailed("pruned")
+
+    with pytest.raises(TrainingFailed), start() as recorder:
+        recorder.show(EpochCallback(stop))
+        recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
+    assert recorder.record().status == "failed"
