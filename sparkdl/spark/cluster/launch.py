@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.report.live.progress import View
-from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.cluster.attempt import Rows
 from sparkdl.spark.cluster.gang import Work, launch
@@ -43,10 +42,8 @@ class Launch:
     link: Link
     settings: Settings
     view: View
-    """Shows progress and logs."""
+    """Gets what the workers report; of a fit it is the recorder."""
     max_restarts: int
-    recorder: Recorder | None = None
-    """Gets what the view does not show: failures and their reasons, hardware."""
 
     def limits(self) -> Limits:
         """The time-outs of the settings."""

@@ -94,8 +94,7 @@ def supervise(
             assert attempt.rows is not None
             return GangResult(rows=attempt.rows, restarts=restarts)
         reasons.append(reason)
-        if run.recorder is not None:
-            run.recorder.failure(reason)
+        run.view.failure(reason)
         if restarts < limits.max_restarts:
             logger.warning("%s; restart %d of %d", reason, restarts + 1, limits.max_restarts)
             if heal is not None:
@@ -264,5 +263,5 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
-    elif run.recorder is not None:
-        run.recorder.fact(event.rank, event.body)
+    else:
+        run.view.fact(event.rank, event.body)

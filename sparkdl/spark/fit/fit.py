@@ -19,8 +19,9 @@ from pyspark.sql import DataFrame
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import choose_view, shows_lines
-from sparkdl.report.live.progress import EpochCallback, SharedView, View
+from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
@@ -34,8 +35,8 @@ from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
-from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
-from sparkdl.spark.run.run_facts import Clock, facts, recorded
+from sparkdl.spark.run.run import FitRequest, FitResult, Run
+from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
@@ -73,11 +74,10 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
     directory = request.config.checkpoint.directory
     with (
         interruptible(given.spark, directory),
-        recorded(given.spark, request, run_id) as recorder,
+        record_run(given.spark, run_id, request) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
-        recorder.trained(result.module)
-        recorder.end(None, result.summary.history)
+        recorder.succeeded(result.summary.history, result.module)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
     return replace(result, summary=summary)
 
@@ -90,14 +90,13 @@ def _fit(
     recorder: Recorder,
 ) -> FitResult:
     """See `fit`."""
-    clock = Clock(recorder)
     checked = check_request(data, request)
     with Cleanup() as stack:
         if spools is not None:
-            clock.lap("preflight")
+            recorder.phase("wait")
             slots = checked.slots
             stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
-            clock.lap("wait")
+            recorder.phase("preflight")
         link = open_link(
             checked.spark,
             checked.slots,
@@ -106,7 +105,6 @@ def _fit(
             run_id=run_id,
             stack=stack,
         )
-        clock.lap("preflight")
         recorder.phase("spool")
         table = _table(checked, run_id, spools, stack)
         shards = persistently(
@@ -115,13 +113,15 @@ def _fit(
             prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-        clock.lap("spool")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
         key = _run_key(checked, shards, found)
         plan = _make_plan(checked, table, shards, found, link, key)
-        view = SharedView(_view(plan, request), recorder)
+        view = choose_view(plan, request.verbose)
         stack.callback(view.close)
+        recorder.show(view)
+        if request.on_epoch is not None:
+            recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
             spark=checked.spark,
@@ -136,25 +136,32 @@ def _fit(
             slots=checked.slots,
             link=link,
             settings=checked.settings,
-            view=view,
+            view=recorder,
             max_restarts=request.max_restarts,
-            recorder=recorder,
         )
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = _train(run)
-        clock.lap("train")
         recorder.phase("clean up")
-        run.view.done(trained.steps)
+        recorder.done(trained.steps)
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
-    clock.lap("clean up")
-    summary = trained.to_summary(run.plan, clock.laps, clock.total())
+    laps = recorder.end_phase()
+    phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
+    summary = replace(
+        trained,
+        phase_seconds={**phases, **trained.phase_seconds},
+        rows=plan.num_rows,
+        validation_rows=plan.num_validation_rows,
+        skipped_rows=num_skipped,
+        world_size=plan.world_size,
+        seconds=sum(laps.values()),
+    )
     return FitResult(
         module=checked.module.eval(),
         columns=tuple(column for column in found.columns if column.role == "feature"),
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
-        summary=replace(summary, skipped_rows=num_skipped),
+        summary=summary,
     )
 
 
@@ -202,13 +209,8 @@ def _make_plan(
     return plan
 
 
-def _view(plan: TrainPlan, request: FitRequest) -> View:
-    view = choose_view(plan, request.verbose)
-    return view if request.on_epoch is None else SharedView(view, EpochCallback(request.on_epoch))
-
-
-def _train(run: Run) -> Trained:
-    """Train in a gang, or in the rounds that the strategy asks for."""
+def _train(run: Run) -> TrainingSummary:
+    """Train in a gang, or in the rounds that the strategy asks for; only training is summed up."""
     if run.slots.is_gang:
         return train_in_gang(run)
     strategy = run.config.sync_strategy

@@ -23,7 +23,6 @@ from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.report.live.choose_view import choose_view
-from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.columns import Prepared
@@ -60,16 +59,9 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         DataError: a data set cannot be used.
         StorageError: checkpoints cannot be kept.
     """
-    with record_run(
-        spark,
-        run_id=uuid.uuid4().hex[:12],
-        name="TorchRunner",
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    ) as recorder:
+    with record_run(spark, uuid.uuid4().hex[:12], request) as recorder:
         result = _run(spark, request, recorder)
-        recorder.end(None, result.history)
+        recorder.succeeded(result.history)
     return result
 
 
@@ -77,7 +69,8 @@ def _run(
     spark: SparkSession | None, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
-    view = SharedView(choose_view(None, request.verbose), recorder)
+    view = choose_view(None, request.verbose)
+    recorder.show(view)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
@@ -103,7 +96,7 @@ def _run(
             sets=sets,
             resumed=None if found is None else load_shared(found),
             save=lambda number, state: manager.save(number, state, {}),
-            show=view.epoch,
+            show=recorder.epoch,
         )
         recorder.facts(world_size=1, mode="the driver's own process")
         recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})

@@ -14,17 +14,18 @@ import math
 from typing import Any
 
 from sparkdl.data.plan import RoundPart
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
 from sparkdl.spark.rounds.round_totals import RoundDone
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
 
-def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
+def train_in_rounds(run: Run, strategy: AveragingStrategy) -> TrainingSummary:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     period = strategy.make_period()

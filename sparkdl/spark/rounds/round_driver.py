@@ -19,12 +19,13 @@ from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.report.live.progress import Progress
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
 from sparkdl.spark.run.resume import find_checkpoint
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.sync.averaging.period import Period, RoundReport
@@ -65,7 +66,7 @@ class Replicas(Protocol):
 
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
-) -> Trained:
+) -> TrainingSummary:
     """Train, and give the weights to the run's module.
 
     Args:
@@ -88,7 +89,7 @@ def run_rounds(
         seconds=[0.0] * num_shards,
         bytes_sent=[0] * num_shards,
         epoch_sums=[0.0] * (2 + len(jobs.labels)),
-        report=run.recorder.spent,
+        report=run.view.spent,
     )
     with contextlib.ExitStack() as stack:
         checkpoints = None
@@ -141,7 +142,7 @@ class Rounds:
     watch: LossWatch
     checkpoints: CheckpointManager | None
 
-    def train(self) -> Trained:
+    def train(self) -> TrainingSummary:
         """Train to the end."""
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
@@ -169,11 +170,11 @@ class Rounds:
         run.module.load_state_dict(book.best_model or self.replicas.model())
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
-        return Trained(
+        return TrainingSummary(
             history=book.state.state_dict()["history"],
             steps=book.state.step,
             restarts=self.jobs.restarts,
-            seconds=totals.phases(),
+            phase_seconds=totals.phases(),
             throughput_by_rank=totals.throughput(),
             bytes_sent_by_rank=totals.bytes_sent,
             population=self.replicas.notes(),
@@ -230,7 +231,8 @@ class Rounds:
             self.totals.begin_epoch()
         run.view.epoch(record)
         if is_kept and evaluation is not None and evaluation.confusion is not None:
-            run.recorder.confusion(int(record["epoch"]), evaluation.confusion)
+            counts = evaluation.confusion
+            run.view.fact(0, {"kind": "confusion", "epoch": int(record["epoch"]), "counts": counts})
         if run.config.callbacks:
             run.module.load_state_dict(self.replicas.model())
             for callback in run.config.callbacks:

@@ -145,7 +145,7 @@ class RoundJobs:
         run = self._run
         if attempt > self._num_jobs:
             number = self.restarts + attempt - self._num_jobs
-            run.recorder.begun_again(number, self._book.state.step)
+            run.view.begun_again(number, self._book.state.step)
             run.table.rebuild()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")
         order = RoundOrder(
