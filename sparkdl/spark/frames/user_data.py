@@ -23,6 +23,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
+from sparkdl.spark.frames.frame_sample import Sample, take_sample
 from sparkdl.spark.frames.row_table import RowTable, TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.frames.source_table import SourceTable
@@ -94,6 +95,12 @@ class UserData:
             raise ConfigError(
                 f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
             )
+
+    def sample(self, spec: TableSpec, seconds: float) -> Sample | None:
+        """Some of the rows, see `take_sample`; None: a source tells everything without them."""
+        if self.source is not None:
+            return None
+        return take_sample(self.frame, spec.columns, spec.validation, seconds)
 
     def table(self, spec: TableSpec, run_id: str) -> RowTable:
         """The table of a run's shards, named by its id; whoever makes it closes it."""

@@ -29,10 +29,10 @@ def train_in_rounds(run: Run, strategy: AveragingStrategy) -> TrainingSummary:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     period = strategy.make_period()
-    return run_rounds(run, period, lambda jobs: _Averaged(run, strategy, jobs), watch=watch)
+    return run_rounds(run, period, lambda jobs: Averaged(run, strategy, jobs), watch=watch)
 
 
-class _Averaged:
+class Averaged:
     """`Replicas` that begin each round from one state, the mean of what they came to before."""
 
     def __init__(self, run: Run, strategy: AveragingStrategy, jobs: RoundJobs) -> None:

@@ -112,7 +112,7 @@ def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     prepared = [prepare(many.schema, "features", "feature", float_dtype="float32")]
     sample = take_sample(many, prepared, None, 60.0)
     assert sample.is_all
-    expected = shard_rows(sample.hashes, 1000, 5, is_all=True)
+    expected = shard_rows(sample.hashes, 1000, 5)
     spec = TableSpec(columns=tuple(prepared), num_shards=5, is_gang=False)
     table = ShardTable(many, spec, run_id="skew")
     try:
@@ -258,9 +258,9 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
 ) -> None:
     real = measure_gang.measure_rounds
 
-    def pressed(bench: Any) -> Any:
+    def pressed(run: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return real(bench)
+        return real(run)
 
     monkeypatch.setattr(measure_gang, "measure_rounds", pressed)
     with pytest.raises(KeyboardInterrupt, match="the files that it needed are removed"):
