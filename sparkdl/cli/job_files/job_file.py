@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 from sparkdl.cli.job_files.toml_values import apply_settings, build, read_toml
 from sparkdl.config import require
 from sparkdl.errors import ConfigError
-from sparkdl.spark.params.param_table import (
-    ClassifierArguments,
-    LabelsArguments,
-    Option,
-    options,
-    parts_of,
-)
+from sparkdl.spark.params.converters import parts_of
+from sparkdl.spark.params.param_table import ClassifierArguments, LabelsArguments, Option, options
 
 T = TypeVar("T")
 

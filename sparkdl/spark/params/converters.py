@@ -2,21 +2,21 @@
 
 These are type converters as pyspark knows them: called when a Param is set, they return the value
 to keep or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
-unchanged, because copies of an estimator convert again. Ranges of numbers are checked later, by
-`TrainConfig`.
+unchanged, because copies of an estimator convert again. Most Params need none but their type, see
+`of_type`. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import types
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from sparkdl import sync
-from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
-from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -24,23 +24,39 @@ if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
 
 
-def to_callable(value: Any) -> Any:
-    """Accept anything that can be called: a function, a class, an nn.Module."""
-    if not callable(value):
-        raise TypeError(f"expected a callable, received {value!r}")
-    return value
+def of_type(hint: Any, doc: str) -> Callable[[Any], Any]:
+    """A converter that accepts the values of a type, and quotes ``doc`` where it refuses one."""
+
+    def convert(value: Any) -> Any:
+        try:
+            return _converted(value, hint)
+        except TypeError:
+            raise TypeError(f"received {value!r}; expected: {doc}") from None
+
+    return convert
 
 
-def to_name_or_callable(value: Any) -> Any:
-    """Accept a name or anything that can be called."""
-    return value if isinstance(value, str) else to_callable(value)
+def _converted(value: Any, hint: Any) -> Any:
+    """A value of a type, with dicts and lists of its own; what is no such value is refused."""
+    if len(parts := parts_of(hint)) > 1:
+        for part in parts:
+            with contextlib.suppress(TypeError):
+                return _converted(value, part)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Mapping and isinstance(value, Mapping):
+        return {_converted(k, inner[0]): _converted(v, inner[1]) for k, v in value.items()}
+    if kind is list and isinstance(value, list | tuple):
+        return [_converted(item, inner[0]) for item in value]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
+        return value
+    raise TypeError
 
 
-def to_losses(value: Any) -> Any:
-    """Accept what `to_name_or_callable` does, or a mapping from labels to such losses."""
-    if isinstance(value, Mapping):
-        return {name: to_name_or_callable(loss) for name, loss in to_options(value).items()}
-    return to_name_or_callable(value)
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none is its only one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def to_inputs(value: Any) -> Any:
@@ -58,14 +74,6 @@ def to_inputs(value: Any) -> Any:
 def to_labels(value: Any) -> dict[str, Specification]:
     """Accept a mapping from names to specifications or column names."""
     return {name: _specification(entry) for name, entry in to_options(value).items()}
-
-
-def to_weights(value: Any) -> dict[str, float]:
-    """Accept a mapping from names to numbers."""
-    for name, weight in to_options(value).items():
-        if not isinstance(weight, (int, float)) or isinstance(weight, bool):
-            raise TypeError(f"expected a number for {name!r}, received {weight!r}")
-    return {name: float(weight) for name, weight in value.items()}
 
 
 def _specification(value: Any) -> Specification:
@@ -95,13 +103,6 @@ def to_groups(value: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def to_patterns(value: Any) -> list[str]:
-    """Accept a list or tuple of patterns of names."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise TypeError(f"expected a list of patterns such as ['encoder.*'], received {value!r}")
-    return list(value)
-
-
 def to_initial_weights(value: Any) -> InitialWeights:
     """Accept an `InitialWeights`, or what it takes as its source."""
     if isinstance(value, InitialWeights):
@@ -128,29 +129,6 @@ def to_metrics(value: Any) -> dict[str, Any]:
         elif not callable(metric):
             raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
     return metrics
-
-
-def to_callbacks(value: Any) -> list[Any]:
-    """Accept a list or tuple of callbacks."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"expected a list of callbacks, received {value!r}")
-    return list(value)
-
-
-def to_listeners(value: Any) -> list[Listener]:
-    """Accept a list or tuple of `Listener`."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Listener) for v in value):
-        raise TypeError(
-            f"expected a list of listeners, such as [sparkdl.TensorBoard()]; received {value!r}"
-        )
-    return list(value)
-
-
-def to_early_stopping(value: Any) -> EarlyStopping:
-    """Accept an `EarlyStopping`."""
-    if not isinstance(value, EarlyStopping):
-        raise TypeError(f"expected sparkdl.EarlyStopping(...), received {value!r}")
-    return value
 
 
 def to_output(value: Any) -> Output:

@@ -23,6 +23,7 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError
+from sparkdl.spark.params.converters import of_type
 from sparkdl.spark.params.param_table import NOT_SET, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
@@ -104,7 +105,11 @@ def with_params(arguments: type) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         cls._options = options(arguments)
         for name, option in cls._options.items():
-            convert = option.convert or _SPARKS_CONVERTERS[option.type]
+            convert = (
+                option.convert
+                or _SPARKS_CONVERTERS.get(option.type)
+                or of_type(option.type, option.doc)
+            )
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):
