@@ -21,10 +21,15 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import ExplainOptions, Task
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.params.accessors import (
+    ClassifierAccessors,
+    LabelsAccessors,
+    RegressorAccessors,
+)
 from sparkdl.spark.params.param_table import (
     INFERENCE_BATCH_SIZE,
     ClassifierArguments,
@@ -135,7 +140,6 @@ class _TorchEstimator(
             StorageError: what ``fit`` would raise.
             WorkerError: the module, loss or optimizer failed on a worker.
         """
-        from sparkdl.spark.explain.estimate import ExplainOptions
         from sparkdl.spark.explain.explain_fit import explain
 
         options = ExplainOptions(
@@ -191,7 +195,7 @@ class _TorchEstimator(
 
 
 @with_params(LabelsArguments)
-class TorchEstimator(_TorchEstimator):
+class TorchEstimator(_TorchEstimator, LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
     Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
@@ -219,7 +223,7 @@ class TorchEstimator(_TorchEstimator):
 
 
 @with_params(RegressorArguments)
-class TorchRegressor(_TorchEstimator, HasLabelCol):
+class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
     Example::
@@ -243,7 +247,7 @@ class TorchRegressor(_TorchEstimator, HasLabelCol):
 
 
 @with_params(ClassifierArguments)
-class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
+class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, ClassifierAccessors):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
     Labels are class indices from 0, in a column of any numeric type. The module's outputs are

@@ -97,7 +97,7 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
     """
     estimator: Any = make_estimator(job)
     rows = read_training_data(spark, job)
-    explanation: Explanation = estimator.explain(rows, **job.explain.given)
+    explanation: Explanation = estimator.explain(rows, **vars(job.explain))
     return explanation
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeGuard
 
 from sparkdl.cli.job_files.job_file import TrainJob
 from sparkdl.cli.job_files.toml_values import build, put, to_tables
-from sparkdl.config import require
+from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
 
 Value = str | int | float | bool
@@ -107,7 +107,7 @@ class TuneJob(TrainJob):
                 "a search leaves the rows of [test] alone; leave that section out, and measure "
                 "the best model with jobs/evaluate.py"
             )
-        if self.explain.given:
+        if self.explain != ExplainOptions():
             raise ConfigError(
                 "a search explains nothing, so [explain] has no place; leave that section out, and "
                 "try jobs/train.py --explain with the same data and model"

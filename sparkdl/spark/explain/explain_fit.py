@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame
 
 from sparkdl.comm import compression
+from sparkdl.config import ExplainOptions
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
 from sparkdl.explain.comparison import Places, Predictor, strategy_text, world_sizes
@@ -24,7 +25,7 @@ from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
 from sparkdl.spark.cluster.slots import Slots, plan_gang
-from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
+from sparkdl.spark.explain.estimate import Found, from_sample, from_source
 from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import check_plan, replica_bytes

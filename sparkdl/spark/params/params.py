@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
@@ -48,11 +48,6 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         super().__init__()
         defaults = {name: default_of(option) for name, option in self._options.items()}
         self._setDefault(**{k: v for k, v in defaults.items() if v is not NOT_SET})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Params, with setters and getters, which `with_params` makes."""
 
     def _set(self: P, **kwargs: Any) -> P:
         for name, value in kwargs.items():

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
@@ -20,7 +20,6 @@ from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.example_inputs import example_of
@@ -57,33 +56,6 @@ M = TypeVar("M", bound=MLReadable[Any])
 
 _MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
 _WEIGHTS = "initialWeights"
-
-
-class SavedModel(Protocol):
-    """What is saved of a `TorchModel` besides its Params."""
-
-    module_factory: Any
-    _num_classes: int | None
-
-    @property
-    def module(self) -> nn.Module:
-        """The trained module."""
-        ...
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The inputs as the module was trained on them."""
-        ...
-
-    @property
-    def hasSummary(self) -> bool:
-        """True if there is a summary."""
-        ...
-
-    @property
-    def summary(self) -> TrainingSummary:
-        """How the model was trained."""
-        ...
 
 
 class ParamsWriter(MLWriter):
@@ -196,7 +168,7 @@ class ModelWriter(ParamsWriter):
         return UNKNOWN_LOSS
 
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
-        model: SavedModel = self.instance
+        model: Any = self.instance  # a TorchModel, which imports this file
         extra = {
             "columns": [column_as_json(column) for column in model.columns],
             "num_classes": model._num_classes,
