@@ -68,9 +68,7 @@ class _TorchEstimator(
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         """Train on a DataFrame, or on a source such as `ParquetSource`."""
-        from sparkdl.spark.fit.fit import fit
-
-        return self._model(fit(dataset, self._request()))
+        return self.fit_sharing(dataset)
 
     def fitMultiple(
         self, dataset: DataFrame | Source, paramMaps: Sequence[ParamMap]
@@ -90,14 +88,14 @@ class _TorchEstimator(
     def fit_sharing(
         self,
         dataset: DataFrame | Source,
-        spools: Spools,
+        spools: Spools | None = None,
         on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     ) -> TorchModel:
         """Train with the spools of other fits on the same rows; who made them closes them.
 
         Args:
             dataset: as for ``fit``.
-            spools: what the fits share.
+            spools: what the fits share; None: this fit is alone.
             on_epoch: is given each epoch's history record, on the driver; what it raises ends
                 the fit.
         """

@@ -76,7 +76,8 @@ def by_table(
     absent = tuple(sorted(set(wanted) - set(files["path"].to_pylist())))
     named = pa.table({"path": pa.array(wanted, pa.string()), "label": table["label"]})
     used = files.join(named, "path", join_type="inner").sort_by("path")
-    labels, ordered, kind = used["label"], (), used["label"].type
+    labels, kind = used["label"], used["label"].type
+    ordered: tuple[str, ...] = ()
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         labels, ordered = _numbered(labels.to_pylist(), names)
     elif names:
