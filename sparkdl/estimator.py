@@ -7,12 +7,12 @@ model they return. Everything else is in their Params (`sparkdl.spark.params.par
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -275,7 +275,7 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, Classifie
 M = TypeVar("M")
 
 
-class Fits(Generic[M], Iterator[tuple[int, M]]):
+class Fits(Iterator[tuple[int, M]]):
     """Gives ``(index, model)`` for each Param map. Thread-safe.
 
     The spools stay until the last model is there, or nobody can ask for one any more. Once the
@@ -284,18 +284,13 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
     """
 
     def __init__(self, fits: Sequence[Callable[[Spools], M]]) -> None:
-        self._fits = tuple(fits)
-        self._next = 0
-        self._ended = 0
-        self._lock = threading.Lock()
+        self._waiting = deque(enumerate(fits))
+        self._unfinished = set(range(len(fits)))
         interrupts.listen()
         self._presses = interrupts.presses()
         spools = Spools()
         self._spools = spools
         self._close = weakref.finalize(self, spools.close)
-
-    def __iter__(self) -> Fits[M]:
-        return self
 
     def __next__(self) -> tuple[int, M]:
         """Train the next one.
@@ -304,21 +299,15 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
             StopIteration: all have been given out.
             TrainingFailed: the user has interrupted the search.
         """
-        with self._lock:
-            index = self._next
-            if index == len(self._fits):
-                raise StopIteration
-            self._next += 1
+        try:
+            index, fit = self._waiting.popleft()
+        except IndexError:
+            raise StopIteration from None
         try:
             if interrupts.presses() > self._presses:
                 raise TrainingFailed("the search that this fit belongs to was interrupted")
-            return index, self._fits[index](self._spools)
+            return index, fit(self._spools)
         finally:
-            self._end_one()
-
-    def _end_one(self) -> None:
-        with self._lock:
-            self._ended += 1
-            is_last = self._ended == len(self._fits)
-        if is_last:
-            self._close()
+            self._unfinished.discard(index)
+            if not self._unfinished:
+                self._close()

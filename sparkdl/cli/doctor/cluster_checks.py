@@ -220,10 +220,7 @@ def _link(
     settings: Settings,
     order: Order,
 ) -> Iterator[Finding]:
-    """Try the channel between driver and executors, and a place for checkpoints.
-
-    The probe behind it compares versions as well.
-    """
+    """Try the channel between driver and executors, and their versions, or a place of files."""
     from sparkdl.runtime.versions import versions
     from sparkdl.spark.cluster.link import open_link
 
@@ -281,11 +278,7 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
 
 
 def _in_session(error: Exception) -> str:
-    """An error of ours or, with what mostly helps, of Spark's; others are raised again.
-
-    Raises:
-        Exception: ``error``, if it is neither.
-    """
+    """An error of ours or, with what mostly helps, of Spark's; others are raised again."""
     from sparkdl.spark.cluster.probe import PYTHON_REMEDY
     from sparkdl.spark.session.failures import is_spark_error, spark_message
 

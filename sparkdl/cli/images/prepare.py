@@ -125,11 +125,7 @@ def _write_all(
     ledger: Ledger,
     writer: PartWriter,
 ) -> dict[str, Record]:
-    """Write all parts that have no record yet; give the records of all.
-
-    Raises:
-        DataError: files are bad and not to be skipped; parts without such have been recorded.
-    """
+    """Write all parts that have no record yet, up to bad files; give the records of all."""
     paths = source.table["path"].to_pylist()
     parts = make_parts(paths, job.split, job.output.rows_per_file)
     records = ledger.done()

@@ -109,7 +109,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         if name in _required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise ConfigError(f"missing {place}")
-    values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
+    above = f"{where}." if where else ""
+    values = {key: convert(value, hints[key], above + key) for key, value in table.items()}
     try:
         return kind(**values)
     except ConfigError as error:
@@ -206,10 +207,6 @@ def _unknown(key: str, where: str, known: Sequence[str]) -> str:
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
     return f"{what}{hint} known: {', '.join(known)}"
-
-
-def _dotted(name: str, where: str) -> str:
-    return f"{where}.{name}" if where else name
 
 
 def _listed(names: Iterable[Any]) -> str:

@@ -87,11 +87,7 @@ def _specification(value: Any) -> Specification:
     return value
 
 
-def to_options(value: Any) -> dict[str, Any]:
-    """Accept a mapping from names to values."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"expected a dict with names as keys, received {value!r}")
-    return dict(value)
+to_options = of_type(Mapping[str, Any], "a dict with names as keys")
 
 
 def to_groups(value: Any) -> dict[str, dict[str, Any]]:
@@ -116,7 +112,7 @@ def to_initial_weights(value: Any) -> InitialWeights:
 def to_metrics(value: Any) -> dict[str, Any]:
     """Accept a dict of metrics, or a list of them, which are then named by their class."""
     if isinstance(value, Mapping):
-        metrics = to_options(value)
+        metrics: dict[str, Any] = to_options(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         metrics = {getattr(metric, "__name__", type(metric).__name__): metric for metric in value}
         if len(metrics) < len(value):
@@ -161,11 +157,9 @@ def to_shapes(value: Any) -> list[Any]:
         A list of numbers for one shape, otherwise a list of such lists and None.
     """
     if _is_shape(value):
-        return _shape(value)
-    if isinstance(value, (list, tuple)) and all(
-        entry is None or _is_shape(entry) for entry in value
-    ):
-        return [None if entry is None else _shape(entry) for entry in value]
+        return list(map(int, value))
+    if isinstance(value, list | tuple) and all(one is None or _is_shape(one) for one in value):
+        return [None if one is None else list(map(int, one)) for one in value]
     raise TypeError(
         f"expected a shape such as (1, 28, 28), or a list with a shape or None per input column, "
         f"received {value!r}"
@@ -193,7 +187,3 @@ def _is_shape(value: Any) -> bool:
         not isinstance(size, bool) and isinstance(size, Integral) and int(size) > 0
         for size in value
     )
-
-
-def _shape(value: Sequence[Any]) -> list[int]:
-    return [int(size) for size in value]
