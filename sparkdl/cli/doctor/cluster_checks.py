@@ -181,9 +181,8 @@ def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
     from sparkdl.spark.cluster.slots import await_executors
     from sparkdl.spark.session.compat import conf
 
-    if from_conf(partial(conf, spark)).dynamic_allocation:  # they come when there are jobs
-        return await_executors(spark, settings)
-    wait_for_slots(spark, 1, None, settings)
+    if not from_conf(partial(conf, spark)).dynamic_allocation:  # then they come with the jobs
+        wait_for_slots(spark, 1, None, settings)
     return await_executors(spark, settings)
 
 
