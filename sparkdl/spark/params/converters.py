@@ -3,14 +3,15 @@
 These are type converters as pyspark knows them: called when a Param is set, they return the value
 to keep or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
 unchanged, because copies of an estimator convert again. Most Params need none but their type, see
-`of_type`. Ranges of numbers are checked later, by `TrainConfig`.
+`to_type`. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -24,16 +25,12 @@ if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
 
 
-def of_type(hint: Any, doc: str) -> Callable[[Any], Any]:
-    """A converter that accepts the values of a type, and quotes ``doc`` where it refuses one."""
-
-    def convert(value: Any) -> Any:
-        try:
-            return _converted(value, hint)
-        except TypeError:
-            raise TypeError(f"received {value!r}; expected: {doc}") from None
-
-    return convert
+def to_type(hint: Any, doc: str, value: Any) -> Any:
+    """Accept the values of a type; ``doc`` says what they are where another is refused."""
+    try:
+        return _converted(value, hint)
+    except TypeError:
+        raise TypeError(f"received {value!r}; expected: {doc}") from None
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -87,7 +84,8 @@ def _specification(value: Any) -> Specification:
     return value
 
 
-to_options = of_type(Mapping[str, Any], "a dict with names as keys")
+to_patterns = partial(to_type, list[str], "a list of patterns such as ['encoder.*']")
+to_options = partial(to_type, Mapping[str, Any], "a dict with names as keys")
 
 
 def to_groups(value: Any) -> dict[str, dict[str, Any]]:

@@ -154,7 +154,8 @@ class EstimatorArguments(InputArguments, total=False):
         convert=converters.to_groups)]
     frozenLayers: Annotated[list[str], Option(
         "patterns of the names of layers or parameters that do not train, such as 'encoder' or "
-        "'layers.[0-3]' (list); BatchNorm in them keeps its statistics and uses them.")]
+        "'layers.[0-3]' (list); BatchNorm in them keeps its statistics and uses them.",
+        convert=converters.to_patterns)]
     initialWeights: Annotated[Any, Option(
         "weights to start from: a fitted model, a module, a state dict, the path or URL of a "
         "saved model or .safetensors file, or sparkdl.InitialWeights(...), which can leave some "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -23,7 +24,7 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError
-from sparkdl.spark.params.converters import of_type
+from sparkdl.spark.params.converters import to_type
 from sparkdl.spark.params.param_table import NOT_SET, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
@@ -103,7 +104,7 @@ def with_params(arguments: type) -> Callable[[C], C]:
             convert = (
                 option.convert
                 or _SPARKS_CONVERTERS.get(option.type)
-                or of_type(option.type, option.doc)
+                or partial(to_type, option.type, option.doc)
             )
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
