@@ -39,6 +39,7 @@ from sparkdl.spark.inference import evaluate_model
 from sparkdl.spark.inference.arrow_udf import with_column
 from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
+from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
 from sparkdl.spark.params.inputs_and_labels import (
     feature_columns,
@@ -56,7 +57,7 @@ M = TypeVar("M", bound="TorchModel")
 
 
 @with_params(ModelArguments)
-class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], ModelAccessors):
     """A trained module as a Spark ML model.
 
     ``transform`` adds ``predictionCol``: a number for a module that gives ``(rows,)`` or
@@ -396,7 +397,7 @@ class TorchRegressorModel(TorchModel):
 
 
 @with_params(ClassifierModelArguments)
-class TorchClassifierModel(TorchModel, ClassOutputParams):
+class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccessors):
     """A trained module that tells classes apart.
 
     ``transform`` adds the index of the likeliest class (``predictionCol``, a double), the

@@ -6,39 +6,14 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import Column, Shard, TrainPlan
-from sparkdl.errors import ConfigError
 from sparkdl.explain.calibrate import shard_rows, shared_rows
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.fit.check_rows import check_rows
 from sparkdl.spark.frames.frame_sample import Sample, count_rows
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExplainOptions:
-    """How much is measured."""
-
-    calibrate: bool = True
-    """Whether steps and exchanges are measured on the cluster; else there are no times."""
-    num_rows: int | None = None
-    """Rows, those for validation included, where counting them is too slow."""
-    num_workers: tuple[int, ...] = ()
-    """Numbers of workers to predict besides those that the cluster has room for."""
-    count_seconds: float = 60.0
-    """Longest that Spark may look at some rows of a DataFrame, and that it may count them all."""
-    measure_seconds: float = 0.6
-    """About how long each of the measurements may take, of which there are about ten."""
-
-    def __post_init__(self) -> None:
-        if self.num_rows is not None and self.num_rows < 1:
-            raise ConfigError(f"num_rows must be at least 1; received {self.num_rows}")
-        if any(number < 1 for number in self.num_workers):
-            raise ConfigError(f"num_workers must be at least 1; received {self.num_workers}")
-        for name in ("count_seconds", "measure_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive; received {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql import DataFrame
 
 from sparkdl.comm import compression
+from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
@@ -26,7 +27,7 @@ from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
 from sparkdl.explain.predict_times import Predictor
 from sparkdl.report.page.html import size
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
-from sparkdl.spark.explain.estimate import ExplainOptions, Found, estimate
+from sparkdl.spark.explain.estimate import Found, estimate
 from sparkdl.spark.explain.measure_gang import measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.check_request import (
     CheckedRequest,

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.explain import explain_fit, measure_gang
-from sparkdl.spark.explain.estimate import ExplainOptions
 from sparkdl.spark.explain.explain_fit import explain
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
