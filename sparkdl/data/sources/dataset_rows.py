@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.column_rules import refuse_bad
-from sparkdl.data.plan import Column, SpoolColumn
+from sparkdl.data.plan import Column, Shard, Split, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.data.shuffle import epoch_order
+from sparkdl.data.source import rows_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Tensor
 
@@ -63,10 +63,11 @@ def named(sample: Any, names: Sequence[str]) -> Fields:
 def _array(value: Any, name: str) -> Array:
     import torch
 
+    array = value
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)
-    array = np.asarray(value)
+        array = value.detach().cpu()
+        array = array.float() if value.dtype == torch.bfloat16 else array
+    array = np.asarray(array)
     if array.dtype.name not in _ARROW_TYPES:
         raise DataError(
             f'part "{name}" of a sample is {type(value).__name__} of {array.dtype}, of which no '
@@ -79,10 +80,6 @@ def schema_of(sample: Fields) -> pa.Schema:
     """The columns, as Spark's rules see them, of samples like this one."""
     fields = []
     for name, value in sample.items():
-        if value.dtype.name not in _ARROW_TYPES:
-            raise DataError(
-                f'part "{name}" of a sample has dtype {value.dtype}, which has no column'
-            )
         kind = _ARROW_TYPES[value.dtype.name]
         for _ in range(value.ndim):
             kind = pa.list_(kind)
@@ -199,24 +196,20 @@ def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
     return not value.size or bool(about.min <= value.min() and value.max() <= about.max)
 
 
-class SampledRows(ABC):
-    """What both kinds of datasets share; see `source.ShardRows`."""
+Make = Callable[[int, int, int], Any]
+"""Makes the dataset of a shard, an epoch and a seed."""
+Take = Callable[[int, int], tuple[list[Any], list[str]]]
+"""The samples from one place of the epoch to another, and what errors call each."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        make: Callable[[int, int, int], Any],
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        """Take the function that makes the dataset of a shard, an epoch and a seed."""
+
+class SampledRows:
+    """A rank's samples of a dataset; see `source.ShardRows`."""
+
+    def __init__(self, sampler: Sampler, num_rows: int, taker: Callable[..., Take]) -> None:
+        """Take the function that makes a `Take` of seed and epoch, and of ``is_shuffled``."""
         self._sampler = sampler
-        self._make = make
-        self._parts = tuple(parts)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all shards."""
-        return sum(rows for _, rows in self._parts)
+        self._taker = taker
+        self.num_rows = num_rows
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
         if num_together is not None:
@@ -229,35 +222,21 @@ class SampledRows(ABC):
             samples, places = take(start, min(start + batch_size, self.num_rows))
             yield self._sampler.rows(samples, places)
 
-    @abstractmethod
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        """The function that takes the samples of an epoch."""
 
+def by_index(
+    make: Make, indices: Array, shards: Sequence[Shard], split: Split
+) -> Callable[..., Take]:
+    """Takes the samples of a map-style dataset at ``indices``, in an order of ours."""
 
-class MapRows(SampledRows):
-    """Samples by index, in an order of ours."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        make: Callable[[int, int, int], Any],
-        parts: Sequence[tuple[int, int]],
-        indices: Sequence[Array],
-        fingerprints: Sequence[str],
-    ) -> None:
-        super().__init__(sampler, make, parts)
-        self._indices = np.concatenate([np.empty(0, np.int64), *indices])
-        self._fingerprints = tuple(fingerprints)
-
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        order = np.arange(self.num_rows)
+    def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        order = np.arange(len(indices))
         if is_shuffled:
-            rows = [count for _, count in self._parts]
-            order = epoch_order(seed, epoch, self._fingerprints, rows)
-        dataset = self._make(self._parts[0][0], epoch, seed) if self._parts else None
+            rows = [rows_of(shard, split) for shard in shards]
+            order = epoch_order(seed, epoch, [shard.fingerprint for shard in shards], rows)
+        dataset = make(shards[0].shard_id, epoch, seed) if shards else None
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
-            chosen = self._indices[order[start:stop]].tolist()
+            chosen = indices[order[start:stop]].tolist()
             assert dataset is not None, "rows without shards"
             if hasattr(dataset, "__getitems__"):  # torch's way to ask for several at once
                 samples = list(dataset.__getitems__(chosen))
@@ -267,12 +246,26 @@ class MapRows(SampledRows):
 
         return take
 
+    return taker
 
-class IterableRows(SampledRows):
-    """Samples as the dataset gives them, whatever order is asked for."""
 
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        samples = self._samples(epoch, seed)
+def as_given(make: Make, shards: Sequence[Shard], split: Split) -> Callable[..., Take]:
+    """Takes the samples as an iterable dataset gives them, whatever order is asked for."""
+
+    def given(seed: int, epoch: int) -> Iterator[Any]:
+        for shard in shards:
+            wanted, count = rows_of(shard, split), 0
+            for sample in islice(iter(make(shard.shard_id, epoch, seed)), wanted):
+                count += 1
+                yield sample
+            if count < wanted:
+                raise DataError(
+                    f"the dataset of shard {shard.shard_id} gave {count} samples in epoch "
+                    f"{epoch + 1}, but {wanted} are wanted; correct its __len__ or num_rows"
+                )
+
+    def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        samples = given(seed, epoch)
         reached = 0
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
@@ -285,21 +278,7 @@ class IterableRows(SampledRows):
 
         return take
 
-    def _samples(self, epoch: int, seed: int) -> Iterator[Any]:
-        for shard_id, wanted in self._parts:
-            given = 0
-            for sample in islice(iter(self._make(shard_id, epoch, seed)), wanted):
-                given += 1
-                yield sample
-            if given < wanted:
-                raise DataError(
-                    f"the dataset of shard {shard_id} gave {given} samples in epoch {epoch + 1}, "
-                    f"but {wanted} are wanted; correct its __len__ or num_rows"
-                )
-
-
-Take = Callable[[int, int], tuple[list[Any], list[str]]]
-"""The samples from one place of the epoch to another, and what errors call each."""
+    return taker
 
 
 class SampledEpoch:
