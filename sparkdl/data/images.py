@@ -32,61 +32,32 @@ class BadImage(ValueError):
 
 
 def read_images(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> Array:
+    array: pa.Array,
+    specification: Image,
+    *,
+    skip_bad: bool = False,
+    where: str = "",
+    first_row: int = 0,
+) -> tuple[Array | Ragged, Array, Findings]:
     """Decode a column of encoded images, or of Spark's image structs.
 
-    Returns:
-        uint8 ``(rows, channels, height, width)``.
+    Those that are decoded for each batch are kept as they are, after decoding each once to see that
+    it can be.
 
-    Raises:
-        NotUniform: images are null, cannot be decoded, or differ in size; says which.
-    """
-    rows, _, findings = _decoded(array, specification, where, first_row)
-    if findings:
-        raise NotUniform(findings)
-    return _stacked(rows, specification)
-
-
-def usable_images(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> tuple[Array | Ragged, Array, Findings]:
-    """Decode the images that can be, or keep them as they are if they are decoded for each batch.
+    Args:
+        array: the column.
+        specification: what the images shall become.
+        skip_bad: leave out images that are null or cannot be decoded.
+        where: suffix of a row's description.
+        first_row: number of the first row.
 
     Returns:
-        As `read_images` or `encoded` the good rows; which these are, bool ``(rows,)``; what is
-        wrong with the others.
+        The good rows, uint8 ``(rows, channels, height, width)`` or encoded; which these are, bool
+        ``(rows,)``; what is wrong with the others.
 
     Raises:
-        NotUniform: images differ in size; says which.
+        NotUniform: images differ in size, or are bad and not to be left out; says which.
     """
-    rows, kept, findings = _decoded(array, specification, where, first_row)
-    sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
-    if sizes:
-        raise NotUniform(sizes)
-    findings.shapes = Counter()
-    if specification.num_parts:
-        shape = rows[0].shape if rows else None
-        return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
-    return _stacked(rows, specification), kept, findings
-
-
-def encoded(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> Ragged:
-    """Keep encoded images as they are, after decoding each once to see that it can be.
-
-    Raises:
-        NotUniform: as `read_images`.
-    """
-    checked = read_images(array, specification, where=where, first_row=first_row)
-    return _as_they_are(array, checked.shape[1:] if len(checked) else None)
-
-
-def _decoded(
-    array: pa.Array, specification: Image, where: str, first_row: int
-) -> tuple[list[Array], Array, Findings]:
-    """The images that can be decoded, which rows these are, and what was found on the way."""
     rows: list[Array] = []
     kept = np.zeros(len(array), dtype=bool)
     findings = Findings()
@@ -103,13 +74,16 @@ def _decoded(
             continue
         kept[row] = True
         findings.note_shape(rows[-1].shape, place)
-    return rows, kept, findings
-
-
-def _stacked(rows: list[Array], specification: Image) -> Array:
-    if rows:
-        return np.stack(rows)
-    return np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+    sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
+    refused = sizes if skip_bad else findings
+    if refused:
+        raise NotUniform(refused)
+    findings.shapes = Counter()
+    if specification.num_parts:
+        shape = rows[0].shape if rows else None
+        return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
+    none = np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+    return np.stack(rows) if rows else none, kept, findings
 
 
 def _as_they_are(array: pa.Array, shape: tuple[int, ...] | None) -> Ragged:
@@ -120,7 +94,7 @@ def _as_they_are(array: pa.Array, shape: tuple[int, ...] | None) -> Ragged:
 
 
 def decode_rows(rows: Ragged, specification: Image, shape: tuple[int, ...]) -> Array:
-    """Decode the images that `encoded` has kept: uint8 ``(rows, *shape)``."""
+    """Decode the images that `read_images` has kept encoded: uint8 ``(rows, *shape)``."""
     (flat,) = rows.parts
     images = np.empty((len(rows), *shape), dtype=np.uint8)
     bounds = rows.offsets.tolist()
