@@ -33,42 +33,25 @@ from sparkdl.inputs import Tensor
 _OFFSET_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSize:
-    """What the rows of a column need, by some of them. Make it with `row_size`."""
-
-    row_bytes: int
-    """About that of a row."""
-    bytes_per_unit: float
-    """Of what is stored, see `stored_units`; 0: all rows need the same."""
-
-    def num_bytes(self, num_rows: int, units: int) -> int:
-        """Of ``num_rows`` rows of which ``units`` are stored.
-
-        Not less than those need that were seen: of what is cut off behind ``max_length``, or comes
-        from a transform, the units do not tell.
-        """
-        ragged = num_rows * _OFFSET_BYTES + math.ceil(units * self.bytes_per_unit)
-        return max(num_rows * self.row_bytes, ragged if self.bytes_per_unit else 0)
-
-
-def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> RowSize:
-    """Measure rows.
+def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[int, float]:
+    """What the rows of a column need, by some of them.
 
     Args:
         column: as the plan has it.
         rows: some of its rows, in a dtype of their own.
         arrays: the columns of which they were made.
+
+    Returns:
+        About the bytes of a row; those of what is stored, see `stored_units`, 0 if all rows need
+        the same.
     """
     itemsize = np.dtype(column.dtype).itemsize
     if not isinstance(rows, Ragged):
-        return RowSize(row_bytes=math.prod(column.shape) * itemsize, bytes_per_unit=0)
+        return math.prod(column.shape) * itemsize, 0
     *others, values = rows.own()
     num_bytes = values.size * itemsize + sum(part.nbytes for part in others)
-    return RowSize(
-        row_bytes=-(-num_bytes // max(1, len(rows))) + _OFFSET_BYTES,
-        bytes_per_unit=num_bytes / max(1, sum(map(_units, arrays))),
-    )
+    row_bytes = -(-num_bytes // max(1, len(rows))) + _OFFSET_BYTES
+    return row_bytes, num_bytes / max(1, sum(map(_units, arrays)))
 
 
 def stored_units(row_group: pq.RowGroupMetaData, leaves: Sequence[int]) -> int:
@@ -123,7 +106,8 @@ class ColumnSurvey:
         self._reader = Reader(listing.url)
         self._wanted = wanted
         self._paths = paths
-        self._sizes: tuple[RowSize, ...] = ()
+        self._sizes: tuple[tuple[int, float], ...] = ()
+        """See `row_size`."""
         self._known: dict[tuple[str, ColumnPath], tuple[int, ...]] = {}
         """See `_leaves`."""
 
@@ -167,15 +151,21 @@ class ColumnSurvey:
     @property
     def row_bytes(self) -> int:
         """About the memory of a row, by those that `columns` has seen."""
-        return sum(size.row_bytes for size in self._sizes)
+        return sum(row_bytes for row_bytes, _ in self._sizes)
 
     def bytes_of(self, piece: Piece) -> int:
-        """About the memory of a piece's rows; `columns` comes first."""
+        """About the memory of a piece's rows; `columns` comes first.
+
+        Not less than rows need that were seen: of what is cut off behind ``max_length``, or comes
+        from a transform, what is stored does not tell.
+        """
         footer = self._listing.footer(piece.group)
         found = 0
-        for size, paths in zip(self._sizes, self._paths, strict=True):
+        for (row_bytes, unit_bytes), paths in zip(self._sizes, self._paths, strict=True):
             leaves = [leaf for path in paths for leaf in self._leaves(piece.group.file, path)]
-            found += size.num_bytes(footer.num_rows, stored_units(footer, leaves))
+            ragged = math.ceil(stored_units(footer, leaves) * unit_bytes)
+            ragged += footer.num_rows * _OFFSET_BYTES * (unit_bytes > 0)
+            found += max(footer.num_rows * row_bytes, ragged)
         return -(-found * piece.num_rows // footer.num_rows)
 
     def _arrays(self, index: int, group: RowGroup) -> list[pa.Array]:
