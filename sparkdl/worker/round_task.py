@@ -12,9 +12,9 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -43,21 +43,9 @@ Results = list[tuple[str, bytes]]
 """(kind, payload) of what a task yields."""
 
 
-class RoundWork(Protocol):
-    """One shard's part of a job; a function of a module, so that it can be pickled by its name."""
-
-    def __call__(
-        self, warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
-    ) -> Results:
-        """Train the steps of ``part`` from ``state``, or measure it if there is no part.
-
-        Args:
-            warm: the process's replica and data.
-            shard: the shard.
-            part: the steps to train; None: measure on the validation rows.
-            state: the bytes that the driver sends.
-            reporter: gets each step.
-        """
+RoundWork = Callable[["Warm", Shard, RoundPart | None, bytes, Reporter], Results]
+"""One shard's part of a job; a function of a module, so that it can be pickled by its name. What it
+gets and gives says `train_or_evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True)

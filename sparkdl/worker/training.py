@@ -32,7 +32,7 @@ from sparkdl.worker.lifecycle import (
     Results,
     checkpoint_storage,
     live,
-    say_what_differs,
+    resumed,
 )
 
 if TYPE_CHECKING:
@@ -151,23 +151,20 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
 def _resume_point(
     order: WorkOrder, storage: Storage | None, comm: Communicator
 ) -> ResumePoint | None:
-    """The checkpoint to go on from; rank 0 reads the shared part and all ranks get it."""
-    from sparkdl.storage import checkpoint_format as layout
+    """The checkpoint to go on from."""
+    from sparkdl.storage.checkpoint_format import load_rank
     from sparkdl.train.rank_state import ResumePoint
 
-    if order.resume_path is None:
-        return None
-    assert storage is not None
-    info = layout.read_manifest(storage, order.resume_path)
     now = _bits_depend_on(order)
-    if comm.rank == 0:
-        say_what_differs(info.environment, now)
-    data = comm.broadcast_bytes(layout.read_file(info, layout.SHARED) if comm.rank == 0 else None)
+    found = resumed(order, storage, comm, now)
+    if found is None:
+        return None
+    info, shared = found
     same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
     return ResumePoint(
         step=info.step,
-        shared=layout.decode(data, f"{info.path}/{layout.SHARED}"),
-        rank_state=layout.load_rank(info, comm.rank) if same_shards else None,
+        shared=shared,
+        rank_state=load_rank(info, comm.rank) if same_shards else None,
     )
 
 
