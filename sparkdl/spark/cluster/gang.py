@@ -61,23 +61,14 @@ class GangTask:
 
 
 def launch(
-    table: DataFrame,
-    work: Work,
-    order: Any,
-    *,
-    channel: Address | None,
-    profile: ResourceProfile | None,
-    keeps_process: bool = True,
+    table: DataFrame, task: GangTask, profile: ResourceProfile | None
 ) -> list[tuple[int, str, bytes]]:
-    """Run ``work(environment, order)`` on one worker per partition of ``table``, all at once.
+    """Run a task on one worker per partition of ``table``, all at once.
 
     Args:
         table: a row per partition.
-        work: runs on the workers.
-        order: what ``work`` gets; picklable.
-        channel: the driver's; None: rank 0 hosts one.
-        profile: resources of a task.
-        keeps_process: see `GangTask`.
+        task: what each worker does.
+        profile: resources of a worker.
 
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
@@ -85,7 +76,6 @@ def launch(
     Raises:
         Exception: Spark's own, when a worker or executor was lost.
     """
-    task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
     rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=True, profile=profile).collect()
     return joined_results(rows)
 

@@ -23,7 +23,7 @@ from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
 from sparkdl.explain.predict_times import Workload
 from sparkdl.explain.recommend import recommend, seconds_text
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
-from sparkdl.spark.cluster.slots import Slots, plan_gang
+from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
 from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
@@ -109,7 +109,7 @@ def _measure(
     no_gang = why_no_gang(checked, info)
     slots = replace(checked.slots, num_workers=ranks)
     if no_gang is None:
-        slots = plan_gang(
+        slots = plan_slots(
             checked.spark, checked.settings, num_workers=ranks,
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip

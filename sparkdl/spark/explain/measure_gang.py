@@ -350,7 +350,7 @@ def task_places(setup: Setup) -> list[tuple[int, int]]:
 
 
 def task_threads(setup: Setup) -> int:
-    """Threads of a task of a round; see `slots.plan_rounds`."""
+    """Threads of a task of a round; see `slots.plan_slots`."""
     return setup.request.cpus_per_worker or setup.info.task_threads
 
 
