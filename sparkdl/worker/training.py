@@ -18,7 +18,6 @@ import cloudpickle
 
 from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.worker_environment import WorkerEnvironment
-from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource
@@ -71,6 +70,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 
 def _train(order: WorkOrder, member: Member) -> Results:
+    from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.train.loop import train
 
     config, structure = cloudpickle.loads(order.payload)
@@ -82,7 +82,18 @@ def _train(order: WorkOrder, member: Member) -> Results:
         storage = checkpoint_storage(order, files)
         checkpoints = None
         if storage is not None:
-            checkpoints = stack.enter_context(_checkpoints(order, config, storage, member))
+            checkpoints = stack.enter_context(
+                CheckpointManager(
+                    storage,
+                    config.checkpoint,
+                    rank=comm.rank,
+                    world_size=comm.world_size,
+                    run_key=order.run_key,
+                    environment=_bits_depend_on(order),
+                    signal=member.client,
+                    timeout_seconds=order.collective_timeout_seconds,
+                )
+            )
         outcome = train(
             module=module,
             config=config,
@@ -116,23 +127,6 @@ def initial_module(
         assert files is not None
         weights = comm.broadcast_bytes(files.read(INITIAL) if comm.rank == 0 else None)
     return unpack(PackedModule(digest="", skeleton=structure, tensors=weights))
-
-
-def _checkpoints(
-    order: WorkOrder, config: TrainConfig, storage: Storage, member: Member
-) -> CheckpointManager:
-    from sparkdl.storage.checkpoint_writer import CheckpointManager
-
-    return CheckpointManager(
-        storage,
-        config.checkpoint,
-        rank=member.comm.rank,
-        world_size=member.comm.world_size,
-        run_key=order.run_key,
-        environment=_bits_depend_on(order),
-        signal=member.client,
-        timeout_seconds=order.collective_timeout_seconds,
-    )
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:

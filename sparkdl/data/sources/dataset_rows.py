@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -121,15 +122,14 @@ def check_kinds(columns: Sequence[SpoolColumn]) -> None:
             )
 
 
+@dataclass(frozen=True)
 class Sampler:
     """Puts samples together to rows."""
 
-    def __init__(
-        self, columns: Sequence[Column], wanted: Sequence[SpoolColumn], names: Sequence[str]
-    ) -> None:
-        self.columns = tuple(columns)
-        self._wanted = tuple(wanted)
-        self._names = tuple(names)
+    columns: Sequence[Column]
+    wanted: Sequence[SpoolColumn]
+    names: Sequence[str]
+    """Of the parts of samples that are tuples."""
 
     def rows(
         self, samples: Sequence[Any], places: Sequence[str], buffer: Buffer | None = None
@@ -146,9 +146,9 @@ class Sampler:
         """
         import torch
 
-        parts = [named(sample, self._names) for sample in samples]
+        parts = [named(sample, self.names) for sample in samples]
         found: dict[str, Rows] = {}
-        for column, wanted in zip(self.columns, self._wanted, strict=True):
+        for column, wanted in zip(self.columns, self.wanted, strict=True):
             shape, dtype = (len(parts), *column.shape), getattr(torch, column.dtype)
             rows = torch.empty(shape if buffer is None else (0, *column.shape), dtype=dtype)
             if buffer is not None:
@@ -202,25 +202,25 @@ Take = Callable[[int, int], tuple[list[Any], list[str]]]
 """The samples from one place of the epoch to another, and what errors call each."""
 
 
+@dataclass(frozen=True)
 class SampledRows:
     """A rank's samples of a dataset; see `source.ShardRows`."""
 
-    def __init__(self, sampler: Sampler, num_rows: int, taker: Callable[..., Take]) -> None:
-        """Take the function that makes a `Take` of seed and epoch, and of ``is_shuffled``."""
-        self._sampler = sampler
-        self._taker = taker
-        self.num_rows = num_rows
+    sampler: Sampler
+    num_rows: int
+    taker: Callable[..., Take]
+    """Makes a `Take` of seed and epoch, and of ``is_shuffled``."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a dataset's lengths are not known")
-        return SampledEpoch(self._sampler, self._taker(seed, epoch))
+        return SampledEpoch(self.sampler, self.taker(seed, epoch))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        take = self._taker(0, 0, is_shuffled=False)
+        take = self.taker(0, 0, is_shuffled=False)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
-            yield self._sampler.rows(samples, places)
+            yield self.sampler.rows(samples, places)
 
 
 def by_index(
@@ -281,21 +281,21 @@ def as_given(make: Make, shards: Sequence[Shard], split: Split) -> Callable[...,
     return taker
 
 
+@dataclass(frozen=True)
 class SampledEpoch:
     """See `source.EpochRows`."""
 
-    def __init__(self, sampler: Sampler, take: Take) -> None:
-        self._sampler = sampler
-        self._take = take
+    sampler: Sampler
+    take: Take
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self._sampler.columns)
+        return row_bytes(self.sampler.columns)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Ask the dataset for the samples."""
-        samples, places = self._take(start, stop) if stop > start else ([], [])
-        return self._sampler.rows(samples, places, buffer)
+        samples, places = self.take(start, stop) if stop > start else ([], [])
+        return self.sampler.rows(samples, places, buffer)
 
     def close(self) -> None:
         """Nothing is held."""

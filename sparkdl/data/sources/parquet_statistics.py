@@ -87,25 +87,18 @@ _SAMPLE_ROWS = 256
 """Rows by which shapes are found."""
 
 
+@dataclass
 class ColumnSurvey:
-    """Looks at columns, on the driver.
+    """Looks at columns, on the driver."""
 
-    Args:
-        listing: the files.
-        wanted: the columns that are asked for.
-        paths: of each, where its specification's columns lie.
-    """
+    listing: Listing
+    wanted: Sequence[SpoolColumn]
+    """The columns that are asked for."""
+    paths: Sequence[tuple[ColumnPath, ...]]
+    """Of each, where its specification's columns lie."""
 
-    def __init__(
-        self,
-        listing: Listing,
-        wanted: Sequence[SpoolColumn],
-        paths: Sequence[tuple[ColumnPath, ...]],
-    ) -> None:
-        self._listing = listing
-        self._reader = Reader(listing.url)
-        self._wanted = wanted
-        self._paths = paths
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.listing.url)
         self._sizes: tuple[tuple[int, float], ...] = ()
         """See `row_size`."""
         self._known: dict[tuple[str, ColumnPath], tuple[int, ...]] = {}
@@ -117,7 +110,7 @@ class ColumnSurvey:
         Raises:
             DataError: with column, count and an example, for all columns that have such rows.
         """
-        found = [self._problem(index, groups) for index in range(len(self._wanted))]
+        found = [self._problem(index, groups) for index in range(len(self.wanted))]
         problems = [problem for problem in found if problem is not None]
         if problems:
             raise DataError("; ".join(problems))
@@ -131,10 +124,10 @@ class ColumnSurvey:
         Raises:
             DataError: rows cannot be used.
         """
-        first = self._reader.read(groups[0], itertools.chain(*self._paths), _SAMPLE_ROWS)
+        first = self._reader.read(groups[0], itertools.chain(*self.paths), _SAMPLE_ROWS)
         sample = [
             self._found(index, [first[path] for path in paths], groups[0])
-            for index, paths in enumerate(self._paths)
+            for index, paths in enumerate(self.paths)
         ]
         for index in range(len(sample)):
             for group in groups:
@@ -159,30 +152,30 @@ class ColumnSurvey:
         Not less than rows need that were seen: of what is cut off behind ``max_length``, or comes
         from a transform, what is stored does not tell.
         """
-        footer = self._listing.footer(piece.group)
-        found = 0
-        for (row_bytes, unit_bytes), paths in zip(self._sizes, self._paths, strict=True):
+        footer = self.listing.footer(piece.group)
+        num_rows, found = int(footer.num_rows), 0
+        for (row_bytes, unit_bytes), paths in zip(self._sizes, self.paths, strict=True):
             leaves = [leaf for path in paths for leaf in self._leaves(piece.group.file, path)]
             ragged = math.ceil(stored_units(footer, leaves) * unit_bytes)
-            ragged += footer.num_rows * _OFFSET_BYTES * (unit_bytes > 0)
-            found += max(footer.num_rows * row_bytes, ragged)
-        return -(-found * piece.num_rows // footer.num_rows)
+            ragged += num_rows * _OFFSET_BYTES * (unit_bytes > 0)
+            found += max(num_rows * row_bytes, ragged)
+        return -(-found * piece.num_rows // num_rows)
 
     def _arrays(self, index: int, group: RowGroup) -> list[pa.Array]:
-        read = self._reader.read(group, self._paths[index])
-        return [read[path] for path in self._paths[index]]
+        read = self._reader.read(group, self.paths[index])
+        return [read[path] for path in self.paths[index]]
 
     def _found(
         self, index: int, arrays: list[pa.Array], group: RowGroup
     ) -> tuple[Rows, list[pa.Array]]:
         """Rows as the column's specification makes them, and what it makes them of."""
         try:
-            return found_rows(arrays, self._wanted[index], where=f" of {group}"), arrays
+            return found_rows(arrays, self.wanted[index], where=f" of {group}"), arrays
         except BadRows as error:
-            raise DataError(error.findings.message(self._wanted[index].name)) from None
+            raise DataError(error.findings.message(self.wanted[index].name)) from None
 
     def _column(self, index: int, rows: Rows) -> Column:
-        wanted = self._wanted[index]
+        wanted = self.wanted[index]
         values = rows.parts[-1] if isinstance(rows, Ragged) else rows
         return Column(
             name=wanted.name,
@@ -195,7 +188,7 @@ class ColumnSurvey:
 
     def _problem(self, index: int, groups: Sequence[RowGroup]) -> str | None:
         """Why rows of a column cannot be used, as far as the footers give reason to look."""
-        wanted = self._wanted[index]
+        wanted = self.wanted[index]
         if not isinstance(wanted.kind, Tensor) or wanted.kind.transform is not None:
             return None
         stats = ColumnStats()
@@ -211,11 +204,11 @@ class ColumnSurvey:
             )
             if about.num_nulls or is_low or is_uneven:
                 self._examine(index, group, stats)
-        return stats.problem(wanted.name, wanted.role, as_classes=wanted.as_classes)
+        return stats.problem(wanted)
 
     def _examine(self, index: int, group: RowGroup, stats: ColumnStats) -> None:
         """Count what is wrong with a column in one row group."""
-        wanted, where = self._wanted[index], f" of {group}"
+        wanted, where = self.wanted[index], f" of {group}"
         try:
             rows = found_rows(self._arrays(index, group), wanted, where=where)
         except BadRows as error:
@@ -229,14 +222,14 @@ class ColumnSurvey:
 
     def _about(self, group: RowGroup, index: int) -> _About | None:
         """What footer or folder tell of a column's only leaf in a row group."""
-        (path,) = self._paths[index]
+        (path,) = self.paths[index]
         if path[0] in group.file.constants:
             value = group.file.constants[path[0]].as_py()
             return _about(group.num_rows, group.num_rows * (value is None), value, value)
         leaves = self._leaves(group.file, path)
         if len(leaves) != 1:
             return None
-        column = self._listing.footer(group).column(leaves[0])
+        column = self.listing.footer(group).column(leaves[0])
         found = column.statistics
         if found is None:
             return _about(column.num_values, 0, None, None)
@@ -247,7 +240,7 @@ class ColumnSurvey:
         if path[0] in file.constants:
             return ()
         if (file.path, path) not in self._known:
-            schema, own = self._listing.footers[file.path].schema, ".".join(path)
+            schema, own = self.listing.footers[file.path].schema, ".".join(path)
             names = enumerate(schema.column(number).path for number in range(len(schema)))
             found = [number for number, n in names if n == own or n.startswith(f"{own}.")]
             self._known[file.path, path] = tuple(found)
@@ -256,7 +249,7 @@ class ColumnSurvey:
     def labels_outside(self, index: int, num_classes: int) -> tuple[int, str] | None:
         """How many labels are not below ``num_classes``, and where the first of them is."""
         count, first = 0, ""
-        for group in self._listing.row_groups():
+        for group in self.listing.row_groups():
             about = self._about(group, index)
             if about is None or about.maximum < num_classes:
                 continue

@@ -7,6 +7,7 @@ Python worker away. This file knows nothing of training: it runs any picklable `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -48,16 +49,10 @@ class GangTask:
             for _ in batches:  # to the end, or Spark does not use this Python worker again
                 pass
         context = BarrierTaskContext.get()
-        server = None
-        try:
-            channel = self.channel
-            if channel is None:
-                server, channel = _host_channel(context)
+        with contextlib.ExitStack() as stack:
+            channel = self.channel or _host_channel(context, stack)
             for kind, payload in self.work(_environment(context, channel), self.order):
                 yield from result_batches(context.partitionId(), kind, payload)
-        finally:
-            if server is not None:
-                server.shutdown()
 
 
 def launch(
@@ -97,12 +92,12 @@ def _host(address: str) -> str:
     return unbracketed(address.rsplit(":", 1)[0])
 
 
-def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Address]:
+def _host_channel(context: BarrierTaskContext, stack: contextlib.ExitStack) -> Address:
     """Rank 0 opens a channel; one allGather (a second, in Spark) announces it to the others."""
-    server, message = None, ""
+    message = ""
     if context.partitionId() == 0:
         address = _host(context.getTaskInfos()[0].address)
         server = ChannelServer(Hub(keeps_events=False), bind=address, announce=address)
+        stack.callback(server.shutdown)
         message = json.dumps(asdict(server.address))
-    announced = context.allGather(message)[0]
-    return server, Address(**json.loads(announced))
+    return Address(**json.loads(context.allGather(message)[0]))

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -195,7 +195,9 @@ def _watch(run: Launch, attempt: Attempt) -> None:
             _check_start(attempt, now, run.settings)
             silent = attempt.silent(now, timeout_seconds)
             if silent:
-                attempt.failures.append(_hang(silent, timeout_seconds))
+                ranks = ", ".join(map(str, silent))
+                message = f"rank {ranks} has not been heard for {timeout_seconds:g} s"
+                attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
         attempt.is_over.wait(timeout=_TICK_SECONDS)
 
@@ -215,25 +217,17 @@ def _check_start(attempt: Attempt, now: float, settings: Settings) -> None:
                 "spark.sparkdl.queueTimeout"
             )
     elif missing and now - attempt.first_event > settings.start_timeout_seconds:
-        attempt.failures.append(
-            {
-                "rank": min(set(range(attempt.world_size)) - set(attempt.last_event)),
-                "kind": "gang",
-                "type": "Missing",
-                "message": f"{missing} of {attempt.world_size} workers did not start within "
-                f"{settings.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)",
-            }
+        first = min(set(range(attempt.world_size)) - set(attempt.last_event))
+        message = (
+            f"{missing} of {attempt.world_size} workers did not start within "
+            f"{settings.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)"
         )
+        attempt.failures.append(_failure(first, "Missing", message))
 
 
-def _hang(silent: Sequence[int], timeout_seconds: float) -> Mapping[str, Any]:
-    ranks = ", ".join(map(str, silent))
-    return {
-        "rank": silent[0],
-        "kind": "gang",
-        "type": "Hang",
-        "message": f"rank {ranks} has not been heard for {timeout_seconds:g} s",
-    }
+def _failure(rank: int, kind: str, message: str) -> Mapping[str, Any]:
+    """What the driver itself has noticed of a rank."""
+    return {"rank": rank, "kind": "gang", "type": kind, "message": message}
 
 
 def _receive(run: Launch, attempt: Attempt) -> None:
