@@ -28,7 +28,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class BadImage(ValueError):
-    """An image that cannot be used; says why, and where it came from if that is known."""
+    """An image that cannot be used; says why."""
 
 
 def read_images(
@@ -69,8 +69,9 @@ def read_images(
         try:
             rows.append(_image(value, specification))
         except BadImage as error:
-            cause, *origin = error.args
-            findings.note_cause(cause, ", ".join([place, *filter(None, origin)]))
+            is_spark = pa.types.is_struct(value.type) and "origin" in value
+            origin = value["origin"].as_py() if is_spark else None
+            findings.note_cause(str(error), ", ".join(filter(None, [place, origin])))
             continue
         kept[row] = True
         findings.note_shape(rows[-1].shape, place)
@@ -120,35 +121,23 @@ def require_pillow() -> Any:
 
 
 def _image(value: pa.Scalar, specification: Image) -> Array:
+    """Pixels of an encoded image, or of one of Spark's structs."""
     if not pa.types.is_struct(value.type):
         return _decode(value.as_buffer(), specification)
-    fields = {name: value[name].as_py() for name in ("height", "width", "nChannels")}
-    origin = value["origin"].as_py() if "origin" in value else None
+    height, width, channels = (value[name].as_py() for name in ("height", "width", "nChannels"))
     data = value["data"].as_buffer() if value["data"].is_valid else b""
-    try:
-        return _from_struct(data, specification, **fields)
-    except BadImage as error:
-        raise BadImage(str(error), origin) from None
-
-
-def _from_struct(
-    data: Any, specification: Image, *, height: Any, width: Any, nChannels: Any
-) -> Array:
     flat = np.frombuffer(data, dtype=np.uint8)
-    if not flat.size or None in (height, width, nChannels) or height < 1:
+    if not flat.size or None in (height, width, channels) or height < 1:
         raise BadImage("no image that Spark could read")
-    if nChannels not in _MODES or flat.size != height * width * nChannels:
+    if channels not in _MODES or flat.size != height * width * channels:
         raise BadImage("not as many bytes as height, width and channels say")
-    pixels = flat.reshape(height, width, nChannels)
-    if nChannels > 1:  # OpenCV's order: blue, green, red
-        pixels = pixels[:, :, [2, 1, 0, 3][:nChannels]]
-    if nChannels == specification.channels and specification.size in (None, (height, width)):
+    pixels = flat.reshape(height, width, channels)
+    if channels > 1:  # OpenCV's order: blue, green, red
+        pixels = pixels[:, :, [2, 1, 0, 3][:channels]]
+    if channels == specification.channels and specification.size in (None, (height, width)):
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    pillow = require_pillow()
-    return _fitted(
-        pillow.fromarray(np.ascontiguousarray(pixels[:, :, 0] if nChannels == 1 else pixels)),
-        specification,
-    )
+    pixels = np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels)
+    return _fitted(require_pillow().fromarray(pixels), specification)
 
 
 def _decode(data: Any, specification: Image) -> Array:

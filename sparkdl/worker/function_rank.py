@@ -29,6 +29,7 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    deliver,
     live,
     resumed,
 )
@@ -132,7 +133,8 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
         return []
-    return _deliver(member, {"value": value, "history": place.history})
+    data = pickled({"value": value, "history": place.history})
+    return deliver(member, "value", VALUE.format(comm.rank), [data])
 
 
 def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
@@ -261,15 +263,6 @@ def environment_variables(place: Context) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _deliver(member: Member, value: Any) -> Results:
-    """Send what the function returned: over the driver's channel, else as rows."""
-    data = pickled(value)
-    if member.files is None:
-        return [("value", data)]
-    member.files.write(VALUE.format(member.comm.rank), data)
-    return []
 
 
 def pickled(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -175,10 +175,7 @@ class GangRank:
             CommunicationError: not all ranks came in time.
         """
         address = self.environment.address
-        where = f"rank {self.environment.rank} on {address}"
-        problem = difference(self.order.versions, versions(), where)
-        if problem is not None:
-            raise ClusterError(problem)
+        require_same_versions(self.order.versions, f"rank {self.environment.rank} on {address}")
         keys = self._gather("hello", f"{address}/{socket.gethostname()}".encode())
         return numbered([(self.client.get(key) or b"").decode() for key in keys])
 
@@ -300,6 +297,25 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
         return open_storage(order.storage_url)
     assert files is not None
     return Subfolder(files, RELAYED, without_password(order.storage_url))
+
+
+def deliver(member: Member, kind: str, name: str, data: Iterable[bytes]) -> Results:
+    """Send a result to the driver: as a file over its channel, else as a row."""
+    if member.files is None:
+        return [(kind, b"".join(data))]
+    member.files.write(name, data)
+    return []
+
+
+def require_same_versions(expected: Mapping[str, str], where: str) -> None:
+    """Compare this worker with the driver.
+
+    Raises:
+        ClusterError: the versions differ.
+    """
+    problem = difference(expected, versions(), where)
+    if problem is not None:
+        raise ClusterError(problem)
 
 
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:

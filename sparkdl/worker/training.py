@@ -30,6 +30,7 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    deliver,
     live,
     resumed,
 )
@@ -70,7 +71,9 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 
 def _train(order: WorkOrder, member: Member) -> Results:
+    from sparkdl.storage.checkpoint_format import encode
     from sparkdl.storage.checkpoint_writer import CheckpointManager
+    from sparkdl.storage.tensor_tree import snapshot
     from sparkdl.train.loop import train
 
     config, structure = cloudpickle.loads(order.payload)
@@ -113,7 +116,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
         if comm.rank == 0:
-            results += _deliver(module, files)
+            weights = encode(snapshot(module.state_dict()))
+            results += deliver(member, "weights", FINAL, weights)
     return results
 
 
@@ -177,15 +181,3 @@ def _report(
         "rows_per_second": rows / busy if busy > 0 else 0.0,
         "bytes_sent": outcome.bytes_sent,
     }
-
-
-def _deliver(module: nn.Module, files: ChannelStorage | None) -> Results:
-    """Send the trained weights to the driver: over its channel, else as rows."""
-    from sparkdl.storage.checkpoint_format import encode
-    from sparkdl.storage.tensor_tree import snapshot
-
-    chunks = encode(snapshot(module.state_dict()))
-    if files is None:
-        return [("weights", b"".join(chunks))]
-    files.write(FINAL, chunks)
-    return []

@@ -155,35 +155,29 @@ class Sampler:
                 rows = buffer.rows(column.key, rows, len(parts))
             values = rows.numpy()
             for row, part in enumerate(parts):
-                self._put(values, row, part, column, wanted, places[row])
+                values[row] = _value(part, column, wanted, places[row])
             found[column.key] = rows
         return found
 
-    def _put(
-        self,
-        values: Array,
-        row: int,
-        part: Fields,
-        column: Column,
-        wanted: SpoolColumn,
-        place: str,
-    ) -> None:
-        if wanted.name not in part:
-            raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
-        value = part[wanted.name]
-        known = column.shape if wanted.shape is None else wanted.shape
-        if value.shape != tuple(known):
-            raise DataError(
-                f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
-                f"{tuple(known)}; pad samples in the dataset"
-            )
-        if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
-            raise DataError(
-                f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
-                f"of {place}; let the dataset give all samples one dtype"
-            )
-        refuse_bad(value[None], wanted, lambda _: place)
-        values[row] = value.reshape(column.shape)
+
+def _value(part: Fields, column: Column, wanted: SpoolColumn, place: str) -> Array:
+    """A sample's value of a column, in the shape of the plan."""
+    if wanted.name not in part:
+        raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
+    value = part[wanted.name]
+    known = column.shape if wanted.shape is None else wanted.shape
+    if value.shape != tuple(known):
+        raise DataError(
+            f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
+            f"{tuple(known)}; pad samples in the dataset"
+        )
+    if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
+        raise DataError(
+            f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
+            f"of {place}; let the dataset give all samples one dtype"
+        )
+    refuse_bad(value[None], wanted, lambda _: place)
+    return value.reshape(column.shape)
 
 
 def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
