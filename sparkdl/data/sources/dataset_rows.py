@@ -72,7 +72,7 @@ def _array(value: Any, name: str) -> Array:
     if array.dtype.name not in _ARROW_TYPES:
         raise DataError(
             f'part "{name}" of a sample is {type(value).__name__} of {array.dtype}, of which no '
-            "tensor can be made; let the dataset give tensors, arrays or numbers"
+            "column can be made; let the dataset give tensors, arrays or numbers of other types"
         )
     return array
 
