@@ -117,12 +117,12 @@ class DatasetSource:
                 "DatasetSource(validation=...)"
             )
         check_kinds(wanted.columns)
-        num_shards, held = wanted.num_shards, None
+        num_shards = wanted.num_shards
         train = _cut(self.factory, num_shards, wanted.shares, self.num_rows, "num_rows")
+        held = replace(train, sizes=(0,) * num_shards)
         if self.validation is not None:
             option = "num_validation_rows"
             held = _cut(self.validation, num_shards, None, self.num_validation_rows, option)
-        held = held or replace(train, sizes=(0,) * num_shards)
         sample = self._first(_part(0, wanted.num_shards))
         columns = tuple(column_of(column, sample) for column in wanted.columns)
         content = self._content(sample, sum(train.sizes), sum(held.sizes))
