@@ -299,7 +299,7 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
     return Subfolder(files, RELAYED, without_password(order.storage_url))
 
 
-def deliver(member: Member, kind: str, name: str, data: Iterable[bytes]) -> Results:
+def deliver(member: Member, kind: str, name: str, data: Iterable[bytes | memoryview]) -> Results:
     """Send a result to the driver: as a file over its channel, else as a row."""
     if member.files is None:
         return [(kind, b"".join(data))]
