@@ -29,7 +29,7 @@ from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
 from sparkdl.spark.cluster.link import open_link
-from sparkdl.spark.cluster.slots import Slots, plan_gang, threads_per_worker
+from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker
 from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_rounds import measure_rounds
@@ -111,7 +111,7 @@ def measure(
     is_gang = why_no_gang(checked) is None
     slots = tasks
     if is_gang:
-        slots = plan_gang(
+        slots = plan_slots(
             checked.spark, checked.settings, num_workers=ranks,
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip

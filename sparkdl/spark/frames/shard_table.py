@@ -34,7 +34,7 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import Prepared, quoted
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same
+from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.compat import conf, described, num_slots
 
@@ -257,7 +257,8 @@ def columns_of(prepared: Sequence[Prepared], shards: Sequence[SpooledShard]) -> 
         for index in range(len(prepared))
     ]
     pairs = list(zip(prepared, found, strict=True))
-    each = [s.problem(p.name, p.role, as_classes=p.as_classes) for p, s in pairs]
+    asked = zip(spool_columns(prepared), found, strict=True)
+    each = [stats.problem(column) for column, stats in asked]
     problems = [problem for problem in each if problem is not None]
     if problems:
         raise DataError("; ".join(problems))

@@ -22,7 +22,7 @@ from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
-from sparkdl.spark.cluster.slots import plan_gang, wait_again
+from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import user_data
@@ -99,7 +99,7 @@ def _run(
     for rows in data.values():
         rows.check_files(settings)
     prepared = prepare_sets(data, request.inputs)
-    slots = plan_gang(
+    slots = plan_slots(
         spark,
         settings,
         num_workers=request.num_workers,

@@ -42,7 +42,7 @@ from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
-from sparkdl.worker.loader import DataSet, LocalSet
+from sparkdl.worker.loader import DataSet
 
 _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""
@@ -79,7 +79,7 @@ def _run(
         if request.data:
             data = {name: user_data(one) for name, one in request.data.items()}
             sets = {
-                name: _local_set(name, data[name], prepared, folder)
+                name: _data_set(name, data[name], prepared, folder)
                 for name, prepared in prepare_sets(data, request.inputs).items()
             }
         device = choose_device(request.device, (), 0, os.environ)
@@ -115,13 +115,11 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
     return storage
 
 
-def _local_set(name: str, rows: UserData, prepared: tuple[Prepared, ...], folder: str) -> LocalSet:
+def _data_set(name: str, rows: UserData, prepared: tuple[Prepared, ...], folder: str) -> DataSet:
     if rows.source is None:
         directory = Path(tempfile.mkdtemp(dir=folder)) / "spool"
-        found = _spooled(name, rows.frame, prepared, directory)
-    else:
-        found = data_set(rows.table(TableSpec(columns=prepared, num_shards=1), "driver"))
-    return LocalSet(name=name, data=found, rank=0, world_size=1)
+        return _spooled(name, rows.frame, prepared, directory)
+    return data_set(rows.table(TableSpec(columns=prepared, num_shards=1), "driver"))
 
 
 def _spooled(name: str, df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> DataSet:
