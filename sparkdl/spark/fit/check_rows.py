@@ -220,11 +220,11 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
     if isinstance(loss, ModuleLoss):
         _try_one(loss, output, targets[0], labels[0])
     elif isinstance(loss, LossSum):
+        by_label = {name: (part, value) for name, part, value in loss.pairs(output)}
         for label, target in zip(labels, targets, strict=True):
-            name = str(label.argument)
-            part = loss.part(name)
+            part, value = by_label[str(label.argument)]
             if isinstance(part, ModuleLoss):
-                _try_one(part, loss.output_for(name, output), target, label)
+                _try_one(part, value, target, label)
 
 
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:

@@ -49,8 +49,7 @@ def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
     one.update(PROBABILITIES[2:], torch.tensor([1, 1]))
     total = added([one.state(), Confusion().state(), one.state()])
     assert total == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
-    one.reset()
-    assert added([one.state()]) is None
+    assert added([Confusion().state()]) is None
 
 
 def test_it_travels_with_the_metrics(gang: Gang) -> None:
