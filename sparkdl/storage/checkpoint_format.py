@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load as load_safetensors
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
 from sparkdl.storage.storage import Storage
@@ -136,27 +134,22 @@ def decode(data: bytes, place: str) -> Any:
     Raises:
         CheckpointError: the file is not whole or not of this format; names ``place``.
     """
-    try:
-        size = struct.unpack("<Q", data[:8])[0]
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]["tree"]
-        return unpack(json.loads(metadata), load_safetensors(data))
-    except (safetensors.SafetensorError, struct.error, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
+    return _decoded(data, place, lambda view: view.clone())
 
 
 def views(data: bytes, place: str) -> Any:
-    """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to.
+    """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to."""
+    return _decoded(data, place, lambda view: view)
 
-    Raises:
-        CheckpointError: see `decode`.
-    """
+
+def _decoded(data: bytes, place: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     try:
         start = 8 + struct.unpack("<Q", data[:8])[0]
         header = json.loads(data[8:start])
         metadata = header.pop("__metadata__")["tree"]
-        tensors = {name: _view(data, start, entry) for name, entry in header.items()}
+        tensors = {name: keep(_view(data, start, entry)) for name, entry in header.items()}
         return unpack(json.loads(metadata), tensors)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
 
 

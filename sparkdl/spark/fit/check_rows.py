@@ -23,7 +23,7 @@ from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.frames.row_table import RowTable, SpooledShard
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
-from sparkdl.train.callbacks import make_stopper
+from sparkdl.train.state import check_monitored
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    make_stopper(checked.config, has_validation=has_validation)
+    check_monitored(checked.config, has_validation=has_validation)
     check_empty_batches(checked.module, plan, checked.config)
     module, slots = checked.module, checked.slots
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
