@@ -102,7 +102,7 @@ def _folder(model: Any, target: Any, storage: Storage, name: str) -> Exported:
 
 
 def _signature(saved: SavedModule) -> ModelSignature:
-    signature = signature_of(saved)
+    signature = signature_of(saved.index)
     if signature is None:
         raise ConfigError(
             "an estimator has not seen its columns, so nothing can be exported of it but its "
