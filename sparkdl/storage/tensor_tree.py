@@ -194,10 +194,8 @@ class _Packer:
             raise _refused(node, path, f"numpy dtype {node.dtype} cannot be stored")
         if isinstance(node, np.generic):
             return {"scalar": _text(node.tobytes()), "dtype": kind}
-        data = (
-            torch.frombuffer(bytearray(node.tobytes()), dtype=torch.uint8) if node.nbytes else None
-        )
-        name = self._add(torch.empty(0, dtype=torch.uint8) if data is None else data, path)
+        data = np.ndarray(node.nbytes, np.uint8, bytearray(node.tobytes()))
+        name = self._add(torch.from_numpy(data), path)
         return {"numpy": name, "dtype": kind, "shape": list(node.shape)}
 
 
