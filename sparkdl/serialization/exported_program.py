@@ -65,25 +65,24 @@ _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 class ProgramModule(nn.Module):
-    """An exported program as a module that can only predict. Can be copied and pickled."""
+    """An exported program as a module that can only predict. Can be copied and pickled.
+
+    Attributes:
+        archive: the file that `read_program` reads.
+    """
 
     def __init__(self, archive: bytes) -> None:
         super().__init__()
-        self._archive = archive
+        self.archive = archive
         # Guards are Python source from the file; the operators check the shapes themselves.
         self.program = self.exported().module(check_guards=False)
         for part in self.modules():  # torch's own eval() refuses exported programs
             part.training = False
 
-    @property
-    def archive(self) -> bytes:
-        """The file that `read_program` reads."""
-        return self._archive
-
     def exported(self) -> torch.export.ExportedProgram:
         """The program as torch's exporters take it, read anew."""
         program: torch.export.ExportedProgram
-        program = load_pt2(io.BytesIO(self._archive)).exported_programs["model"]
+        program = load_pt2(io.BytesIO(self.archive)).exported_programs["model"]
         return program
 
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
@@ -103,7 +102,7 @@ class ProgramModule(nn.Module):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_program, (self._archive,)
+        return read_program, (self.archive,)
 
 
 def write_program(module: nn.Module, example_inputs: Given) -> bytes:

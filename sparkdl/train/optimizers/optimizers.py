@@ -227,11 +227,12 @@ def make_scheduler(
         ConfigError: what was given does not make a schedule that is stepped without a metric.
     """
     if config.scheduler is None:
-        own = make_optimizer.configured if isinstance(make_optimizer, OwnOptimizer) else None
-        if own is None or own.scheduler is None:
+        own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
+        if own is None:
             return None
-        every = own.frequency * (steps_per_epoch if own.interval == "epoch" else 1)
-        return Schedule(check_scheduler(own.scheduler), every)
+        scheduler, interval, frequency = own
+        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
+        return Schedule(check_scheduler(scheduler), every)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
