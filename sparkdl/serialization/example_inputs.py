@@ -81,6 +81,8 @@ def as_example(given: Given) -> Example:
     """What a caller gave, as an example."""
     if isinstance(given, Example):
         return given
-    has_names = isinstance(given, Mapping)
-    values, names = (given.values(), given) if has_names else (given, ())
-    return Example(Arguments(tuple(values), tuple(names)), (False,) * len(given))
+    if isinstance(given, Mapping):
+        arguments = Arguments(tuple(given.values()), tuple(given))
+    else:
+        arguments = Arguments(tuple(given))
+    return Example(arguments, (False,) * len(given))
