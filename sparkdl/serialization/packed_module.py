@@ -90,10 +90,10 @@ def pack(module: nn.Module) -> PackedModule:
     return PackedModule(digest=digest, skeleton=skeleton, tensors=tensors)
 
 
-def unpack(packed: PackedModule) -> nn.Module:
-    """Rebuild the module; its tensors are on the CPU."""
-    tensors = decode(packed.tensors, "the module")
-    module: nn.Module = _TensorUnpickler(io.BytesIO(packed.skeleton), tensors).load()
+def unpack(skeleton: bytes, tensors: bytes) -> nn.Module:
+    """Rebuild the module of a `PackedModule`'s parts; its tensors are on the CPU."""
+    unpickler = _TensorUnpickler(io.BytesIO(skeleton), decode(tensors, "the module"))
+    module: nn.Module = unpickler.load()
     return module
 
 

@@ -274,9 +274,8 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
     module.load_state_dict(
         {name: value if name in copied else _own(value) for name, value in weights.items()}
     )
-    parameters = dict(module.named_parameters())
     for name in recipe.get("frozen", ()):
-        parameters[name].requires_grad_(False)
+        module.get_parameter(name).requires_grad_(False)
 
 
 def _own(value: Any) -> Any:

@@ -152,10 +152,7 @@ class _Training(RankState):
                         self._save_if_due()
             self._close_round()
             self._average_buffers()
-            record = self._record(began)
-            if replica.plan.num_validation_rows:
-                record.update(self._evaluate())
-            self._end_epoch(record)
+            self._end_epoch(self._record(began))
             self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
@@ -233,24 +230,23 @@ class _Training(RankState):
             self.clock.lap("communication")
 
     def _record(self, began: float) -> Record:
-        """The epoch's entry in the history, over all ranks, without an evaluation."""
+        """The epoch's entry in the history, over all ranks, with its evaluation."""
         sums = self.epoch_sums.clone()
         self.comm.all_reduce(sums)
         self.clock.lap("communication")
         # That of the first parameter group; optimizers of the user's own may have none.
         group = self.replica.synchronizer.optimizer.param_groups[0]
-        return self.book.record(
+        record = self.book.record(
             sums.tolist(),
             self.replica.labels,
             learning_rate=float(group.get("lr", math.nan)),
             seconds=time.perf_counter() - began,
         )
-
-    def _evaluate(self) -> Record:
-        self.observer.phase("evaluate")
-        batches = sequential_batches(self.validation, self.replica.plan)
-        record = evaluate(self.replica, batches, self.comm)
-        self.clock.lap("evaluate")
+        if self.replica.plan.num_validation_rows:
+            self.observer.phase("evaluate")
+            batches = sequential_batches(self.validation, self.replica.plan)
+            record.update(evaluate(self.replica, batches, self.comm))
+            self.clock.lap("evaluate")
         return record
 
     def _end_epoch(self, record: Record) -> None:
