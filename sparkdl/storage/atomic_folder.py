@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparkdl.errors import StorageError
-from sparkdl.storage.checkpoint_format import FileRecord, Recorder
+from sparkdl.storage.checkpoint_format import FileRecord, write_file
 from sparkdl.storage.storage import Data, Storage, pieces
 
 _SUM = "sha256"
@@ -42,11 +42,10 @@ def write_folder(
         StorageError: the storage cannot be written.
     """
     storage.remove(f"{path}/{index_name}")  # a folder half written must not look whole
-    records = {}
-    for name, data in files.items():
-        recorder = Recorder()
-        storage.write(f"{path}/{name}", recorder.watch(map(memoryview, pieces(data))))
-        records[name] = asdict(recorder.record())
+    records = {
+        name: asdict(write_file(storage, f"{path}/{name}", map(memoryview, pieces(data))))
+        for name, data in files.items()
+    }
     body = {**index, "files": records}
     storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
 

@@ -165,23 +165,19 @@ def _view(data: bytes, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     return flat.reshape(entry["shape"])
 
 
-class Recorder:
-    """Counts and hashes the pieces of a file on their way to the storage."""
+def write_file(storage: Storage, path: str, data: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a file in pieces, which are counted and hashed on their way to the storage."""
+    digest, size = hashlib.sha256(), 0
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._size = 0
+    def watched() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in data:
+            digest.update(piece)
+            size += len(piece)
+            yield piece
 
-    def watch(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """Pass the pieces on."""
-        for chunk in chunks:
-            self._hash.update(chunk)
-            self._size += len(chunk)
-            yield chunk
-
-    def record(self) -> FileRecord:
-        """What passed."""
-        return FileRecord(self._size, self._hash.hexdigest())
+    storage.write(path, watched())
+    return FileRecord(size, digest.hexdigest())
 
 
 def write_manifest(info: CheckpointInfo) -> None:

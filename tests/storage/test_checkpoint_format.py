@@ -14,7 +14,6 @@ from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
-    Recorder,
     check_run_key,
     decode,
     encode,
@@ -25,6 +24,7 @@ from sparkdl.storage.checkpoint_format import (
     rank_file,
     read_manifest,
     views,
+    write_file,
     write_manifest,
 )
 from sparkdl.storage.tensor_tree import DTYPES, snapshot
@@ -35,10 +35,8 @@ def write(storage: MemoryStorage, step: int, *, is_final: bool = False) -> Check
     path = f"run/{folder_name(step, is_final=is_final)}"
     files = {}
     for name in (SHARED, rank_file(0), rank_file(1)):
-        recorder = Recorder()
         state = snapshot({"w": torch.full((100,), step), "name": name})
-        storage.write(f"{path}/{name}", recorder.watch(encode(state)))
-        files[name] = recorder.record()
+        files[name] = write_file(storage, f"{path}/{name}", encode(state))
     info = CheckpointInfo(
         storage=storage,
         path=path,

@@ -85,7 +85,7 @@ def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any
             "make one with a group for each part, or use TorchRunner for a loop of your own"
         )
     given = schedulers[0] if schedulers else None
-    options = given if isinstance(given, Mapping) else {"scheduler": given}
+    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
     interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
     if interval not in ("step", "epoch") or frequency < 1:
         raise ConfigError(
