@@ -29,7 +29,7 @@ from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Data, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
 
 VERSION = 2
@@ -61,7 +61,7 @@ class PreparedModule:
         Raises:
             StorageError: the storage cannot be written.
         """
-        files = {WEIGHTS: encode(self.weights), **self.others}
+        files: dict[str, Data] = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
         write_folder(storage, path, INDEX, self.index, files)

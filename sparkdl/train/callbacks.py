@@ -40,8 +40,23 @@ class Observer(Protocol):
         """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
 
 
-class NullObserver(Observer):
+class NullObserver:
     """An observer that does nothing."""
+
+    def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
+        pass
+
+    def phase(self, name: Phase) -> None:
+        pass
+
+    def clock(self, seconds: Mapping[str, float]) -> None:
+        pass
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        pass
+
+    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
