@@ -134,34 +134,34 @@ def decode(data: bytes, place: str) -> Any:
     Raises:
         CheckpointError: the file is not whole or not of this format; names ``place``.
     """
-    return _decoded(data, place, lambda view: view.clone())
+    return _decoded(data, place, bytearray)
 
 
 def views(data: bytes, place: str) -> Any:
     """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to."""
-    return _decoded(data, place, lambda view: view)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return _decoded(data, place, lambda part: part)
 
 
-def _decoded(data: bytes, place: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
+    """The tree, with tensors in what ``keep`` makes of their bytes."""
     try:
         start = 8 + struct.unpack("<Q", data[:8])[0]
         header = json.loads(data[8:start])
         metadata = header.pop("__metadata__")["tree"]
-        tensors = {name: keep(_view(data, start, entry)) for name, entry in header.items()}
+        body, tensors = memoryview(data)[start:], {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = _tensor(keep(body[begin:end]), entry)
         return unpack(json.loads(metadata), tensors)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
 
 
-def _view(data: bytes, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(data: Any, entry: Mapping[str, Any]) -> torch.Tensor:
     dtype = _TORCH[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    numel = (end - begin) // dtype.itemsize
-    if numel == 0:
-        return torch.empty(entry["shape"], dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(data, dtype=dtype, count=numel, offset=start + begin)
+    flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
     return flat.reshape(entry["shape"])
 
 
