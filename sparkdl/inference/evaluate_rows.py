@@ -30,7 +30,7 @@ from sparkdl.inference.scores import (
 )
 from sparkdl.train.objective.label_losses import LossSum, loss_of, sums_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
-from sparkdl.train.objective.metrics import Metrics, State, on_cpu
+from sparkdl.train.objective.metrics import Metrics, State, listed_bytes
 from sparkdl.train.objective.training_step import taken
 
 MOST_LISTED_BYTES = 64 << 20
@@ -58,7 +58,7 @@ class Measures:
 
     def make_loss(self, device: torch.device = _CPU) -> LossFunction:
         """The loss, as training has it."""
-        loss = loss_of(self)
+        loss = loss_of(self.loss, self.task, self.loss_weights)
         loss.to(device)
         return loss
 
@@ -115,7 +115,7 @@ class Part:
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states of metrics that grow by the row."""
         return {
-            name: sum(_listed(value) for _, state in states for value in state.values())
+            name: sum(listed_bytes(state) for _, state in states)
             for name, states in self.metrics.items()
         }
 
@@ -191,8 +191,8 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
     by_label: dict[str, float] = {}
     total = sums["loss"]
     if isinstance(loss, LossSum):
-        by_label = {name: sums[f"loss {name}"] / divisor for name in loss.names}
-        total = sum(loss.weights[name] * sums[f"loss {name}"] for name in loss.names)
+        by_label = {name: sums[f"loss {name}"] / divisor for name in loss.parts}
+        total = sum(weight * sums[f"loss {name}"] for name, weight in loss.weights.items())
     metrics = measures.make_metrics(loss)
     scores: ClassificationScores | RegressionScores | None = None
     if measures.task == "classification":
@@ -258,7 +258,7 @@ class Evaluator:
 
     def part(self) -> Part:
         """All that was found out."""
-        seen = on_cpu(self._metrics.seen())
+        seen = self._metrics.seen()
         self._part.metrics = {name: [state] for name, state in seen.items()}
         return self._part
 
@@ -266,7 +266,7 @@ class Evaluator:
         self, output: Any, target: Any, weights: torch.Tensor, weight: torch.Tensor | None
     ) -> None:
         loss, sums = self._loss, self._part.sums
-        names = [f"loss {name}" for name in loss.names] if isinstance(loss, LossSum) else ["loss"]
+        names = [f"loss {name}" for name in loss.parts] if isinstance(loss, LossSum) else ["loss"]
         target, unknown = _known_targets(loss, output, target, self._measures)
         found = _losses(loss, output, target, unknown)
         if found is not None:
@@ -364,10 +364,7 @@ def _known_targets(
         num_classes = measures.num_classes if measures.task == "classification" else 0
         known, unknown = _known(loss, output, target, num_classes)
         return known, [unknown]
-    pairs = {
-        name: _known(loss.part(name), loss.output_for(name, output), target[name])
-        for name in loss.names
-    }
+    pairs = {name: _known(part, value, target[name]) for name, part, value in loss.pairs(output)}
     return {name: known for name, (known, _) in pairs.items()}, [mask for _, mask in pairs.values()]
 
 
@@ -385,10 +382,6 @@ def _known(
 
 def _ignored(loss: LossFunction) -> int:
     return loss.ignore_index if isinstance(loss, ClassLoss) else -1
-
-
-def _listed(value: Any) -> int:
-    return sum(t.nbytes for t in value) if isinstance(value, list) else 0
 
 
 def check_listed(sizes: Mapping[str, int]) -> None:

@@ -85,7 +85,8 @@ def load(task: ModuleTask, device: torch.device) -> nn.Module:
     key = (task.digest, str(device))
     module = _modules.pop(key, None)
     if module is None:
-        module = unpack(task.fetch()).eval().to(device)
+        packed = task.fetch()
+        module = unpack(packed.skeleton, packed.tensors).eval().to(device)
     _modules[key] = module
     while len(_modules) > MODULES_PER_WORKER:
         _modules.popitem(last=False)

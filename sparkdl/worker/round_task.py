@@ -170,13 +170,13 @@ class Warm:
         import os
 
         from sparkdl.runtime.hardware import choose_device
-        from sparkdl.serialization.packed_module import PackedModule, unpack
+        from sparkdl.serialization.packed_module import unpack
         from sparkdl.train.round_replica import RoundReplica
 
         require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
         config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
-        module = unpack(PackedModule(digest="", skeleton=skeleton, tensors=tensors))
+        module = unpack(skeleton, tensors)
         self.hardware = hardware(device, order.threads)
         self.run_id = order.run_id
         self.gpu_addresses = place.gpu_addresses

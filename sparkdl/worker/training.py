@@ -125,12 +125,12 @@ def initial_module(
     weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
     """The module with its initial weights, which rank 0 reads unless all have them."""
-    from sparkdl.serialization.packed_module import PackedModule, unpack
+    from sparkdl.serialization.packed_module import unpack
 
     if weights is None:
         assert files is not None
         weights = comm.broadcast_bytes(files.read(INITIAL) if comm.rank == 0 else None)
-    return unpack(PackedModule(digest="", skeleton=structure, tensors=weights))
+    return unpack(structure, weights)
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:

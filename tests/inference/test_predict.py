@@ -13,7 +13,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import predict
 from sparkdl.inference.outputs import Forward, Source
 from sparkdl.inference.predict import Leaf, Make, PredictTask
-from sparkdl.serialization.packed_module import SentByValue, pack
+from sparkdl.serialization.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())
@@ -27,7 +27,7 @@ def task(module: nn.Module, *leaves: Leaf, batch_size: int = 3, **forward: Any) 
     packed = pack(module)
     return PredictTask(
         digest=packed.digest,
-        fetch=SentByValue(packed),
+        fetch=lambda: packed,
         columns=(Column(name="features", role="feature", dtype="float32", shape=(3,)),),
         batch_size=batch_size,
         device="cpu",

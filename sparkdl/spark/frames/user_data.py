@@ -31,7 +31,7 @@ from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import Settings
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
-from sparkdl.train.callbacks import make_stopper
+from sparkdl.train.state import check_monitored
 
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
@@ -78,7 +78,7 @@ class UserData:
             ConfigError: names it.
         """
         if self.source is None:
-            make_stopper(config, has_validation=validation_col is not None)
+            check_monitored(config, has_validation=validation_col is not None)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
         if isinstance(strategy, PopulationStrategy):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ class Sender:
         """How workers get the packed module. A large one is sent once per session and content."""
         connect = is_connect(spark)
         if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
-            return packed_module.SentByValue(packed)
+            return partial(packed_module.given, packed)
         owner = spark if connect else spark.sparkContext
         sent = self.sent.get(packed.digest)
         if sent is None or sent[0] is not owner:
@@ -41,18 +43,14 @@ class Sender:
         return sent[1]
 
 
-def _as_broadcast(
-    spark: SparkSession, packed: packed_module.PackedModule
-) -> packed_module.SentByBroadcast:
-    return packed_module.SentByBroadcast(spark.sparkContext.broadcast(packed))
+def _as_broadcast(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
+    return partial(packed_module.from_broadcast, spark.sparkContext.broadcast(packed))
 
 
-def _as_artifact(
-    spark: SparkSession, packed: packed_module.PackedModule
-) -> packed_module.SentAsArtifact:
+def _as_artifact(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
     name = f"sparkdl-{packed.digest[:32]}.module"
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
         path = Path(folder) / name
-        packed_module.write_packed(packed, path)
+        path.write_bytes(pickle.dumps(packed, protocol=5))
         spark.addArtifacts(str(path), file=True)
-    return packed_module.SentAsArtifact(name)
+    return partial(packed_module.from_artifact, name)
