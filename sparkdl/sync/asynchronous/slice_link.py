@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparkdl.comm.channel import Address
@@ -61,7 +60,7 @@ class Messages:
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors like those that were sent by what came behind the header."""
         for tensor in tensors:
-            self._read_into(memoryview(_bytes(tensor)))
+            self._read_into(_bytes(tensor))
 
     def read(self, num_bytes: int) -> bytes:
         """The next bytes."""
@@ -269,9 +268,9 @@ def flats(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
     return [bucket.flat for bucket in buckets if bucket.flat.numel()]
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(torch.uint8).numpy()
-    return array
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    memory: memoryview = tensor.detach().view(torch.uint8).numpy().data
+    return memory
 
 
 def _shut(connection: socket.socket, how: int) -> None:

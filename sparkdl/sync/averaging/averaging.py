@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -119,23 +119,15 @@ class AveragingStrategy(CollectiveStrategy):
         return AveragingSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
-def check_weighting(weighting: str) -> None:
-    """Refuse what is no `Weighting`.
+def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") -> None:
+    """Refuse what is no `Weighting` or no `OptimizerState`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: one of them is something else.
     """
-    if weighting not in ("examples", "equal"):
+    if weighting not in get_args(Weighting):
         raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
-
-
-def check_optimizer_state(optimizer_state: str) -> None:
-    """Refuse what is no `OptimizerState`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if optimizer_state not in ("average", "reset", "keep"):
+    if optimizer_state not in get_args(OptimizerState):
         raise ConfigError(
             f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
         )

@@ -21,7 +21,7 @@ from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     AveragingSynchronizer,
     OptimizerState,
-    check_optimizer_state,
+    check_choices,
 )
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
@@ -72,7 +72,7 @@ class LocalSGD(AveragingStrategy):
         check_period(self.first_period, name="first_period")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
-        check_optimizer_state(self.optimizer_state)
+        check_choices(optimizer_state=self.optimizer_state)
 
     def periods(self) -> tuple[int | None, int | Literal["adaptive"]]:
         """Steps between two means inside a node, or None if there are none; and of all ranks.

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import OwnWeightsSynchronizer
-from sparkdl.sync.averaging.averaging import Weighting, check_weighting
+from sparkdl.sync.averaging.averaging import Weighting, check_choices
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
@@ -36,7 +36,7 @@ class OneShotAveraging(PopulationStrategy):
     """A replica counts by all samples it has seen (their weights), or ``"equal"``: as others."""
 
     def __post_init__(self) -> None:
-        check_weighting(self.weighting)
+        check_choices(weighting=self.weighting)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
