@@ -136,6 +136,19 @@ def count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
+def check_places(numel: int) -> None:
+    """Refuse a bucket that has more values than can be counted in 32 bits.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if numel >= 1 << 31:
+        raise ConfigError(
+            f"places are sent as 32-bit numbers, and a bucket has {numel} values; use "
+            "compression 'twobit' or 'int8'"
+        )
+
+
 def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
     """Bytes that a rank sends for the sum of ``num_bytes``; see `Communicator`."""
     return 2 * (world_size - 1) * num_bytes // world_size

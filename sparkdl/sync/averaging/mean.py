@@ -109,36 +109,23 @@ class MeanOfReplicas:
     def _complete_optimizer(self) -> None:
         """Give states of zeros to the optimizers that never stepped while others did."""
         source = self._has_state.index(True)
-        is_source = self._comm.rank == source
-        kinds = self._comm.broadcast_bytes(
-            json.dumps(self._kinds()).encode() if is_source else None, source
-        )
-        if self._optimizer.state:
-            return
+        state = self._optimizer.state
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for place, entries in json.loads(kinds):
-            for key, shape, dtype in entries:
-                # torch keeps counts of steps on the CPU.
-                device = torch.device("cpu") if key == STEP else trained[place].device
-                self._optimizer.state[trained[place]][key] = torch.zeros(
-                    shape, dtype=getattr(torch, dtype), device=device
-                )
-
-    def _kinds(self) -> list[Any]:
-        """Shape and dtype of each tensor of the optimizer's state."""
-        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [
-            [
-                place,
-                [
-                    [key, list(value.shape), str(value.dtype).removeprefix("torch.")]
-                    for key, value in self._optimizer.state[parameter].items()
-                    if isinstance(value, torch.Tensor)
-                ],
-            ]
+        kinds = [
+            (place, key, list(value.shape), str(value.dtype).removeprefix("torch."))
             for place, parameter in enumerate(trained)
-            if parameter in self._optimizer.state
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
         ]
+        mine = json.dumps(kinds).encode() if self._comm.rank == source else None
+        theirs = json.loads(self._comm.broadcast_bytes(mine, source))
+        if state:
+            return
+        for place, key, shape, dtype in theirs:
+            # torch keeps counts of steps on the CPU.
+            device = torch.device("cpu") if key == STEP else trained[place].device
+            zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            state[trained[place]][key] = zeros
 
 
 def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
