@@ -12,7 +12,8 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.adasum import Adasum, adasum, combine
-from tests.train.runs import but, make_data, plan_for, run, seeded, weights
+from tests.sync.apart import make_net
+from tests.train.runs import but, make_data, plan_for, run, weights
 
 CONFIG = TrainConfig(
     optimizer="sgd",
@@ -23,10 +24,6 @@ CONFIG = TrainConfig(
     loss="mse",
     sync_strategy=Adasum(),
 )
-
-
-def make_net() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
 
 
 def formula(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
