@@ -58,11 +58,11 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> None:
     def work_on() -> None:
         for _ in range(15):
-            server._hub.note_report(0, 1)
+            server._hub.report(0, 1, [])
             time.sleep(0.1)
         server._hub.set("bye/1", b"")
 
-    server._hub.note_report(0, 1)
+    server._hub.report(0, 1, [])
     peer = threading.Thread(target=work_on)
     peer.start()
     rank_of(server, 0).leave()
@@ -72,7 +72,7 @@ def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> Non
 
 @pytest.mark.usefixtures("listening")
 def test_rank_0_gives_up_a_peer_that_is_silent(server: ChannelServer) -> None:
-    server._hub.note_report(0, 1)
+    server._hub.report(0, 1, [])
     with pytest.raises(CommunicationError, match="rank 1 has not reported"):
         rank_of(server, 0).leave()
 

@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparkdl.comm.channel import Hub
@@ -80,32 +79,12 @@ def run_rounds(
         TrainingDiverged: the loss is not finite or has exploded.
         TrainingFailed: jobs failed more than ``max_restarts`` times.
     """
-    book = EpochBook(run.config, run.plan)
-    jobs = RoundJobs(run, book)
-    replicas = make(jobs)
-    num_shards = run.plan.world_size
-    totals = Totals(
-        rows=[0] * num_shards,
-        seconds=[0.0] * num_shards,
-        bytes_sent=[0] * num_shards,
-        epoch_sums=[0.0] * (2 + len(jobs.labels)),
-        report=run.view.spent,
-    )
+    rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:
-        checkpoints = None
         if run.link.url is not None:
-            checkpoints = stack.enter_context(_checkpoints(run))
+            rounds.checkpoints = stack.enter_context(_checkpoints(run))
         stack.enter_context(tuned_allocator())  # states of the same size come and go
-        return Rounds(
-            run=run,
-            period=period,
-            book=book,
-            jobs=jobs,
-            replicas=replicas,
-            totals=totals,
-            watch=watch,
-            checkpoints=checkpoints,
-        ).train()
+        return rounds.train()
 
 
 def _checkpoints(run: Run) -> CheckpointManager:
@@ -129,18 +108,20 @@ def _checkpoints(run: Run) -> CheckpointManager:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
+class _Rounds:
     """A run in rounds; what changes is in its parts."""
 
-    run: Run
-    period: Period
-    book: EpochBook
-    jobs: RoundJobs
-    replicas: Replicas
-    totals: Totals
-    watch: LossWatch
-    checkpoints: CheckpointManager | None
+    def __init__(
+        self, run: Run, period: Period, make: Callable[[RoundJobs], Replicas], watch: LossWatch
+    ) -> None:
+        self.run = run
+        self.period = period
+        self.watch = watch
+        self.book = EpochBook(run.config, run.plan)
+        self.jobs = RoundJobs(run, self.book)
+        self.replicas = make(self.jobs)
+        self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
+        self.checkpoints: CheckpointManager | None = None
 
     def train(self) -> TrainingSummary:
         """Train to the end."""
