@@ -121,7 +121,7 @@ def test_the_udf_is_evaluated_once_and_sees_only_the_features(arrays: DataFrame)
     plan = model.transform(arrays)._jdf.queryExecution().executedPlan().toString()
     python = [line for line in plan.splitlines() if "ArrowEvalPython" in line]
     assert len(python) == 1
-    assert python[0].count("predict_with_torch(features#") == 1
+    assert python[0].count("torch_on_column(features#") == 1
     assert "other" not in python[0].split("[pythonUDF")[0]
 
 

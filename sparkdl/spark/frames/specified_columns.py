@@ -29,7 +29,6 @@ from sparkdl.spark.frames.columns import (
     check_fits,
     has_hash,
     is_number,
-    prepare,
     prepare_field,
     resolve,
 )
@@ -90,22 +89,6 @@ def trained_entry(
     is_checked = isinstance(entry.specification, (Tensor, Sequence))
     if is_checked and entry.specification.transform is None:
         check_fits(prepared.name, prepared.dtype, column.dtype)
-    return prepared
-
-
-def trained_column(
-    schema: T.StructType, name: str, column: Column, *, is_case_sensitive: bool
-) -> Prepared:
-    """Prepare a column for a module that was trained on ``column``.
-
-    Raises:
-        DataError: it is missing, or its numbers do not fit into the trained dtype.
-    """
-    float_dtype = column.dtype if column.dtype.startswith("float") else "float32"
-    prepared = prepare(
-        schema, name, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
-    )
-    check_fits(name, prepared.dtype, column.dtype)
     return prepared
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from sparkdl.serialization import packed_module
@@ -34,17 +35,17 @@ class Sender:
         connect = is_connect(spark)
         if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
             return partial(packed_module.given, packed)
-        owner = spark if connect else spark.sparkContext
+        owner: Any = spark if connect else spark.sparkContext
         sent = self.sent.get(packed.digest)
         if sent is None or sent[0] is not owner:
-            fetch = _as_artifact(spark, packed) if connect else _as_broadcast(spark, packed)
-            self.sent.clear()
-            self.sent[packed.digest] = sent = (owner, fetch)
+            how = _as_artifact if connect else _as_broadcast
+            sent = (owner, how(owner, packed))
+            self.sent = {packed.digest: sent}
         return sent[1]
 
 
-def _as_broadcast(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
-    return partial(packed_module.from_broadcast, spark.sparkContext.broadcast(packed))
+def _as_broadcast(context: SparkContext, packed: packed_module.PackedModule) -> Fetch:
+    return partial(packed_module.from_broadcast, context.broadcast(packed))
 
 
 def _as_artifact(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
