@@ -24,7 +24,6 @@ from sparkdl.explain import measure_worker
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.cost_model import Calibration, Compute, Gang
 from sparkdl.report.live.progress import SilentView
-from sparkdl.report.recorder import Recorder
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
@@ -148,7 +147,6 @@ def measure(
         settings=checked.settings,
         view=SilentView(),
         max_restarts=request.max_restarts,
-        recorder=Recorder(None, {}),  # kept in memory, and not shown
     )
     gang, levels, task_levels = None, {}, {}
     if is_gang:
