@@ -29,7 +29,7 @@ from torch import nn
 
 from sparkdl.data.plan import Column
 from sparkdl.inference.outputs import Output
-from sparkdl.inference.predict import input_rows
+from sparkdl.inference.predict import runs
 from sparkdl.model import TorchClassifierModel
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(PIXELS,))
@@ -123,8 +123,8 @@ def through(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
 def as_tensors(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
     """The same, but makes tensors of them as ``transform`` does."""
     for array in batches:
-        (pixels,) = input_rows([array], [IMAGE]).rows
-        yield pa.array(np.zeros(len(pixels)))
+        for run in runs([array], [IMAGE], len(array), torch.device("cpu")):
+            yield pa.array(np.zeros(run.num_rows))
 
 
 def parts(rates: dict[str, float], slots: int) -> dict[str, float]:

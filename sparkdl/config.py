@@ -77,6 +77,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """``[explain]``: how much is measured where a fit is explained; see docs/explain.md."""
+
+    calibrate: bool = True
+    """Whether steps and exchanges are measured on the cluster; else the plan has no times."""
+    num_rows: int | None = None
+    """Number of rows, those for validation included, where counting them takes too long."""
+    num_workers: tuple[int, ...] = ()
+    """Numbers of workers to predict besides those that there are slots for."""
+    count_seconds: float = 60.0
+    """Longest that looking at some rows may take, and that counting them may."""
+    measure_seconds: float = 0.6
+    """About how long each of some ten measurements may take."""
+
+    def __post_init__(self) -> None:
+        rows, workers = self.num_rows, self.num_workers
+        require(rows is None or rows >= 1, "num_rows must be at least 1", rows)
+        require(all(n >= 1 for n in workers), "num_workers must be at least 1", workers)
+        for name in ("count_seconds", "measure_seconds"):
+            seconds = getattr(self, name)
+            require(seconds > 0, f"{name} must be positive", seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How every worker trains. Picklable: it travels to the executors with cloudpickle."""
 

@@ -7,12 +7,12 @@ model they return. Everything else is in their Params (`sparkdl.spark.params.par
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -21,10 +21,15 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import ExplainOptions, Task
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.params.accessors import (
+    ClassifierAccessors,
+    LabelsAccessors,
+    RegressorAccessors,
+)
 from sparkdl.spark.params.param_table import (
     INFERENCE_BATCH_SIZE,
     ClassifierArguments,
@@ -63,9 +68,7 @@ class _TorchEstimator(
 
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         """Train on a DataFrame, or on a source such as `ParquetSource`."""
-        from sparkdl.spark.fit.fit import fit
-
-        return self._model(fit(dataset, self._request()))
+        return self.fit_sharing(dataset)
 
     def fitMultiple(
         self, dataset: DataFrame | Source, paramMaps: Sequence[ParamMap]
@@ -85,14 +88,14 @@ class _TorchEstimator(
     def fit_sharing(
         self,
         dataset: DataFrame | Source,
-        spools: Spools,
+        spools: Spools | None = None,
         on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     ) -> TorchModel:
         """Train with the spools of other fits on the same rows; who made them closes them.
 
         Args:
             dataset: as for ``fit``.
-            spools: what the fits share.
+            spools: what the fits share; None: this fit is alone.
             on_epoch: is given each epoch's history record, on the driver; what it raises ends
                 the fit.
         """
@@ -135,7 +138,6 @@ class _TorchEstimator(
             StorageError: what ``fit`` would raise.
             WorkerError: the module, loss or optimizer failed on a worker.
         """
-        from sparkdl.spark.explain.estimate import ExplainOptions
         from sparkdl.spark.explain.explain_fit import explain
 
         options = ExplainOptions(
@@ -191,7 +193,7 @@ class _TorchEstimator(
 
 
 @with_params(LabelsArguments)
-class TorchEstimator(_TorchEstimator):
+class TorchEstimator(_TorchEstimator, LabelsAccessors):
     """Trains any module with any loss; the label column is optional, and there may be several.
 
     Without ``labelCol`` and ``labels`` the loss is called with the inputs as target, as an
@@ -219,7 +221,7 @@ class TorchEstimator(_TorchEstimator):
 
 
 @with_params(RegressorArguments)
-class TorchRegressor(_TorchEstimator, HasLabelCol):
+class TorchRegressor(_TorchEstimator, HasLabelCol, RegressorAccessors):
     """Trains a module that predicts one number per row; the default loss is the squared error.
 
     Example::
@@ -243,7 +245,7 @@ class TorchRegressor(_TorchEstimator, HasLabelCol):
 
 
 @with_params(ClassifierArguments)
-class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
+class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams, ClassifierAccessors):
     """Trains a module that tells classes apart; the default loss is the cross entropy.
 
     Labels are class indices from 0, in a column of any numeric type. The module's outputs are
@@ -273,7 +275,7 @@ class TorchClassifier(_TorchEstimator, HasLabelCol, ClassOutputParams):
 M = TypeVar("M")
 
 
-class Fits(Generic[M], Iterator[tuple[int, M]]):
+class Fits(Iterator[tuple[int, M]]):
     """Gives ``(index, model)`` for each Param map. Thread-safe.
 
     The spools stay until the last model is there, or nobody can ask for one any more. Once the
@@ -282,18 +284,13 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
     """
 
     def __init__(self, fits: Sequence[Callable[[Spools], M]]) -> None:
-        self._fits = tuple(fits)
-        self._next = 0
-        self._ended = 0
-        self._lock = threading.Lock()
+        self._waiting = deque(enumerate(fits))
+        self._unfinished = set(range(len(fits)))
         interrupts.listen()
         self._presses = interrupts.presses()
         spools = Spools()
         self._spools = spools
         self._close = weakref.finalize(self, spools.close)
-
-    def __iter__(self) -> Fits[M]:
-        return self
 
     def __next__(self) -> tuple[int, M]:
         """Train the next one.
@@ -302,21 +299,15 @@ class Fits(Generic[M], Iterator[tuple[int, M]]):
             StopIteration: all have been given out.
             TrainingFailed: the user has interrupted the search.
         """
-        with self._lock:
-            index = self._next
-            if index == len(self._fits):
-                raise StopIteration
-            self._next += 1
+        try:
+            index, fit = self._waiting.popleft()
+        except IndexError:
+            raise StopIteration from None
         try:
             if interrupts.presses() > self._presses:
                 raise TrainingFailed("the search that this fit belongs to was interrupted")
-            return index, self._fits[index](self._spools)
+            return index, fit(self._spools)
         finally:
-            self._end_one()
-
-    def _end_one(self) -> None:
-        with self._lock:
-            self._ended += 1
-            is_last = self._ended == len(self._fits)
-        if is_last:
-            self._close()
+            self._unfinished.discard(index)
+            if not self._unfinished:
+                self._close()

@@ -9,35 +9,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql import types as T
+from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.config import Task
+from sparkdl.config import DEVICES, Task
 from sparkdl.data.collate import example_arguments
-from sparkdl.data.plan import Column, SpoolColumn
+from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError
 from sparkdl.inference import predict
 from sparkdl.inference.evaluate_rows import Measures, chosen_curves
 from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
-from sparkdl.inputs import Named
+from sparkdl.inputs import Named, Tensor
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
-from sparkdl.spark.frames.columns import find, require
+from sparkdl.spark.frames.columns import find, quoted, require
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
 from sparkdl.spark.inference import evaluate_model
-from sparkdl.spark.inference.arrow_udf import with_column
-from sparkdl.spark.inference.output_columns import Wanted, by_rows, plan_outputs
+from sparkdl.spark.inference.arrow_udf import with_columns
+from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
+from sparkdl.spark.params.accessors import ClassifierModelAccessors, ModelAccessors
 from sparkdl.spark.params.converters import to_metrics
 from sparkdl.spark.params.inputs_and_labels import (
     feature_columns,
@@ -55,7 +55,7 @@ M = TypeVar("M", bound="TorchModel")
 
 
 @with_params(ModelArguments)
-class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
+class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], ModelAccessors):
     """A trained module as a Spark ML model.
 
     ``transform`` adds ``predictionCol``: a number for a module that gives ``(rows,)`` or
@@ -121,30 +121,16 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         return self._summary
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        schema = dataset.schema
         wanted = self._wanted()
         if not wanted:
             logger.warning("%s: all output columns are off; transform does nothing", self.uid)
             return dataset
-        case = is_case_sensitive(dataset.sparkSession)
-        self._check_outputs(schema, [item.column for item in wanted], is_case_sensitive=case)
-        inputs = self._inputs(schema, is_case_sensitive=case)
+        self._check_outputs(dataset, [item.column for item in wanted])
         forward = self._forward(item.output.layer for item in wanted)
         plan = plan_outputs(self._module, example_arguments(self._columns), forward, wanted)
-        common = self._module_task(dataset.sparkSession, forward)
-        task = predict.PredictTask(**common, leaves=plan.leaves)
-        packed = f"{self.uid}_output"
-        marker = f"{self.uid}_partition"
-        rows, pinned = by_rows(dataset, schema, marker)
-
-        def flat(leaf: int) -> SparkColumn:
-            return F.col(packed)[plan.leaves[leaf].name]
-
-        expressions = [entry.expression for entry in inputs]
-        function = predict.udf_function(task)
-        computed = with_column(rows, packed, expressions, function, plan.spark_type)
-        projected = {name: pinned(how.expression(flat)) for name, how in plan.columns.items()}
-        return computed.withColumns(projected).drop(packed, marker)
+        common, inputs = self._module_task(dataset, forward)
+        function = partial(predict.predict, task=predict.PredictTask(**common, leaves=plan.leaves))
+        return with_columns(dataset, self.uid, inputs, function, plan.spark_type, plan.columns)
 
     def _wanted(self) -> list[Wanted]:
         """The output columns, without those that are off."""
@@ -167,76 +153,71 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             layers=tuple(dict.fromkeys(name for name in layers if name is not None)),
         )
 
-    def _check_outputs(
-        self, schema: T.StructType, names: list[str], *, is_case_sensitive: bool
-    ) -> None:
+    def _check_outputs(self, dataset: DataFrame, names: list[str]) -> None:
+        case = is_case_sensitive(dataset.sparkSession)
         for name in names:
-            found = find(schema, name, is_case_sensitive=is_case_sensitive)
+            found = find(dataset.schema, name, is_case_sensitive=case)
             if found:
                 raise DataError(
                     f'column "{found[0].name}" is in the DataFrame already; drop it, or choose '
                     f"another name for the output of {self.uid}"
                 )
-        if len({name if is_case_sensitive else name.lower() for name in names}) < len(names):
+        if len({name if case else name.lower() for name in names}) < len(names):
             raise ConfigError(f"the output columns of {self.uid} must differ; received {names}")
 
-    def _inputs(self, schema: T.StructType, *, is_case_sensitive: bool) -> list[SpoolColumn]:
-        """The input columns, cast by Spark to what the module was trained on."""
-        wanted: Sequence[str | Named] = self._specified_inputs() or feature_columns(self)
-        if len(wanted) != len(self._columns):
-            raise ConfigError(
-                f"the module was trained on {len(self._columns)} column(s); received {list(wanted)}"
-            )
-        return [
-            prepare_trained(schema, one, column, is_case_sensitive=is_case_sensitive)
-            for one, column in zip(wanted, self._columns, strict=True)
-        ]
-
-    def _specified_inputs(self) -> tuple[Named, ...]:
-        """What the Param ``inputs`` names, in the order of training; empty if it is not set.
+    def _inputs(self) -> list[tuple[Named, Column]]:
+        """Each input as the Params name it now, with the column that the module was trained on.
 
         Raises:
-            ConfigError: it names other inputs than those of training.
+            ConfigError: the Params name other inputs than those of training.
         """
-        specified = specified_inputs(self)
+        specified = list(specified_inputs(self))
         trained = [column.argument for column in self._columns]
-        by_argument = {entry.argument: entry for entry in specified}
-        if specified and set(by_argument) == set(trained) and None not in by_argument:
-            return tuple(by_argument[argument] for argument in trained)
-        if specified and [entry.argument for entry in specified] != trained:
+        if not specified:
+            names = feature_columns(self)
+            if len(names) != len(trained):
+                raise ConfigError(
+                    f"the module was trained on {len(trained)} column(s); received {list(names)}"
+                )
+            return [
+                (Named(argument=None, specification=Tensor(name)), replace(column, name=name))
+                for name, column in zip(names, self._columns, strict=True)
+            ]
+        if None not in trained and {entry.argument for entry in specified} == set(trained):
+            specified.sort(key=lambda entry: trained.index(entry.argument))
+        if [entry.argument for entry in specified] != trained:
             raise ConfigError(
                 f"the module was trained on the inputs {trained}; received "
                 f"{[entry.argument for entry in specified]}"
             )
-        return specified
+        return [
+            (e, replace(c, name=e.specification.name, specification=e.specification))
+            for e, c in zip(specified, self._columns, strict=True)
+        ]
 
-    def _inputs_now(self) -> tuple[Column, ...]:
-        """The trained inputs with the columns that the Params name now."""
-        specified = self._specified_inputs()
-        if specified:
-            return tuple(
-                replace(column, name=entry.specification.name, specification=entry.specification)
-                for entry, column in zip(specified, self._columns, strict=True)
-            )
-        return tuple(
-            replace(column, name=name)
-            for name, column in zip(feature_columns(self), self._columns, strict=True)
-        )
-
-    def _module_task(self, spark: SparkSession, forward: Forward) -> dict[str, Any]:
-        """The fields of a `predict.ModuleTask`."""
+    def _module_task(
+        self, dataset: DataFrame, forward: Forward
+    ) -> tuple[dict[str, Any], list[SparkColumn]]:
+        """The fields of a `predict.ModuleTask`, and its inputs, as it was trained on them."""
+        spark, schema, inputs = dataset.sparkSession, dataset.schema, self._inputs()
+        case = is_case_sensitive(spark)
+        prepared = [prepare_trained(schema, *one, is_case_sensitive=case) for one in inputs]
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
+        device = self.getOrDefault("device")
+        if device not in DEVICES:
+            raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
         packed = packed_module.pack(self._module)
-        return {
+        fields = {
             "digest": packed.digest,
             "fetch": self._sender.fetch(spark, packed),
-            "columns": self._inputs_now(),
+            "columns": tuple(column for _, column in inputs),
             "batch_size": batch_size,
-            "device": predict.checked_device(self.getOrDefault("device")),
+            "device": device,
             "forward": forward,
         }
+        return fields, [entry.expression for entry in prepared]
 
     def evaluate(
         self,
@@ -304,7 +285,8 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         if any(key == scoreCol or (not case and key.lower() == scoreCol.lower()) for key in kept):
             raise DataError(f'column "{scoreCol}" is in the DataFrame already; choose a scoreCol')
         task, columns = model._evaluate_task(dataset, {}, False)
-        return evaluate_model.row_scores(task, dataset, columns, kept, scoreCol)
+        scored = evaluate_model.row_scores(task, dataset, columns, scoreCol)
+        return scored.select(*map(quoted, (*kept, scoreCol)))
 
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
@@ -312,8 +294,6 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
         """What the tasks of an evaluation do, and the columns that they get."""
         if self.getOrDefault("loss") == UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
-        case = is_case_sensitive(dataset.sparkSession)
-        inputs = self._inputs(dataset.schema, is_case_sensitive=case)
         labels, label_col, loss = labels_of(self), self.value("labelCol"), loss_of_labels(self)
         if labels and self._task != "custom":
             raise ConfigError(f"a model for {self._task} has one label; set labelCol, not labels")
@@ -329,16 +309,16 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
             weight_col=self.value("weightCol"),
             float_dtype="float64" if is_double else "float32",
             weight_dtype="float64",
-            is_case_sensitive=case,
+            is_case_sensitive=is_case_sensitive(dataset.sparkSession),
         )
-        read = spool_columns(prepared)
-        forward = self._forward(())
-        predicted = self._predictions()[0]
+        others = spool_columns(prepared)
+        forward, predicted = self._forward(()), self._predictions()[0]
         num_classes = evaluate_model.num_classes(
             self._module, example_arguments(self._columns), forward, predicted, self._task
         )
+        common, inputs = self._module_task(dataset, forward)
         task = evaluate_model.EvaluateTask(
-            **self._module_task(dataset.sparkSession, forward),
+            **common,
             measures=Measures(
                 task=self._task,
                 loss=loss,
@@ -348,10 +328,10 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"]):
                 curves=chosen_curves(curves, num_classes),
             ),
             predicted=predicted.output,
-            labels=tuple(column for column in read if column.role == "label"),
-            weight=next((column for column in read if column.role == "weight"), None),
+            labels=tuple(column for column in others if column.role == "label"),
+            weight=next((column for column in others if column.role == "weight"), None),
         )
-        return task, [entry.expression for entry in (*inputs, *prepared)]
+        return task, [*inputs, *(entry.expression for entry in prepared)]
 
     def write(self) -> MLWriter:
         """A writer that saves Params, module and summary without pickle."""
@@ -379,7 +359,7 @@ class TorchRegressorModel(TorchModel):
 
 
 @with_params(ClassifierModelArguments)
-class TorchClassifierModel(TorchModel, ClassOutputParams):
+class TorchClassifierModel(TorchModel, ClassOutputParams, ClassifierModelAccessors):
     """A trained module that tells classes apart.
 
     ``transform`` adds the index of the likeliest class (``predictionCol``, a double), the

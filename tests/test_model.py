@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_the_udf_is_evaluated_once_and_sees_only_the_features(arrays: DataFrame)
     plan = model.transform(arrays)._jdf.queryExecution().executedPlan().toString()
     python = [line for line in plan.splitlines() if "ArrowEvalPython" in line]
     assert len(python) == 1
-    assert python[0].count("predict_with_torch(features#") == 1
+    assert python[0].count("torch_on_column(features#") == 1
     assert "other" not in python[0].split("[pythonUDF")[0]
 
 
@@ -349,14 +350,14 @@ def test_module_is_in_eval_mode() -> None:
 
 
 def test_workers_keep_a_bounded_number_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparkdl.serialization.packed_module import SentByValue, pack
+    from sparkdl.serialization.packed_module import given, pack
 
     monkeypatch.setattr(predict, "_modules", type(predict._modules)())
     loaded = []
     for number in range(predict.MODULES_PER_WORKER + 1):
         packed = pack(linear(number + 1, 1))
         task = predict.PredictTask(
-            digest=packed.digest, fetch=SentByValue(packed), columns=(), batch_size=1,
+            digest=packed.digest, fetch=partial(given, packed), columns=(), batch_size=1,
             device="cpu", forward=Forward(), leaves=(),
         )  # fmt: skip
         loaded.append(predict.load(task, torch.device("cpu")))

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.errors import ConfigError, import_or
-from sparkdl.spark.params.param_table import parts_of
+from sparkdl.spark.params.converters import parts_of
 
 SHELLS = ("bash", "zsh", "fish")
 _EXAMPLES = """\

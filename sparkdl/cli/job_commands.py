@@ -223,11 +223,7 @@ PREPARE = JobCommand(
 
 
 def _show_search(job: TuneJob, report: TuneReport, form: Form) -> None:
-    """Print the best values and what to do with them.
-
-    Raises:
-        TrainingFailed: no trial came to its end.
-    """
+    """Print the best values and what to do with them; it is a failure if no trial has any."""
     from sparkdl.cli.tune.search import folder_of
 
     counts = ", ".join(f"{number} {state}" for state, number in report.states.items() if number)

@@ -23,7 +23,7 @@ from sparkdl.spark.frames.columns import find, quoted
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
 from sparkdl.spark.session.compat import is_case_sensitive
-from sparkdl.storage.hadoop_storage import open_on_driver
+from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
     """
     estimator: Any = make_estimator(job)
     rows = read_training_data(spark, job)
-    explanation: Explanation = estimator.explain(rows, **job.explain.given)
+    explanation: Explanation = estimator.explain(rows, **vars(job.explain))
     return explanation
 
 
@@ -108,7 +108,7 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
         ConfigError: ``output.path`` names no file.
         StorageError: there is no model, or nothing can be written at ``output.path``; found first.
     """
-    output = None if job.output is None else _file_at(spark, job.output.path)
+    output = None if job.output is None else _file_at(job.output.path)
     model = load_model(spark, job.model.path)
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
@@ -164,15 +164,14 @@ def load_model(spark: SparkSession, path: str) -> Any:
     return load_instance(path, spark)
 
 
-def _file_at(spark: SparkSession, path: str) -> tuple[Storage, str]:
+def _file_at(path: str) -> tuple[Storage, str]:
     """The folder of a path or URL, which can be written to, and the file's name in it."""
-    folder, slash, name = path.rpartition("/")
+    storage, name = open_parent(path)
     if not name:
         raise ConfigError(
             f"output.path must name a file; received {without_password(path)!r}; write it like "
             "runs/scores.json"
         )
-    storage = open_on_driver(spark, f"{folder}/" if slash else ".")
     check_writable(storage)
     return storage, name
 

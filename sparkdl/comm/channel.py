@@ -29,6 +29,9 @@ from sparkdl.storage.storage import Storage
 
 _HEADER = "authorization"
 _POLL_SECONDS = 5.0
+_OF_HUB = {"set", "add", "missing", "get", "delete", "report", "seconds_since_report"}
+_OF_FILES = {"list", "remove", "exists"}
+"""Methods of the hub and of the files that a request may name."""
 _RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000)]
 """Option of a connection: after an absence of the server gRPC would wait up to two minutes."""
 _TRANSPORT = (
@@ -108,9 +111,14 @@ class Hub:
         with self._changed:
             return self._keys.pop(key, None) is not None
 
-    def note_report(self, attempt: int, rank: int) -> None:
-        """Note that a worker has reported."""
-        self._last_reports[rank] = (attempt, time.monotonic())
+    def report(self, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Note that a worker has reported, and what; returns `shows_lines`."""
+        now = time.monotonic()
+        self._last_reports[rank] = (attempt, now)
+        if self.keeps_events:
+            for body in events:
+                self.events.put(Event(attempt=attempt, rank=rank, received=now, body=body))
+        return self.shows_lines
 
     def seconds_since_report(self, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
@@ -137,12 +145,17 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         self.address = Address(host=announce, port=self.port, token=token)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
-        """Answer one request; the action's type names it."""
-        header, _, payload = action.body.to_pybytes().partition(b"\n")
-        handler = getattr(self, f"_on_{action.type}", None)
-        if handler is None:
+        """Call the method of the hub or of the files that the action's type names."""
+        if action.type not in _OF_HUB | _OF_FILES:
             raise flight.FlightServerError(f"unknown request {action.type!r}")
-        yield flight.Result(handler(json.loads(header), payload))
+        header, _, value = action.body.to_pybytes().partition(b"\n")
+        arguments = json.loads(header)
+        if action.type == "set":
+            arguments["value"] = value
+        owner = self._hub if action.type in _OF_HUB else self._storage()
+        answer = getattr(owner, action.type)(**arguments)
+        is_bytes = isinstance(answer, bytes)
+        yield flight.Result(b"+" + answer if is_bytes else b"-" + json.dumps(answer).encode())
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Store a file that arrives in chunks."""
@@ -157,50 +170,6 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         if self._files is None:
             raise flight.FlightServerError("this channel keeps no files")
         return self._files
-
-    def _on_set(self, header: dict[str, Any], payload: bytes) -> bytes:
-        self._hub.set(header["key"], payload)
-        return b""
-
-    def _on_add(self, header: dict[str, Any], payload: bytes) -> bytes:
-        return str(self._hub.add(header["key"], header["amount"])).encode()
-
-    def _on_wait(self, header: dict[str, Any], payload: bytes) -> bytes:
-        seconds = min(header["timeout"], _POLL_SECONDS)
-        return json.dumps(self._hub.missing(header["keys"], seconds)).encode()
-
-    def _on_get(self, header: dict[str, Any], payload: bytes) -> bytes:
-        value = self._hub.get(header["key"])
-        return b"-" if value is None else b"+" + value
-
-    def _on_delete(self, header: dict[str, Any], payload: bytes) -> bytes:
-        return json.dumps(self._hub.delete(header["key"])).encode()
-
-    def _on_report(self, header: dict[str, Any], payload: bytes) -> bytes:
-        self._hub.note_report(header["attempt"], header["rank"])
-        answer = json.dumps(self._hub.shows_lines).encode()
-        if not self._hub.keeps_events:
-            return answer
-        now = time.monotonic()
-        for body in json.loads(payload):
-            self._hub.events.put(
-                Event(attempt=header["attempt"], rank=header["rank"], received=now, body=body)
-            )
-        return answer
-
-    def _on_seconds_since_report(self, header: dict[str, Any], payload: bytes) -> bytes:
-        seconds = self._hub.seconds_since_report(header["attempt"], header["rank"])
-        return json.dumps(seconds).encode()
-
-    def _on_list(self, header: dict[str, Any], payload: bytes) -> bytes:
-        return json.dumps(self._storage().list(header["path"])).encode()
-
-    def _on_remove(self, header: dict[str, Any], payload: bytes) -> bytes:
-        self._storage().remove(header["path"])
-        return b""
-
-    def _on_exists(self, header: dict[str, Any], payload: bytes) -> bytes:
-        return json.dumps(self._storage().exists(header["path"])).encode()
 
 
 class ChannelClient:
@@ -223,11 +192,11 @@ class ChannelClient:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key."""
-        self._ask("set", {"key": self._scope + key}, value)
+        self._ask("set", value, key=self._scope + key)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(self._ask("add", {"key": self._scope + key, "amount": amount}))
+        return int(self._ask("add", key=self._scope + key, amount=amount))
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set.
@@ -238,8 +207,8 @@ class ChannelClient:
         deadline = time.monotonic() + timeout_seconds
         scoped = [self._scope + key for key in keys]
         while True:
-            left = deadline - time.monotonic()
-            missing = json.loads(self._ask("wait", {"keys": scoped, "timeout": max(left, 0.0)}))
+            seconds = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
+            missing = self._ask("missing", keys=scoped, timeout_seconds=seconds)
             if not missing:
                 return
             if time.monotonic() >= deadline:
@@ -247,12 +216,12 @@ class ChannelClient:
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None."""
-        answer = self._ask("get", {"key": self._scope + key})
-        return answer[1:] if answer[:1] == b"+" else None
+        value: bytes | None = self._ask("get", key=self._scope + key)
+        return value
 
     def delete(self, key: str) -> bool:
         """Remove a key. Returns whether it was there."""
-        return bool(json.loads(self._ask("delete", {"key": self._scope + key})))
+        return bool(self._ask("delete", key=self._scope + key))
 
     def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
         """Tell the driver what happened; values that are not JSON go as their text.
@@ -260,23 +229,22 @@ class ChannelClient:
         Returns:
             `Hub.shows_lines`.
         """
-        payload = json.dumps(events, default=str).encode()
-        answer: bool = json.loads(self._ask("report", {"attempt": attempt, "rank": rank}, payload))
-        return answer
+        return bool(self._ask("report", attempt=attempt, rank=rank, events=events))
 
     def seconds_since_report(self, *, attempt: int, rank: int) -> float | None:
         """Seconds since a worker's last report; None if it has made none in this attempt."""
-        answer = self._ask("seconds_since_report", {"attempt": attempt, "rank": rank})
-        seconds: float | None = json.loads(answer)
+        seconds: float | None = self._ask("seconds_since_report", attempt=attempt, rank=rank)
         return seconds
 
-    def _ask(self, what: str, header: dict[str, Any], payload: bytes = b"") -> bytes:
-        action = flight.Action(what, json.dumps(header).encode() + b"\n" + payload)
+    def _ask(self, what: str, value: bytes = b"", **arguments: Any) -> Any:
+        header = json.dumps(arguments, default=str).encode()
+        action = flight.Action(what, header + b"\n" + value)
         try:
             results = list(self._client.do_action(action, self._options(self._timeout)))
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"channel request {what!r} failed", error) from error
-        return bytes(results[0].body.to_pybytes())
+        answer = results[0].body.to_pybytes()
+        return answer[1:] if answer.startswith(b"+") else json.loads(answer[1:])
 
     def _failure(self, what: str, error: Exception) -> SparkDLError:
         return CommunicationError(f"{what}: {error}")
@@ -325,13 +293,13 @@ class ChannelStorage(ChannelClient):
             raise self._failure(f"the driver could not send {path}", error) from error
 
     def list(self, path: str) -> list[str]:
-        return list(json.loads(self._ask("list", {"path": path})))
+        return list(self._ask("list", path=path))
 
     def remove(self, path: str) -> None:
-        self._ask("remove", {"path": path})
+        self._ask("remove", path=path)
 
     def exists(self, path: str) -> bool:
-        return bool(json.loads(self._ask("exists", {"path": path})))
+        return bool(self._ask("exists", path=path))
 
     def _failure(self, what: str, error: Exception) -> SparkDLError:
         """What a failed call means: only what got lost on the way may be tried again."""

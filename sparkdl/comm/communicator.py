@@ -19,6 +19,8 @@ from sparkdl.comm.worker_environment import numbered
 class Communicator(Protocol):
     """Collective calls among the gang. All ranks must make the same calls in the same order.
 
+    Classes that inherit from it need not say what follows from the other calls.
+
     ``bytes_sent`` counts what this rank has sent so far, as the algorithms have it that serve the
     calls: of a tensor of ``n`` bytes an all-reduce sends ``2 n (W - 1) / W`` (a ring), an
     all-gather ``n (W - 1)``, an all-to-all ``n (W - 1) / W``, a broadcast ``n (W - 1)`` from its
@@ -41,6 +43,7 @@ class Communicator(Protocol):
 
         0 where it is not known what of a collective is waiting.
         """
+        return 0.0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros, ``(numel,)``, for what will be summed often.
@@ -48,15 +51,20 @@ class Communicator(Protocol):
         Collective, as a topology may put the tensor where the peers see it too. The memory is kept
         as long as the communicator.
         """
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
+        self.all_reduce_async(tensor).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Start a sum over all ranks; the result is there after ``wait()``."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, which have equal shapes: ``(world_size, *shape)``."""
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        self.all_gather_async(tensor, out).wait()
+        return out
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """Start to fill ``out``, ``(world_size, *shape)``, with the tensors of all ranks."""
@@ -109,31 +117,19 @@ class Done:
         return None
 
 
-class LocalCommunicator:
+class LocalCommunicator(Communicator):
     """A gang of one: every collective is the identity."""
 
     rank = 0
     world_size = 1
     nodes: tuple[int, ...] = (0,)
     bytes_sent = 0
-    waited_seconds = 0.0
     timeout_seconds = math.inf
     address = "127.0.0.1"
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Plain zeros."""
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Leave ``tensor`` as it is."""
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Leave ``tensor`` as it is."""
         return Done()
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy with a first dimension of one."""
-        return tensor.clone().unsqueeze(0)
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         """Copy."""
@@ -177,7 +173,7 @@ class LocalCommunicator:
         return self
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(Communicator):
     """The gang behind torch's default process group, which must be initialized, or a part of it."""
 
     def __init__(
@@ -205,19 +201,11 @@ class ProcessGroupCommunicator:
         self.nodes = tuple(nodes) if nodes is not None else (0,) * self.world_size
         assert len(self.nodes) == self.world_size
         self.bytes_sent = 0
-        self.waited_seconds = 0.0
         self.timeout_seconds = timeout_seconds
         self.address = address
         self._device = device
         self._options = options
         self._group = group
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Communicator.allocate`; plain zeros."""
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.all_reduce_async(tensor).wait()
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         self.bytes_sent += 2 * (self.world_size - 1) * tensor.nbytes // self.world_size
@@ -225,11 +213,6 @@ class ProcessGroupCommunicator:
             return _PendingWork(
                 "all_reduce", dist.all_reduce(tensor, group=self._group, async_op=True)
             )
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        out = tensor.new_empty((self.world_size, *tensor.shape))
-        self.all_gather_async(tensor, out).wait()
-        return out
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         self.bytes_sent += (self.world_size - 1) * tensor.nbytes

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -85,71 +85,58 @@ class Batch:
         )
 
 
+@dataclass(frozen=True)
 class Batches:
     """The batches of one rank in one epoch, from ``start_step`` on; iterate once.
 
     Step ``s`` holds the rows ``plan.bounds(rank, s)`` of `shuffle.epoch_order`, or, if they are
     mixed in windows, of `shuffle.windowed_order`, whatever ``start_step`` was; it may be empty.
-
-    Args:
-        rows: the rank's training rows, as its source has opened them.
-        plan: the run's plan.
-        rank: whose batches.
-        seed: the run's seed.
-        epoch: number of the epoch, from 0.
-        start_step: first step, counted from the beginning of the epoch.
-        num_together: steps whose rows are grouped by length, see `LengthGroups`; None: none.
-        prefetch: whether a thread gathers the next batches while the current ones are used.
-        pin_memory: give page-locked memory, which a CUDA device can read by itself.
     """
 
-    def __init__(
-        self,
-        rows: ShardRows,
-        plan: TrainPlan,
-        rank: int,
-        *,
-        seed: int,
-        epoch: int,
-        start_step: int = 0,
-        num_together: int | None = None,
-        prefetch: bool = True,
-        pin_memory: bool = False,
-    ) -> None:
-        self._rows = rows
-        self._plan = plan
-        self._rank = rank
-        self._seed = seed
-        self._epoch = epoch
-        self._start_step = start_step
-        self._num_together = num_together
-        self._prefetch = prefetch
-        self._pin_memory = pin_memory
+    rows: ShardRows
+    """The rank's training rows, as its source has opened them."""
+    plan: TrainPlan
+    rank: int
+    _: KW_ONLY
+    seed: int
+    """The run's."""
+    epoch: int
+    """Number of the epoch, from 0."""
+    start_step: int = 0
+    """First step, counted from the beginning of the epoch."""
+    num_together: int | None = None
+    """Steps whose rows are grouped by length, see `LengthGroups`; None: none."""
+    prefetch: bool = True
+    """Whether a thread gathers the next batches while the current ones are used."""
+    pin_memory: bool = False
+    """Give page-locked memory, which a CUDA device can read by itself."""
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Yield the batch of each step. Close the iterator to end its thread early."""
-        runs = self._runs()
-        return _chain(_in_background(runs) if self._prefetch else runs)
+        runs = _in_background(self._runs()) if self.prefetch else self._runs()
+        with contextlib.closing(runs):
+            for run in runs:
+                yield from run
 
     def _runs(self) -> Generator[list[Batch], None, None]:
-        plan, num_rows = self._plan, self._rows.num_rows
-        assert num_rows == plan.rows_of(self._rank), "shards do not fit the plan"
+        plan, num_rows = self.plan, self.rows.num_rows
+        assert num_rows == plan.rows_of(self.rank), "shards do not fit the plan"
         num_steps = plan.steps_per_epoch
-        epoch = self._rows.epoch(self._seed, self._epoch, num_together=self._num_together)
+        epoch = self.rows.epoch(self.seed, self.epoch, num_together=self.num_together)
         num_together = min(
             num_steps, max(1, GATHER_BYTES // max(1, epoch.row_bytes * plan.batch_size))
         )
         capacity = num_together * -(-num_rows // num_steps)
         # The consumer holds one buffer, the queue another, and the thread fills the third. Pinned
         # memory is taken afresh instead: torch's allocator knows when the device has read it.
-        num_buffers = 3 if self._prefetch else 1
+        num_buffers = 3 if self.prefetch else 1
         buffers = [Buffer(capacity) for _ in range(num_buffers)]
         with contextlib.closing(epoch):
-            for number, first in enumerate(range(self._start_step, num_steps, num_together)):
+            for number, first in enumerate(range(self.start_step, num_steps, num_together)):
                 steps = range(first, min(first + num_together, num_steps))
                 together = [batch_bounds(num_rows, num_steps, step) for step in steps]
                 buffer = buffers[number % num_buffers]
-                if self._pin_memory:
+                if self.pin_memory:
                     buffer = Buffer(capacity, pin_memory=True)
                 columns = epoch.read(together[0][0], together[-1][1], buffer)
                 yield cut(plan, columns, [high - low for low, high in together])
@@ -189,12 +176,6 @@ def cut(plan: TrainPlan, columns: Mapping[str, Rows], sizes: Sequence[int]) -> l
     has_label = [bool(labels)] * len(sizes)
     parts = zip(inputs, targets, weights, sizes, named, has_label, strict=True)
     return [Batch(*values) for values in parts]
-
-
-def _chain(runs: Generator[list[Batch], None, None]) -> Generator[Batch, None, None]:
-    with contextlib.closing(runs):
-        for run in runs:
-            yield from run
 
 
 def _in_background(runs: Generator[list[Batch], None, None]) -> Generator[list[Batch], None, None]:

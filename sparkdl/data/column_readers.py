@@ -6,8 +6,10 @@ which says which and why.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow_arrays import Findings, NotUniform, examine
-from sparkdl.data.images import usable_images
+from sparkdl.data.images import read_images
 from sparkdl.data.kinds import ImageKind, Rows, WrongType, kind_of, require
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array, Ragged
@@ -51,21 +53,8 @@ def read(
         BadRows: rows are null, have different shapes, or hold no image.
         DataError: the transform failed, or gave something else than rows.
     """
-    values: Any = array
-    if specification.transform is not None:
-        values = _transformed(array, specification)
-    try:
+    with _read_from(array, specification, where, first_row) as values:
         return kind_of(specification).read(values, specification, where=where, first_row=first_row)
-    except NotUniform as error:
-        findings = error.findings or examine(
-            values,
-            where=where,
-            first_row=first_row,
-            is_sequence=specification.has_length,
-        )
-        raise BadRows(findings) from None
-    except WrongType as error:
-        raise _wrong_type(error, specification) from None
 
 
 def read_usable(
@@ -80,24 +69,32 @@ def read_usable(
         BadRows: images differ in size.
         DataError: the transform failed, or gave no images.
     """
+    with _read_from(array, specification, where, first_row) as values:
+        require(values, *ImageKind.TYPES)
+        return read_images(values, specification, skip_bad=True, where=where, first_row=first_row)
+
+
+@contextlib.contextmanager
+def _read_from(
+    array: pa.Array, specification: Specification, where: str, first_row: int
+) -> Iterator[Any]:
+    """What to read: the column, or what its transform makes of it; see `read` for the errors."""
     values: Any = array
     if specification.transform is not None:
         values = _transformed(array, specification)
     try:
-        require(values, *ImageKind.TYPES)
-        return usable_images(values, specification, where=where, first_row=first_row)
+        yield values
     except NotUniform as error:
-        assert error.findings is not None
-        raise BadRows(error.findings) from None
+        is_sequence = specification.has_length
+        findings = error.findings or examine(
+            values, where=where, first_row=first_row, is_sequence=is_sequence
+        )
+        raise BadRows(findings) from None
     except WrongType as error:
-        raise _wrong_type(error, specification) from None
-
-
-def _wrong_type(error: WrongType, specification: Specification) -> DataError:
-    return DataError(
-        f'the transform of "{specification.name}" returned {error}, of which '
-        f"{type(specification).__name__} cannot be made"
-    )
+        raise DataError(
+            f'the transform of "{specification.name}" returned {error}, of which '
+            f"{type(specification).__name__} cannot be made"
+        ) from None
 
 
 def read_trained(array: pa.Array, column: Column, *, first_row: int = 0) -> Rows:

@@ -72,25 +72,17 @@ def refuse_bad(values: Array, wanted: SpoolColumn, place: Callable[[int], str]) 
     """
     count, first = count_bad(values, wanted, place)
     if count:
-        raise DataError(
-            bad_values_message(
-                wanted.name,
-                as_classes=wanted.as_classes,
-                role=wanted.role,
-                count=count,
-                first=first,
-            )
-        )
+        raise DataError(bad_values_message(wanted, count, first))
 
 
-def bad_values_message(name: str, *, as_classes: bool, role: Role, count: int, first: str) -> str:
+def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
     """One sentence on labels or weights that cannot be used: how many, which, what to do."""
     wanted = {
         True: "whole, non-negative class indices (index strings with StringIndexer)",
-        False: "finite numbers" + (" that are not negative" * (role == "weight")),
-    }[as_classes]
+        False: "finite numbers" + (" that are not negative" * (column.role == "weight")),
+    }[column.as_classes]
     rows = "row" if count == 1 else "rows"
     return (
-        f'column "{name}" must hold {wanted}, but {count} {rows} do not (first: {first}); drop or '
-        "mend them before fit"
+        f'column "{column.name}" must hold {wanted}, but {count} {rows} do not (first: {first}); '
+        "drop or mend them before fit"
     )

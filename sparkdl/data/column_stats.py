@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkdl.data.arrow_arrays import Findings
 from sparkdl.data.column_rules import bad_values_message
-from sparkdl.data.plan import Role, Shard
+from sparkdl.data.plan import Shard, SpoolColumn
 
 
 @dataclass(kw_only=True)
@@ -30,19 +30,13 @@ class ColumnStats:
     minimum: float | None = None
     maximum: float | None = None
 
-    def problem(self, name: str, role: Role, *, as_classes: bool) -> str | None:
+    def problem(self, column: SpoolColumn) -> str | None:
         """Why rows of the column cannot be used, or None."""
         if self.nulls_and_shapes:
-            return self.nulls_and_shapes.message(name)
+            return self.nulls_and_shapes.message(column.name)
         if not self.bad_values:
             return None
-        return bad_values_message(
-            name,
-            as_classes=as_classes,
-            role=role,
-            count=self.bad_values,
-            first=str(self.first_bad),
-        )
+        return bad_values_message(column, self.bad_values, str(self.first_bad))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""

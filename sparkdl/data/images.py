@@ -28,65 +28,36 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class BadImage(ValueError):
-    """An image that cannot be used; says why, and where it came from if that is known."""
+    """An image that cannot be used; says why."""
 
 
 def read_images(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> Array:
+    array: pa.Array,
+    specification: Image,
+    *,
+    skip_bad: bool = False,
+    where: str = "",
+    first_row: int = 0,
+) -> tuple[Array | Ragged, Array, Findings]:
     """Decode a column of encoded images, or of Spark's image structs.
 
-    Returns:
-        uint8 ``(rows, channels, height, width)``.
+    Those that are decoded for each batch are kept as they are, after decoding each once to see that
+    it can be.
 
-    Raises:
-        NotUniform: images are null, cannot be decoded, or differ in size; says which.
-    """
-    rows, _, findings = _decoded(array, specification, where, first_row)
-    if findings:
-        raise NotUniform(findings)
-    return _stacked(rows, specification)
-
-
-def usable_images(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> tuple[Array | Ragged, Array, Findings]:
-    """Decode the images that can be, or keep them as they are if they are decoded for each batch.
+    Args:
+        array: the column.
+        specification: what the images shall become.
+        skip_bad: leave out images that are null or cannot be decoded.
+        where: suffix of a row's description.
+        first_row: number of the first row.
 
     Returns:
-        As `read_images` or `encoded` the good rows; which these are, bool ``(rows,)``; what is
-        wrong with the others.
+        The good rows, uint8 ``(rows, channels, height, width)`` or encoded; which these are, bool
+        ``(rows,)``; what is wrong with the others.
 
     Raises:
-        NotUniform: images differ in size; says which.
+        NotUniform: images differ in size, or are bad and not to be left out; says which.
     """
-    rows, kept, findings = _decoded(array, specification, where, first_row)
-    sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
-    if sizes:
-        raise NotUniform(sizes)
-    findings.shapes = Counter()
-    if specification.num_parts:
-        shape = rows[0].shape if rows else None
-        return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
-    return _stacked(rows, specification), kept, findings
-
-
-def encoded(
-    array: pa.Array, specification: Image, *, where: str = "", first_row: int = 0
-) -> Ragged:
-    """Keep encoded images as they are, after decoding each once to see that it can be.
-
-    Raises:
-        NotUniform: as `read_images`.
-    """
-    checked = read_images(array, specification, where=where, first_row=first_row)
-    return _as_they_are(array, checked.shape[1:] if len(checked) else None)
-
-
-def _decoded(
-    array: pa.Array, specification: Image, where: str, first_row: int
-) -> tuple[list[Array], Array, Findings]:
-    """The images that can be decoded, which rows these are, and what was found on the way."""
     rows: list[Array] = []
     kept = np.zeros(len(array), dtype=bool)
     findings = Findings()
@@ -98,18 +69,22 @@ def _decoded(
         try:
             rows.append(_image(value, specification))
         except BadImage as error:
-            cause, *origin = error.args
-            findings.note_cause(cause, ", ".join([place, *filter(None, origin)]))
+            is_spark = pa.types.is_struct(value.type) and "origin" in value
+            origin = value["origin"].as_py() if is_spark else None
+            findings.note_cause(str(error), ", ".join(filter(None, [place, origin])))
             continue
         kept[row] = True
         findings.note_shape(rows[-1].shape, place)
-    return rows, kept, findings
-
-
-def _stacked(rows: list[Array], specification: Image) -> Array:
-    if rows:
-        return np.stack(rows)
-    return np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+    sizes = Findings(shapes=findings.shapes, first_of_shape=findings.first_of_shape)
+    refused = sizes if skip_bad else findings
+    if refused:
+        raise NotUniform(refused)
+    findings.shapes = Counter()
+    if specification.num_parts:
+        shape = rows[0].shape if rows else None
+        return _as_they_are(array.filter(pa.array(kept)), shape), kept, findings
+    none = np.empty((0, specification.channels, *(specification.size or (0, 0))), dtype=np.uint8)
+    return np.stack(rows) if rows else none, kept, findings
 
 
 def _as_they_are(array: pa.Array, shape: tuple[int, ...] | None) -> Ragged:
@@ -120,7 +95,7 @@ def _as_they_are(array: pa.Array, shape: tuple[int, ...] | None) -> Ragged:
 
 
 def decode_rows(rows: Ragged, specification: Image, shape: tuple[int, ...]) -> Array:
-    """Decode the images that `encoded` has kept: uint8 ``(rows, *shape)``."""
+    """Decode the images that `read_images` has kept encoded: uint8 ``(rows, *shape)``."""
     (flat,) = rows.parts
     images = np.empty((len(rows), *shape), dtype=np.uint8)
     bounds = rows.offsets.tolist()
@@ -146,35 +121,23 @@ def require_pillow() -> Any:
 
 
 def _image(value: pa.Scalar, specification: Image) -> Array:
+    """Pixels of an encoded image, or of one of Spark's structs."""
     if not pa.types.is_struct(value.type):
         return _decode(value.as_buffer(), specification)
-    fields = {name: value[name].as_py() for name in ("height", "width", "nChannels")}
-    origin = value["origin"].as_py() if "origin" in value else None
+    height, width, channels = (value[name].as_py() for name in ("height", "width", "nChannels"))
     data = value["data"].as_buffer() if value["data"].is_valid else b""
-    try:
-        return _from_struct(data, specification, **fields)
-    except BadImage as error:
-        raise BadImage(str(error), origin) from None
-
-
-def _from_struct(
-    data: Any, specification: Image, *, height: Any, width: Any, nChannels: Any
-) -> Array:
     flat = np.frombuffer(data, dtype=np.uint8)
-    if not flat.size or None in (height, width, nChannels) or height < 1:
+    if not flat.size or None in (height, width, channels) or height < 1:
         raise BadImage("no image that Spark could read")
-    if nChannels not in _MODES or flat.size != height * width * nChannels:
+    if channels not in _MODES or flat.size != height * width * channels:
         raise BadImage("not as many bytes as height, width and channels say")
-    pixels = flat.reshape(height, width, nChannels)
-    if nChannels > 1:  # OpenCV's order: blue, green, red
-        pixels = pixels[:, :, [2, 1, 0, 3][:nChannels]]
-    if nChannels == specification.channels and specification.size in (None, (height, width)):
+    pixels = flat.reshape(height, width, channels)
+    if channels > 1:  # OpenCV's order: blue, green, red
+        pixels = pixels[:, :, [2, 1, 0, 3][:channels]]
+    if channels == specification.channels and specification.size in (None, (height, width)):
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    pillow = require_pillow()
-    return _fitted(
-        pillow.fromarray(np.ascontiguousarray(pixels[:, :, 0] if nChannels == 1 else pixels)),
-        specification,
-    )
+    pixels = np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels)
+    return _fitted(require_pillow().fromarray(pixels), specification)
 
 
 def _decode(data: Any, specification: Image) -> Array:

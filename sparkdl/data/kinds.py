@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.arrow_arrays import Findings, NotUniform, offsets, uniform
-from sparkdl.data.images import decode_rows, encoded, read_images
+from sparkdl.data.images import decode_rows, read_images
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Array, Ragged, offsets_of
 from sparkdl.inputs import Image, Sequence, Sparse, Specification, Tensor
@@ -87,8 +87,8 @@ class ImageKind(TensorKind):
 
     def read(self, values: Any, specification: Any, *, where: str, first_row: int) -> Rows:
         require(values, *self.TYPES)
-        convert: Callable[..., Rows] = encoded if specification.num_parts else read_images
-        return convert(values, specification, where=where, first_row=first_row)
+        rows, _, _ = read_images(values, specification, where=where, first_row=first_row)
+        return rows
 
     def batch(self, rows: Ragged, column: Column, specification: Any) -> list[torch.Tensor]:
         import torch

@@ -162,14 +162,6 @@ class TrainPlan:
         """First and one past the last position, in ``rank``'s epoch order, of a step's batch."""
         return batch_bounds(self.rows_of(rank), self.steps_per_epoch, step_in_epoch)
 
-    def global_batch_rows(self, step_in_epoch: int) -> int:
-        """Samples of all ranks in one step; at least one."""
-        total = 0
-        for rank in range(self.world_size):
-            start, stop = self.bounds(rank, step_in_epoch)
-            total += stop - start
-        return total
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPart:

@@ -7,107 +7,86 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.explain.cost_model import (
     Compute,
+    Gang,
     Layout,
-    Level,
     Link,
     Network,
+    between_nodes_seconds,
     fit_line,
-    ring_seconds,
-    shared_seconds,
 )
 
 Report = Mapping[str, Any]
-"""What `measuring` gives of one rank."""
+"""What `measure_worker` gives of one rank."""
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GangFound:
-    """What a gang of ranks has measured."""
-
-    levels: tuple[Level, ...]
-    network: Network | None
-    codec_seconds: dict[str, float]
-    copy_byte_seconds: float
-    device: str
-    num_nodes: int
-    optimizer_bytes: int
-    peak_bytes: int
-    worker_seconds: float
-    """What the slowest rank took to measure."""
-
-
-def found_by(reports: Sequence[Report], gradient_bytes: int) -> GangFound:
+def found_by(reports: Sequence[Report], places: Sequence[tuple[int, int]], seconds: float) -> Gang:
     """Put the reports of all ranks together.
 
     Args:
         reports: in the order of ranks.
-        gradient_bytes: size of what was compressed.
+        places: workers of a machine that were at work, and their threads, of each level.
+        seconds: what the whole job took.
     """
-    nodes = [report["node"] for report in reports]
-    layout = Layout(world_size=len(reports), num_nodes=len(set(nodes)))
+    layout = Layout(world_size=len(reports), num_nodes=len({report["node"] for report in reports}))
     network = _network(reports[0], layout)
-    state = next(report["state"] for report in reports if report["state"])
-    return GangFound(
-        levels=levels_of(reports),
+    least = 0.0 if network is None else (network.shared or network.messages).latency_seconds
+    return Gang(
+        levels=dict(zip(places, levels_of(reports, places), strict=True)),
         network=network,
-        codec_seconds=_codecs(reports, network, layout, gradient_bytes),
+        # Of an exchange's time that which is not the latency of a sum.
+        codec_seconds={
+            name: max(0.0, statistics.median(report["codecs"][name] for report in reports) - least)
+            for name in reports[0].get("codecs", ())
+        },
         copy_byte_seconds=statistics.median(report["copy"] for report in reports),
         device=reports[0]["device"],
         num_nodes=layout.num_nodes,
-        optimizer_bytes=state["optimizer"],
+        optimizer_bytes=max(report["optimizer_bytes"] for report in reports),
         peak_bytes=max(report["peak_bytes"] for report in reports),
-        worker_seconds=max(report["seconds"] for report in reports),
+        launch_seconds=max(0.0, seconds - max(report["seconds"] for report in reports)),
     )
 
 
-def levels_of(reports: Sequence[Report]) -> tuple[Level, ...]:
-    """Each level's steps. Batches of several sizes are measured at one of them.
+def levels_of(reports: Sequence[Report], places: Sequence[tuple[int, int]]) -> list[Compute]:
+    """Each level's steps. Batches of several sizes are measured at the first of them.
 
     The others are slower or quicker than it by a factor, whatever the size.
     """
-    measured = [[report["levels"][i] for report in reports]
-                for i in range(len(reports[0]["levels"]))]  # fmt: skip
-    full = max(measured, key=lambda ranks: max(len(rank["steps"]) for rank in ranks))
-    fixed, slope = fit_line(_points(full))
+    levels = [[steps for steps in ranks if steps]  # of ranks that had rows, and were to work
+              for ranks in zip(*(report["levels"] for report in reports), strict=True)]  # fmt: skip
+    fixed, slope = fit_line(_points(levels[0]))
     found = []
-    for ranks in measured:
-        if not any(rank["steps"] for rank in ranks):  # nobody who had rows was to work
-            continue
+    for (_, threads), ranks in zip(places, levels, strict=True):
         rows, seconds = _points(ranks)[0]
         factor = seconds / (fixed + slope * rows)
-        step_spread, rank_spread = spreads([r["steps"][0]["seconds"] for r in ranks if r["steps"]])
+        step_spread, rank_spread = spreads([steps[0]["seconds"] for steps in ranks])
         found.append(
-            Level(
-                ranks_per_node=ranks[0]["ranks_per_node"],
-                threads=ranks[0]["threads"],
-                compute=Compute(
-                    fixed_seconds=factor * fixed,
-                    row_seconds=factor * slope,
-                    step_spread=step_spread,
-                    rank_spread=rank_spread,
-                ),
+            Compute(
+                threads=threads,
+                fixed_seconds=factor * fixed,
+                row_seconds=factor * slope,
+                step_spread=step_spread,
+                rank_spread=rank_spread,
             )
         )
-    return tuple(found)
+    return found
 
 
-def _points(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+def _points(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
     """Rows and typical seconds of each size of batch, the largest first."""
-    working = [rank["steps"] for rank in ranks if rank["steps"]]
     return [
         (
-            statistics.mean(steps[i]["rows"] for steps in working),
-            statistics.median(statistics.median(steps[i]["seconds"]) for steps in working),
+            statistics.mean(step["rows"] for step in steps),
+            statistics.median(statistics.median(step["seconds"]) for step in steps),
         )
-        for i in range(min(map(len, working)))
+        for steps in zip(*ranks, strict=True)
     ]
 
 
@@ -127,33 +106,21 @@ def spreads(seconds_by_rank: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 def _network(report: Report, layout: Layout) -> Network | None:
     """Links by their latencies and bandwidths."""
-    if "ring" not in report:
+    if layout.world_size == 1:
         return None
-    world_size = layout.world_size
+    num_messages = 2 * (layout.world_size - 1)
     messages = _link(
-        [(n / world_size, seconds / (2 * (world_size - 1))) for n, seconds in report["ring"]]
+        [(n / layout.world_size, seconds / num_messages) for n, seconds in report["ring"]]
     )
-    network = Network(messages=messages, shared_ranks=layout.ranks_per_node)
-    if report["topology"] not in ("shared", "hierarchical"):
-        return network
-    links = {}
-    for name in ("in_place", "staged"):
-        rest = [
-            (n, max(1e-9, seconds - _between_nodes(messages, n, layout)))
-            for n, seconds in report[name]
-        ]
-        links[name] = _link(rest)
-    return Network(
-        messages=messages,
-        shared=links["in_place"],
-        staged=links["staged"],
-        shared_ranks=layout.ranks_per_node,
-    )
-
-
-def _between_nodes(messages: Link, num_bytes: float, layout: Layout) -> float:
-    share = num_bytes / layout.ranks_per_node if layout.is_even else num_bytes
-    return ring_seconds(messages, share, layout.num_nodes)
+    shared = None
+    if report["topology"] in ("shared", "hierarchical"):
+        shared = _link(
+            [
+                (n, max(1e-9, seconds - between_nodes_seconds(messages, n, layout)))
+                for n, seconds in report["shared"]
+            ]
+        )
+    return Network(messages=messages, shared=shared, shared_ranks=layout.ranks_per_node)
 
 
 def _link(points: Sequence[tuple[float, float]]) -> Link:
@@ -161,29 +128,12 @@ def _link(points: Sequence[tuple[float, float]]) -> Link:
     return Link(latency_seconds=latency, byte_seconds=byte)
 
 
-def _codecs(
-    reports: Sequence[Report], network: Network | None, layout: Layout, gradient_bytes: int
-) -> dict[str, float]:
-    """Seconds that compressions compute: those of an exchange less the latency of a sum."""
-    if network is None:
-        return {}
-    link = network.shared or network.messages
-    least = shared_seconds(link, 0, layout.ranks_per_node, network.shared_ranks)
-    return {
-        name: max(0.0, statistics.median(r["codecs"][name] for r in reports) - least)
-        for name in reports[0]["codecs"]
-        if gradient_bytes
-    }
-
-
 _HEAVY = 3
 """Rows of the sample from which on a value is taken to be frequent in all rows."""
 
 
-def shard_rows(
-    hashes: Sequence[int], num_rows: int, num_shards: int, *, is_all: bool = False
-) -> list[int]:
-    """Rows of each shard, by a sample's hashes.
+def shard_rows(hashes: Sequence[int], num_rows: int, num_shards: int) -> list[int]:
+    """Rows of each shard, by a sample's hashes; exact if these are of all rows.
 
     Frequent rows go where Spark puts them, by the hash modulo the number of shards; the others are
     spread evenly, but that chance makes the fullest shard about ``sqrt(2 m ln W)`` larger than the
@@ -193,39 +143,23 @@ def shard_rows(
         hashes: of the sample's rows.
         num_rows: of all rows.
         num_shards: among which they are divided.
-        is_all: whether the sample holds all rows, so that the result is exact.
     """
     loads = [0.0] * num_shards
-    if is_all:
-        for value in hashes:
-            loads[value % num_shards] += 1
-        return [round(load) for load in loads]
-    counts = Counter(hashes)
-    heavy = {value: count for value, count in counts.items() if count >= _HEAVY}
-    for value, count in heavy.items():
-        loads[value % num_shards] += count / len(hashes) * num_rows
-    rest = (1 - sum(heavy.values()) / max(1, len(hashes))) * num_rows
+    for value, count in Counter(hashes).items():
+        if len(hashes) == num_rows or count >= _HEAVY:
+            loads[value % num_shards] += count / len(hashes) * num_rows
+    rest = num_rows - sum(loads)
     mean = rest / num_shards
-    extra = min(math.sqrt(2 * mean * math.log(num_shards)), rest - mean) if num_shards > 1 else 0.0
-    fullest = max(range(num_shards), key=loads.__getitem__)
-    loads = [
-        load + mean + (extra if shard == fullest else -extra / max(1, num_shards - 1))
-        for shard, load in enumerate(loads)
-    ]
-    return _whole(loads, num_rows)
+    extra = min(math.sqrt(2 * max(0.0, mean) * math.log(num_shards)), rest - mean)
+    fullest = loads.index(max(loads))
+    # What the fullest has more, the others have less.
+    part = extra * num_shards / max(1, num_shards - 1)
+    loads = [load + mean - part / num_shards for load in loads]
+    loads[fullest] += part
+    return shared_rows(num_rows, [load / num_rows for load in loads])
 
 
 def shared_rows(num_rows: int, shares: Sequence[float]) -> list[int]:
-    """Rows of each shard where these have parts that add up to 1."""
-    return _whole([num_rows * share for share in shares], num_rows)
-
-
-def _whole(loads: Sequence[float], num_rows: int) -> list[int]:
-    """Whole numbers near ``loads`` that add up to ``num_rows``."""
-    ends = [0]
-    total = 0.0
-    for load in loads:
-        total += max(0.0, load)
-        ends.append(round(total))
-    ends[-1] = num_rows
-    return [max(0, after - before) for before, after in itertools.pairwise(ends)]
+    """Rows of each shard, whole numbers, where these have parts that add up to 1."""
+    ends = [round(num_rows * end) for end in itertools.accumulate(shares, initial=0.0)]
+    return [after - before for before, after in itertools.pairwise(ends)]

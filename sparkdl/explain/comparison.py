@@ -1,202 +1,147 @@
-"""Tables of predictions: other numbers of workers, and other strategies."""
+"""Compares other numbers of workers and other strategies, and recommends some of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sparkdl.config import TrainConfig
-from sparkdl.errors import ConfigError
-from sparkdl.explain.cost_model import Calibration, Layout
-from sparkdl.explain.explanation import ScalingRow, StrategyRow
-from sparkdl.explain.predict_times import Prediction, Steps, Workload, predict
-from sparkdl.explain.recommend import SMALL_SHARE, Option
+from sparkdl.explain.explanation import Recommendation, ScalingRow, StrategyRow, seconds_text
+from sparkdl.explain.predict_times import Prediction, Predictor
 from sparkdl.sync import known_strategies
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
-from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
-from sparkdl.train.modules.sync_batch_norm import check_strategy
+
+TOLERANCE = 0.05
+"""By how much a fit may be longer than the shortest one to do with fewer workers."""
+LARGE_SHARE = 1 / 3
+"""Part of a step from which on agreeing is worth another strategy, as docs/strategies.md says."""
+SMALL_SHARE = 0.05
+"""Part of the time that agreeing takes in rounds whose length is chosen for it: H2O's."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where workers may be."""
+class Option:
+    """A strategy with all numbers of workers that it was predicted for."""
 
-    num_nodes: int
-    slots: int | None
-    """Of all machines; None: not known."""
+    name: str
+    """As a user writes it."""
+    predictions: tuple[Prediction, ...]
+    """By number of workers; empty: it cannot be used."""
 
-    def layout(self, world_size: int) -> Layout:
-        """As Spark spreads them; beyond the slots, on more machines like these."""
-        nodes = self.num_nodes
-        if self.slots is not None:
-            nodes = max(nodes, math.ceil(world_size / max(1, self.slots // self.num_nodes)))
-        return Layout(world_size=world_size, num_nodes=min(nodes, world_size))
+    def at(self, world_size: int) -> Prediction | None:
+        """The prediction for so many workers, if there is one."""
+        found = [p for p in self.predictions if p.workers == world_size]
+        return found[0] if found else None
+
+    @property
+    def best(self) -> Prediction:
+        """The one with the fewest workers of those that are nearly as short as the shortest."""
+        least = min(p.total_seconds for p in self.predictions)
+        good = [p for p in self.predictions if p.total_seconds <= (1 + TOLERANCE) * least]
+        return min(good, key=lambda p: p.workers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
-    """All that predictions need."""
+def option(
+    predictor: Predictor, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool
+) -> Option:
+    """The strategy with each number of workers that it can have."""
+    return Option(
+        name=strategy_text(strategy),
+        predictions=tuple(
+            predictor.predict(strategy, world_size, in_rounds=in_rounds)
+            for world_size in world_sizes
+            if predictor.why_not(strategy, world_size, in_rounds=in_rounds) is None
+        ),
+    )
 
-    calibration: Calibration
-    workload: Workload
-    size: ModelSize
-    places: Places
-    config: TrainConfig
-    can_gang: bool
-    """Whether a gang was measured; else nothing can be said of what needs one."""
-    has_dataframe: bool
 
-    def prediction(
-        self,
-        strategy: SyncStrategy,
-        world_size: int,
-        *,
-        in_rounds: bool,
-        batch_size: int | None = None,
-    ) -> Prediction:
-        """One fit."""
-        return predict(
-            self.calibration,
-            self.workload,
-            strategy.stages_pattern(self.size)
-            if in_rounds
-            else strategy.pattern(self.size, world_size),
-            self.places.layout(world_size),
-            num_slots=self.places.slots if in_rounds else None,
-            batch_size=batch_size,
-        )
+def ladder(predictor: Predictor, world_sizes: Sequence[int]) -> list[Option]:
+    """Strategies from the one that changes training least to the one that agrees least."""
+    gang = [AllReduce(), AllReduce(compression="bf16"), _local_sgd(predictor, max(world_sizes))]
+    stages = ParameterAveraging(averaging_period="auto", target_share=SMALL_SHARE)
+    return [
+        *(option(predictor, strategy, world_sizes, in_rounds=False) for strategy in gang),
+        option(predictor, stages, world_sizes, in_rounds=True),
+    ]
 
-    def why_not(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> str | None:
-        """Why a fit with the strategy would be refused; None if it would not."""
-        try:
-            strategy.check(self.config, world_size)
-            if self.config.sync_batch_norm:
-                check_strategy(strategy, world_size)
-        except ConfigError as error:
-            return str(error)
-        if in_rounds:
-            if not self.has_dataframe and strategy.why_not_gang() is not None:
-                return "it sets rows aside, which needs a DataFrame"
-            return strategy.why_not_rounds()
-        if not self.can_gang:
-            return "no gang was measured, see the notes"
-        if self.calibration.network is None and world_size > 1:
-            return "exchanges were measured on one worker only, which has none"
-        return strategy.why_not_gang()
 
-    def can(self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool) -> bool:
-        """Whether a fit with so many workers is possible, slots apart."""
-        return self.why_not(strategy, world_size, in_rounds=in_rounds) is None
+def _local_sgd(predictor: Predictor, world_size: int) -> LocalSGD:
+    """With as long a round as holds agreeing at a small share of the time."""
+    strategy = LocalSGD()
+    if world_size == 1 or predictor.why_not(strategy, world_size, in_rounds=False) is not None:
+        return strategy
+    pattern = dataclasses.replace(
+        strategy.pattern(predictor.size, world_size), target_share=SMALL_SHARE
+    )
+    steps = predictor.steps(pattern, world_size, predictor.plan.batch_size).settled()
+    return LocalSGD(averaging_period=max(2, round(steps.pattern.period)))
 
-    def option(
-        self, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool
-    ) -> Option:
-        """The strategy with each number of workers that it can have."""
-        return Option(
-            name=strategy_text(strategy),
-            in_rounds=in_rounds,
-            predictions=tuple(
-                self.prediction(strategy, world_size, in_rounds=in_rounds)
-                for world_size in world_sizes
-                if self.can(strategy, world_size, in_rounds=in_rounds)
-            ),
-        )
 
-    def ladder(self, world_sizes: Sequence[int]) -> list[Option]:
-        """Strategies from the one that changes training least to the one that agrees least."""
-        gang = [AllReduce(), AllReduce(compression="bf16"), self._local_sgd(max(world_sizes))]
-        found = [self.option(strategy, world_sizes, in_rounds=False) for strategy in gang]
-        stages = ParameterAveraging(averaging_period="auto", target_share=SMALL_SHARE)
-        return [*found, self.option(stages, world_sizes, in_rounds=True)]
+def scaling(
+    predictor: Predictor, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool
+) -> tuple[ScalingRow, ...]:
+    """The strategy with each number of workers."""
+    predictions = option(predictor, strategy, world_sizes, in_rounds=in_rounds).predictions
+    if not predictions:
+        return ()
+    one = predictor.predict(strategy, 1, in_rounds=in_rounds)
+    global_batch = predictor.plan.world_size * predictor.plan.batch_size
+    rows = []
+    for found in predictions:
+        same = None
+        if (batch_size := global_batch // found.workers) >= 1:
+            same = predictor.predict(
+                strategy, found.workers, in_rounds=in_rounds, batch_size=batch_size
+            ).epoch_seconds
+        speedup = one.epoch_seconds / found.epoch_seconds
+        rows.append(ScalingRow(**vars(found), speedup=speedup, same_global_batch_seconds=same))
+    return tuple(rows)
 
-    def _local_sgd(self, world_size: int) -> LocalSGD:
-        """With as long a round as holds agreeing at a small share of the time."""
-        if not self.can(LocalSGD(), world_size, in_rounds=False) or world_size == 1:
-            return LocalSGD()
-        pattern = LocalSGD().pattern(self.size, world_size)
-        steps = Steps(
-            calibration=self.calibration,
-            pattern=dataclasses.replace(pattern, target_share=SMALL_SHARE),
-            layout=self.places.layout(world_size),
-            rows=self.workload.rows_per_step(world_size, self.workload.batch_size),
-        )
-        return LocalSGD(averaging_period=max(2, round(steps.settled().pattern.period)))
 
-    def scaling(
-        self, strategy: SyncStrategy, world_sizes: Iterable[int], *, in_rounds: bool, planned: int
-    ) -> tuple[ScalingRow, ...]:
-        """The strategy with each number of workers."""
-        predictions = self.option(strategy, world_sizes, in_rounds=in_rounds).predictions
-        if not predictions:
-            return ()
-        one = self.prediction(strategy, 1, in_rounds=in_rounds)
-        global_batch = planned * self.workload.batch_size
-        rows = []
-        for found in predictions:
-            step, same = found.step, None
-            if (batch_size := global_batch // found.world_size) >= 1:
-                same = self.prediction(
-                    strategy, found.world_size, in_rounds=in_rounds, batch_size=batch_size
-                ).epoch_seconds
-            rows.append(
-                ScalingRow(
-                    workers=found.world_size,
-                    nodes=found.layout.num_nodes,
-                    steps_per_epoch=found.steps_per_epoch,
-                    step_seconds=step.seconds,
-                    exchange_share=step.exchange_share,
-                    waiting_share=step.waiting_seconds / step.seconds if step.seconds > 0 else 0.0,
-                    epoch_seconds=found.epoch_seconds,
-                    speedup=one.epoch_seconds / found.epoch_seconds,
-                    same_global_batch_seconds=same,
-                    total_seconds=found.total_seconds,
-                )
-            )
-        return tuple(rows)
+def strategies(
+    predictor: Predictor, own: SyncStrategy, world_size: int, *, in_rounds: bool
+) -> tuple[StrategyRow, ...]:
+    """The strategy that was asked for, then the others, with the same number of workers."""
+    forms = [(own, in_rounds)]
+    for kind in known_strategies():
+        forms += [(one, one.prefers_rounds) for one in kind.examples()]
+    return tuple(
+        _strategy_row(predictor, one, world_size, in_rounds=mode)
+        for place, (one, mode) in enumerate(forms)
+        if place == 0 or (one, mode) != forms[0]
+    )
 
-    def strategies(
-        self, own: SyncStrategy, world_size: int, *, in_rounds: bool
-    ) -> tuple[StrategyRow, ...]:
-        """The strategy that was asked for, then the others, with the same number of workers."""
-        forms = [(own, in_rounds)]
-        for kind in known_strategies():
-            forms += [(one, one.prefers_rounds) for one in kind.examples()]
-        return tuple(
-            self._strategy_row(one, world_size, in_rounds=mode)
-            for place, (one, mode) in enumerate(forms)
-            if place == 0 or (one, mode) != forms[0]
-        )
 
-    def _strategy_row(
-        self, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
-    ) -> StrategyRow:
-        mode = "rounds" if in_rounds else "gang"
-        why_not = self.why_not(strategy, world_size, in_rounds=in_rounds)
-        if why_not is not None:
-            return StrategyRow(strategy=strategy_text(strategy), mode=mode, why_not=why_not)
-        found = self.prediction(strategy, world_size, in_rounds=in_rounds)
-        return StrategyRow(
-            strategy=strategy_text(strategy),
-            mode=mode,
-            period=found.period,
-            step_seconds=found.step.seconds,
-            exchange_share=found.step.exchange_share,
-            sent_bytes_per_step=found.sent_bytes,
-            epoch_seconds=found.epoch_seconds,
-            total_seconds=found.total_seconds,
-        )
+def _strategy_row(
+    predictor: Predictor, strategy: SyncStrategy, world_size: int, *, in_rounds: bool
+) -> StrategyRow:
+    row = StrategyRow(
+        strategy=strategy_text(strategy),
+        mode="rounds" if in_rounds else "gang",
+        why_not=predictor.why_not(strategy, world_size, in_rounds=in_rounds),
+    )
+    if row.why_not is not None:
+        return row
+    found = predictor.predict(strategy, world_size, in_rounds=in_rounds)
+    return dataclasses.replace(
+        row,
+        period=found.period,
+        step_seconds=found.step_seconds,
+        exchange_share=found.exchange_share,
+        sent_bytes_per_step=found.sent_bytes_per_step,
+        epoch_seconds=found.epoch_seconds,
+        total_seconds=found.total_seconds,
+    )
 
 
 def world_sizes(slots: int | None, ranks: int, planned: int, wanted: Iterable[int]) -> list[int]:
     """The numbers of workers that are looked at: powers of two up to the slots, and others."""
     most = slots or ranks
-    powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
-    return sorted({1, *powers, most, planned, *wanted})
+    powers = {2**i for i in range(most.bit_length())}
+    return sorted({*powers, most, planned, *wanted})
 
 
 def strategy_text(strategy: SyncStrategy) -> str:
@@ -207,3 +152,97 @@ def strategy_text(strategy: SyncStrategy) -> str:
         if field.init and getattr(strategy, field.name) != field.default
     ]
     return f"{type(strategy).__name__}({', '.join(given)})"
+
+
+def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
+    """Go down the ladder as far as communication makes it necessary.
+
+    Args:
+        ladder: strategies from the one that changes training least to the one that agrees most
+            seldom.
+        planned: the strategy that was asked for.
+        num_workers: workers that were asked for.
+    """
+    usable = [option for option in ladder if option.predictions]
+    chosen, reasons = _first_cheap(usable)
+    first, best = usable[0], chosen.best
+    # To agree more seldom is worth its change of training only if the fit is shorter by it.
+    if chosen is not first and best.total_seconds > (1 - TOLERANCE) * first.best.total_seconds:
+        chosen, best = first, first.best
+        reasons.append(
+            f"with {_workers(best)} {first.name} is as quick all the same: nothing that agrees "
+            "more seldom makes the fit shorter"
+        )
+    is_one_machine = best.nodes == 1 and any(
+        p.workers > best.workers and (best.workers == 1 or p.nodes > 1) for p in chosen.predictions
+    )
+    reasons.insert(0, _why_one(chosen, best) if is_one_machine else _why_so_many(chosen, best))
+    period = round(best.period) if 1 < best.period < best.steps_per_epoch else None
+    if period is not None:
+        reasons.append(
+            f"in rounds of {period} steps agreeing takes {best.exchange_share:.1%} of the time"
+        )
+    asked = planned.at(num_workers)
+    if (chosen.name, best.workers) == (planned.name, num_workers):
+        reasons.append("that is what the estimator asks for")
+    elif asked is not None:
+        reasons.append(
+            f"{planned.name} with {_workers(asked)}, as the estimator asks for, takes "
+            f"{seconds_text(asked.total_seconds)}"
+        )
+    return Recommendation(
+        num_workers=best.workers,
+        strategy=chosen.name,
+        averaging_period=period,
+        total_seconds=best.total_seconds,
+        is_one_machine_faster=is_one_machine,
+        reasons=tuple(reasons),
+    )
+
+
+def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
+    """The first that spends little on agreeing with all workers, else the last; why not others."""
+    widest = max(usable[0].predictions, key=lambda p: p.workers).workers
+    reasons: list[str] = []
+    for option in usable:
+        wide = option.at(widest) or option.best
+        if wide.workers == 1 or wide.exchange_share <= LARGE_SHARE:
+            return option, reasons
+        reasons.append(
+            f"{option.name} would spend {wide.exchange_share:.0%} of the time on agreeing "
+            f"with {_workers(wide)}"
+        )
+    return usable[-1], reasons
+
+
+def _why_so_many(option: Option, best: Prediction) -> str:
+    least = min(option.predictions, key=lambda p: p.total_seconds)
+    if least.workers == best.workers:
+        return (
+            f"with {option.name} the fit is shortest with {_workers(best)}: "
+            f"{seconds_text(best.total_seconds)}"
+        )
+    return (
+        f"with {option.name} and {_workers(best)} the fit takes "
+        f"{seconds_text(best.total_seconds)}, with {least.workers} at best "
+        f"{seconds_text(least.total_seconds)}: not worth the slots"
+    )
+
+
+def _why_one(option: Option, best: Prediction) -> str:
+    more = [p for p in option.predictions if p.workers > best.workers]
+    others = min(more, key=lambda p: p.total_seconds)
+    cores = "and all its cores" if best.workers == 1 else "on one machine"
+    lost = (
+        f"spend {others.exchange_share:.0%} of a step on agreeing and "
+        f"{others.waiting_share:.0%} on waiting"
+    )
+    return (
+        f"one machine is faster, or as fast: {seconds_text(best.total_seconds)} with "
+        f"{_workers(best)} {cores}, {seconds_text(others.total_seconds)} with "
+        f"{_workers(others)}, which {lost}"
+    )
+
+
+def _workers(prediction: Prediction) -> str:
+    return f"{prediction.workers} worker" + "s" * (prediction.workers > 1)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields
 from statistics import NormalDist
-from typing import TypeVar
 
-_POINTS = 256
-"""Places at which the expectation of a maximum is summed up; its error is far below 1 %."""
+import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +21,17 @@ class Link:
     latency_seconds: float
     byte_seconds: float
 
-    def seconds(self, num_bytes: float) -> float:
-        """One message."""
-        return self.latency_seconds + num_bytes * self.byte_seconds
+    def seconds(self, num_bytes: float, num_messages: float = 1) -> float:
+        """So many messages one after the other, with so many bytes in all."""
+        return num_messages * self.latency_seconds + num_bytes * self.byte_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """A worker's own part of a step: reading the batch, forward, backward, update."""
 
+    threads: float
+    """Of each worker while it was measured."""
     fixed_seconds: float
     """Of a step without rows: launches of operations, the update."""
     row_seconds: float
@@ -56,50 +55,39 @@ class Compute:
         """Mean per step of the ``waited_for``-th of ``world_size`` workers to end ``steps`` steps.
 
         Steps are lognormal and independent; the sum of several is nearly lognormal too (Fenton
-        1960), with the same mean and less spread. That of the hosts does not shrink.
+        1960), with the same mean and less spread. That of the hosts does not shrink. The worker's
+        place among the others is turned into a quantile (Blom 1958).
         """
         own = math.log1p(math.expm1(self.step_spread**2) / steps)
         shift = (self.step_spread**2 - own) / 2
         spread = math.sqrt(own + self.rank_spread**2)
-        factor = expected_order(waited_for, world_size, spread)
-        return self.median_seconds(rows) * math.exp(shift) * factor
-
-
-@lru_cache(maxsize=4096)
-def expected_order(place: int, count: int, spread: float) -> float:
-    """Expectation of the ``place``-th smallest of ``count`` lognormal numbers of median 1.
-
-    The largest by summing up the quantiles of the maximum, others at the quantile of Blom (1958).
-    """
-    if spread == 0 or count < 1:
-        return 1.0
-    normal = NormalDist()
-    if place < count:
-        quantile = normal.inv_cdf((place - 0.375) / (count + 0.25))
-        return math.exp(spread * quantile)
-    total = 0.0
-    for point in range(_POINTS):
-        share = ((point + 0.5) / _POINTS) ** (1 / count)
-        total += math.exp(spread * normal.inv_cdf(min(share, 1 - 1e-15)))
-    return total / _POINTS
+        quantile = NormalDist().inv_cdf((waited_for - 0.375) / (world_size + 0.25))
+        return self.median_seconds(rows) * math.exp(shift + spread * quantile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where workers are: ``num_nodes`` machines with up to ``ranks_per_node`` of them each."""
+    """Where workers are, and how many of them run at a time."""
 
     world_size: int
     num_nodes: int
+    num_slots: int | None = None
+    """Tasks that run at a time, which may be fewer than workers in rounds only; None: all."""
+
+    @property
+    def at_once(self) -> int:
+        """Workers that run at a time."""
+        return min(self.world_size, self.num_slots or self.world_size)
+
+    @property
+    def num_waves(self) -> int:
+        """How often tasks follow each other in a slot, where there are fewer than workers."""
+        return -(-self.world_size // self.at_once)
 
     @property
     def ranks_per_node(self) -> int:
-        """Workers of the fullest machine."""
-        return -(-self.world_size // self.num_nodes)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all machines have as many workers."""
-        return self.world_size % self.num_nodes == 0
+        """Workers that run at a time on the fullest machine."""
+        return -(-self.at_once // self.num_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,55 +98,42 @@ class Network:
     """Between two ranks, by messages."""
     shared: Link | None = None
     """A sum over ranks of one machine in shared memory, of what lies there; None: none."""
-    staged: Link | None = None
-    """The same of what must be copied there and back."""
     shared_ranks: int = 2
-    """Ranks of a machine among which the two were measured."""
+    """Ranks of a machine among which it was measured."""
 
-    def sum_seconds(
-        self, num_bytes: float, layout: Layout, topology: str, *, in_place: bool = True
-    ) -> float:
+    def sum_seconds(self, num_bytes: float, layout: Layout, topology: str) -> float:
         """A sum of ``num_bytes`` over all ranks; every rank gets it.
+
+        A tree has ``2 ceil(log2 W)`` messages of all bytes one after the other. In shared memory
+        each rank reads and writes all bytes, whatever the number of ranks, until the memory is at
+        its limit: it is taken to be there with as many ranks as it was measured with.
 
         Args:
             num_bytes: size of each rank's summand.
             layout: where the ranks are.
             topology: one of ``ring``, ``tree``, ``shared`` or ``hierarchical``.
-            in_place: whether the summands lie in shared memory, where there is one.
         """
-        if layout.world_size == 1:
-            return 0.0
-        inside = self.shared if in_place else self.staged
         if topology == "tree":
-            return tree_seconds(self.messages, num_bytes, layout.world_size)
-        if topology == "ring" or inside is None:
+            depth = 2 * math.ceil(math.log2(layout.world_size))
+            return self.messages.seconds(depth * num_bytes, depth)
+        if topology == "ring" or self.shared is None:
             return ring_seconds(self.messages, num_bytes, layout.world_size)
-        found = shared_seconds(inside, num_bytes, layout.ranks_per_node, self.shared_ranks)
-        if layout.num_nodes > 1:
-            share = num_bytes / layout.ranks_per_node if layout.is_even else num_bytes
-            found += ring_seconds(self.messages, share, layout.num_nodes)
-        return found
+        ranks = layout.ranks_per_node
+        inside = self.shared.seconds(num_bytes) * max(1.0, ranks / self.shared_ranks)
+        return inside * (ranks > 1) + between_nodes_seconds(self.messages, num_bytes, layout)
 
 
 def ring_seconds(link: Link, num_bytes: float, world_size: int) -> float:
     """A sum along a ring: ``2 (W - 1)`` messages of a ``W``-th each (Patarasu & Yuan 2009)."""
-    if world_size < 2:
-        return 0.0
-    return 2 * (world_size - 1) * link.seconds(num_bytes / world_size)
+    num_messages = 2 * (world_size - 1)
+    return link.seconds(num_messages / world_size * num_bytes, num_messages)
 
 
-def tree_seconds(link: Link, num_bytes: float, world_size: int) -> float:
-    """A sum up a binomial tree and down again: ``2 ceil(log2 W)`` messages of it all."""
-    return 2 * math.ceil(math.log2(max(1, world_size))) * link.seconds(num_bytes)
-
-
-def shared_seconds(link: Link, num_bytes: float, ranks: int, measured_ranks: int) -> float:
-    """A sum in the memory of one machine.
-
-    Each rank reads and writes ``num_bytes``, whatever their number, until the memory is at its
-    limit: it is taken to be there with as many ranks as it was measured with.
-    """
-    return link.seconds(num_bytes) * max(1.0, ranks / measured_ranks) if ranks > 1 else 0.0
+def between_nodes_seconds(link: Link, num_bytes: float, layout: Layout) -> float:
+    """The sum over machines, once each has its own: every worker has a part of it, if it can."""
+    is_even = layout.world_size % layout.num_nodes == 0
+    share = num_bytes / layout.ranks_per_node if is_even else num_bytes
+    return ring_seconds(link, share, layout.num_nodes)
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -169,116 +144,84 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Args:
         points: ``(x, y)`` with positive y; of a single x the slope takes it all.
     """
-    weights = [1 / (y * y) for _, y in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    if spread > 0:
-        pairs = zip(weights, points, strict=True)
-        slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in pairs) / spread
+    x, y = np.array(points, dtype=np.float64).T
+    if np.ptp(x) > 0:
+        slope, intercept = np.polyfit(x, y, 1, w=1 / y)
         if slope <= 0:
-            return mean_y, 0.0
-        if (intercept := mean_y - slope * mean_x) >= 0:
-            return intercept, slope
-    # Through the origin.
-    pairs = zip(weights, points, strict=True)
-    squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-    return 0.0, sum(w * x * y for w, (x, y) in pairs) / squares
-
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """Workers at work on one machine at the same time, and what a step takes each then."""
-
-    ranks_per_node: int
-    threads: int
-    compute: Compute
+            return float(np.sum(1 / y) / np.sum(1 / y**2)), 0.0
+        if intercept >= 0:
+            return float(intercept), float(slope)
+    return 0.0, float(np.sum(x / y) / np.sum((x / y) ** 2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a round on plain Spark stages costs beyond its steps."""
+    """What rounds on plain Spark stages cost."""
 
     fixed_seconds: float
+    """Of a round, beyond its steps."""
     byte_seconds: float
-    """Per byte of one shard's state, which goes to it and comes back."""
-
-    def seconds(self, num_bytes: float, num_shards: int) -> float:
-        """One round."""
-        return self.fixed_seconds + num_shards * num_bytes * self.byte_seconds
+    """Of a round, per byte of one shard's state, which goes to it and comes back."""
+    step_seconds: float = 0.0
+    """Of a task, with batches of the size that was asked for."""
+    first_seconds: float = 0.0
+    """What the first round takes more than others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """What a fit takes besides its steps."""
+class Gang:
+    """What a gang of ranks has measured."""
 
-    start_seconds: float = 0.0
-    """Checks, launch of a gang, and the end."""
-    stage_start_seconds: float = 0.0
-    """The same of rounds on plain stages."""
-    spool_seconds: float = 0.0
-    """Of a spool without rows."""
-    spool_row_seconds: float = 0.0
-    """Of one slot: one row is read, moved, sorted and written."""
+    levels: Mapping[tuple[int, int], Compute]
+    """Workers of a machine that are at work at the same time, and their threads -> their steps."""
+    network: Network | None
+    """None: there was one rank only."""
+    num_nodes: int = 1
+    device: str = "cpu"
+    copy_byte_seconds: float = 0.0
+    codec_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Compression -> seconds that it computes for one exchange of all gradients."""
+    optimizer_bytes: int = 0
+    peak_bytes: int = 0
+    launch_seconds: float = 0.0
+    """Of its launch and its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """All that was measured."""
 
-    levels: tuple[Level, ...]
-    """Of gangs, whose workers share the cores of a machine."""
-    stage_levels: tuple[Level, ...] = ()
-    """Of rounds on plain stages, whose tasks have the threads of a task."""
-    network: Network | None
-    """None: there was one rank only."""
-    device: str = "cpu"
-    copy_byte_seconds: float = 0.0
-    codec_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Compression -> seconds that it computes for one exchange of all gradients."""
-    stages: Mapping[int, Stages] = field(default_factory=dict)
-    """Tasks at a time, which share machines with each other and the driver -> their rounds."""
-    fixed: Fixed = field(default_factory=Fixed)
+    gang: Gang | None
+    """None: the cluster runs none."""
+    levels: Mapping[int, Compute] = field(default_factory=dict)
+    """Workers of a gang that are on one machine -> their steps."""
+    task_levels: Mapping[int, Compute]
+    """Tasks of rounds that run on one machine at a time -> their steps."""
+    stages: Stages
+    link_seconds: float = 0.0
+    """Of the checks before anything is launched."""
+    spool_seconds: float = 0.0
+    """Of a spool without rows."""
+    spool_row_seconds: float = 0.0
+    """Of one slot: one row is read, moved, sorted and written."""
 
-    def compute(self, layout: Layout, kind: str, num_slots: int | None = None) -> Compute:
-        """What a step takes a worker, or a task of a round: measured, or between two of them."""
-        if kind != "stages":
-            levels, ranks_per_node = self.levels, layout.ranks_per_node
-        else:
-            at_once = _at_once(layout, num_slots)
-            levels, ranks_per_node = self.stage_levels, -(-at_once // layout.num_nodes)
-        return interpolated(
-            {level.ranks_per_node: level.compute for level in levels}, ranks_per_node
-        )
+    def compute(self, layout: Layout, *, in_rounds: bool) -> Compute:
+        """What a step takes a worker, or a task of a round."""
+        levels = self.task_levels if in_rounds else self.levels
+        return interpolated(levels, layout.ranks_per_node)
 
-    def round_seconds(
-        self, num_bytes: float, layout: Layout, num_slots: int | None = None
-    ) -> float:
-        """What a round on plain stages takes beyond its steps; ``num_bytes`` of a shard's state."""
-        stages = interpolated(self.stages, _at_once(layout, num_slots))
-        return stages.seconds(num_bytes, layout.world_size)
+    def start_seconds(self, *, in_rounds: bool) -> float:
+        """What a fit takes before its first step, and at its end, the spool apart."""
+        if in_rounds:
+            return self.link_seconds + self.stages.first_seconds
+        return self.link_seconds + (0.0 if self.gang is None else self.gang.launch_seconds)
 
 
-T = TypeVar("T", Compute, Stages)
-
-
-def _at_once(layout: Layout, num_slots: int | None) -> int:
-    """Tasks of a round that run at a time."""
-    return min(layout.world_size, num_slots or layout.world_size)
-
-
-def interpolated(measured: Mapping[int, T], number: int) -> T:
+def interpolated(measured: Mapping[int, Compute], number: int) -> Compute:
     """The numbers measured for ``number``, or between its neighbours, or of the nearest."""
-    number = min(max(number, min(measured)), max(measured))
-    below = max(one for one in measured if one <= number)
-    above = min(one for one in measured if one >= number)
-    if below == above:
-        return measured[below]
-    low, high = measured[below], measured[above]
-    part = (number - below) / (above - below)
-    mixed = {
-        one.name: (1 - part) * getattr(low, one.name) + part * getattr(high, one.name)
-        for one in fields(low)
+    numbers = sorted(measured)
+    values = {
+        one.name: [getattr(measured[known], one.name) for known in numbers]
+        for one in fields(Compute)
     }
-    return replace(low, **mixed)
+    return Compute(**{name: float(np.interp(number, numbers, y)) for name, y in values.items()})

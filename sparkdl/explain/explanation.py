@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sparkdl.explain.recommend import Recommendation, seconds_text
+from sparkdl.explain.predict_times import Prediction
+from sparkdl.report.page.html import joined, row, size, tag
 from sparkdl.runtime.json_values import finite
 
 Table = Sequence[tuple[str, ...]]
@@ -69,22 +69,14 @@ class PlanFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingRow:
+class ScalingRow(Prediction):
     """A fit with one number of workers."""
 
-    workers: int
-    nodes: int
-    steps_per_epoch: int
-    step_seconds: float
-    exchange_share: float
-    waiting_share: float
-    epoch_seconds: float
     speedup: float
     """Of an epoch, over that with one worker."""
     same_global_batch_seconds: float | None
     """An epoch with batches so much smaller that all workers together use as many samples per
     step as the plan; None: that would be less than one sample each."""
-    total_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +93,19 @@ class StrategyRow:
     total_seconds: float | None = None
     why_not: str | None = None
     """Why it cannot be used; then it has no numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What to set, and why."""
+
+    num_workers: int
+    strategy: str
+    averaging_period: int | None
+    """Steps of a round; None: the strategy has no rounds of several steps."""
+    total_seconds: float
+    is_one_machine_faster: bool
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +151,13 @@ class Explanation:
         """The same as notebooks show it."""
         parts = []
         for section in self._sections():
-            parts.append(f"<h4>{html.escape(section.title)}</h4>")
-            if section.rows:
-                parts.append(_html_table(section.rows, has_head=section.has_head))
-            if section.points:
-                points = (f"<li>{html.escape(point)}</li>" for point in section.points)
-                parts.append(f"<ul>{''.join(points)}</ul>")
-        return "".join(parts)
+            kinds = ["th" if section.has_head else "td", *("td" for _ in section.rows)]
+            cells = zip(kinds, section.rows, strict=False)
+            rows = [row(*texts, kind=kind, style="text-align:left") for kind, texts in cells]
+            parts.append(tag("h4", section.title))
+            parts += [tag("table", *rows)] if rows else []
+            parts += [tag("ul", *(tag("li", point) for point in section.points))]
+        return joined(*parts)
 
     def _sections(self) -> Iterator[_Section]:
         """What is shown, in its order."""
@@ -189,59 +194,40 @@ class Explanation:
             ("steps", f"{plan.steps_per_epoch:,} per epoch, {plan.total_steps:,} in "
                       f"{plan.epochs} epoch(s), batches of up to {plan.batch_size} per worker"),
             ("parameters", f"{plan.parameters:,}"),
-            ("memory per worker", f"{bytes_text(plan.process_bytes)} "
-                                  f"({bytes_text(plan.worker_bytes)} of tensors)"
+            ("memory per worker", f"{size(plan.process_bytes)} "
+                                  f"({size(plan.worker_bytes)} of tensors)"
                                   + ("" if plan.peak_bytes is None
-                                     else f", measured: {bytes_text(plan.peak_bytes)}")),
-            ("spool per worker", bytes_text(plan.spool_bytes)),
+                                     else f", measured: {size(plan.peak_bytes)}")),
+            ("spool per worker", size(plan.spool_bytes)),
             ("sent per step", "depends on the data" if sent is None
-                              else f"{bytes_text(sent)} by each worker"),
-            ("checkpoint", f"{bytes_text(plan.checkpoint_bytes)}{last}"),
+                              else f"{size(sent)} by each worker"),
+            ("checkpoint", f"{size(plan.checkpoint_bytes)}{last}"),
         ]  # fmt: skip
 
     def _scaling(self) -> Table:
         head = ("workers", "nodes", "steps", "step", "agreeing", "waiting", "epoch", "speed-up",
                 "epoch, same global batch", "whole fit")  # fmt: skip
-        found: list[tuple[str, ...]] = [head]
-        found += [
+        rows = [
             (
-                f"{row.workers:,}",
-                f"{row.nodes:,}",
-                f"{row.steps_per_epoch:,}",
-                seconds_text(row.step_seconds),
-                f"{row.exchange_share:.0%}",
-                f"{row.waiting_share:.0%}",
-                seconds_text(row.epoch_seconds),
-                f"{row.speedup:.2f}",
-                _or_dash(row.same_global_batch_seconds),
-                seconds_text(row.total_seconds),
+                f"{one.workers:,}",
+                f"{one.nodes:,}",
+                f"{one.steps_per_epoch:,}",
+                seconds_text(one.step_seconds),
+                f"{one.exchange_share:.0%}",
+                f"{one.waiting_share:.0%}",
+                seconds_text(one.epoch_seconds),
+                f"{one.speedup:.2f}",
+                _or_dash(one.same_global_batch_seconds),
+                seconds_text(one.total_seconds),
             )
-            for row in self.scaling
+            for one in self.scaling
         ]
-        return found
+        return [head, *rows]
 
     def _strategies(self) -> Table:
         head = ("strategy", "mode", "round", "step", "agreeing", "sent per step", "epoch",
                 "whole fit")  # fmt: skip
-        found: list[tuple[str, ...]] = [head]
-        for row in self.strategies:
-            if row.step_seconds is None or row.period is None or row.exchange_share is None:
-                found.append((row.strategy, row.mode, f"not possible: {row.why_not}"))
-                continue
-            sent = row.sent_bytes_per_step
-            found.append(
-                (
-                    row.strategy,
-                    row.mode,
-                    f"{row.period:,.0f}",
-                    seconds_text(row.step_seconds),
-                    f"{row.exchange_share:.0%}",
-                    "?" if sent is None else bytes_text(sent),
-                    _or_dash(row.epoch_seconds),
-                    _or_dash(row.total_seconds),
-                )
-            )
-        return found
+        return [head, *map(_strategy_cells, self.strategies)]
 
     def _recommended(self) -> list[tuple[str, str]]:
         best = self.recommendation
@@ -252,12 +238,31 @@ class Explanation:
         return [*rows, ("whole fit", f"about {seconds_text(best.total_seconds)}")]
 
 
-def bytes_text(num_bytes: float) -> str:
-    """A size as people say it."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} bytes"
+def seconds_text(seconds: float) -> str:
+    """A duration as people say it."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"
+
+
+def _strategy_cells(row: StrategyRow) -> tuple[str, ...]:
+    if row.why_not is not None:
+        return (row.strategy, row.mode, f"not possible: {row.why_not}")
+    sent = row.sent_bytes_per_step
+    return (
+        row.strategy,
+        row.mode,
+        f"{row.period:,.0f}",
+        _or_dash(row.step_seconds),
+        f"{row.exchange_share:.0%}",
+        "?" if sent is None else size(sent),
+        _or_dash(row.epoch_seconds),
+        _or_dash(row.total_seconds),
+    )
 
 
 def _or_dash(seconds: float | None) -> str:
@@ -274,24 +279,10 @@ def _table(rows: Table) -> list[str]:
 
     The last cell of a row that has fewer runs on.
     """
-    full = [row for row in rows if len(row) == len(rows[0])]
-    widths = [max(len(row[i]) for row in full) for i in range(len(rows[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    found = []
-    for row in rows:
-        is_full = len(row) == len(rows[0])
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-            if is_full or i < len(row) - 1
-        ]
-        found.append("  " + "  ".join(cells if is_full else [*cells, row[-1]]))
-    return found
-
-
-def _html_table(rows: Table, *, has_head: bool) -> str:
-    lines: list[str] = []
-    for row in rows:
-        cell = "<th>{}</th>" if has_head and not lines else "<td style='text-align:left'>{}</td>"
-        lines.append("".join(cell.format(html.escape(text)) for text in row))
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    full = [cells for cells in rows if len(cells) == len(rows[0])]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    left = max(len(cells[0]) for cells in rows)
+    return [
+        "  ".join(["", first.ljust(left), *map(str.rjust, others, widths[1:])])
+        for first, *others in rows
+    ]

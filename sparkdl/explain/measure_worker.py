@@ -49,15 +49,7 @@ _SMALL_BYTES = (8, 64 << 10, 1 << 20)
 _LARGEST_BYTES = 64 << 20
 """A larger sum is not timed: its time follows from this one's."""
 _MOST_SUMS = 200
-
-
-@dataclass(frozen=True)
-class LevelOrder:
-    """Steps to measure with ``ranks_per_node`` ranks of each machine at work at the same time."""
-
-    ranks_per_node: int
-    threads: int
-    batch_sizes: tuple[int, ...]
+_COPIED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +59,12 @@ class MeasureOrder(GangOrder):
     plan: TrainPlan
     """Of the sample."""
     payload: bytes
-    """cloudpickle of ``(TrainConfig, structure of the module)``."""
+    """cloudpickle of ``(TrainConfig, structure of the module)``; see `for_measuring`."""
     weights: bytes | None
     """As in `worker.WorkOrder`."""
-    levels: tuple[LevelOrder, ...]
+    places: tuple[tuple[int, int], ...]
+    """Ranks of each machine that are at work at the same time, and their threads, in turn."""
     compressions: tuple[Compression, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the trained parameters."""
-    gradient_bytes: int
     seconds: float
     """About how long one measurement may take."""
     source: ShardSource = field(default_factory=SpoolSource)
@@ -98,20 +88,21 @@ def _measure(order: MeasureOrder, member: Member) -> Results:
     member.reporter.phase("setup")
     module = initial_module(order.weights, structure, member.files, comm)
     steps = StepTimer(
-        module, for_measuring(config), order.plan, order.plan.shards_of(comm.rank), order.source,
-        member.device, order.seconds,
+        module, config, order.plan, order.plan.shards_of(comm.rank), order.source, member.device,
+        order.seconds,
     )  # fmt: skip
     report: dict[str, Any] = {
         "node": member.nodes[comm.rank],
         "device": member.device.type,
-        "levels": [_level(level, steps, order, member) for level in order.levels],
-        "state": steps.state_bytes,
+        "levels": _levels(steps, order, member),
+        "optimizer_bytes": steps.optimizer_bytes,
         "peak_bytes": peak_bytes(member.device),
+        "copy": copy_seconds(member.device),
     }
     if comm.world_size > 1:
-        report.update(_exchanges(order, comm, member.device))
-    size = min(_LARGEST_BYTES, max(1 << 20, order.gradient_bytes))
-    report["copy"] = copy_seconds(size, member.device)
+        shapes = [tuple(p.shape) for p in module.parameters() if p.requires_grad]
+        exchanges = ExchangeTimer(comm, member.device, shapes, order.seconds)
+        report.update(exchanges.measure(order.compressions))
     report["seconds"] = time.perf_counter() - began
     return [("result", json.dumps(report).encode())]
 
@@ -138,27 +129,27 @@ def at_work(plan: TrainPlan, nodes: Sequence[int], rank: int, ranks_per_node: in
     return rank in with_rows[:ranks_per_node]
 
 
-def _level(
-    level: LevelOrder, steps: StepTimer, order: MeasureOrder, member: Member
-) -> dict[str, Any]:
-    """Seconds of steps by size of the batch; empty on ranks that rest, or have no rows."""
+def _levels(steps: StepTimer, order: MeasureOrder, member: Member) -> list[list[dict[str, Any]]]:
+    """Of each place the steps by size of the batch; none on ranks that rest, or have no rows.
+
+    In the first place batches of three sizes are timed, in others the largest of them.
+    """
     from sparkdl.runtime.process import torch_threads
 
-    comm = member.comm
-    works = at_work(order.plan, member.nodes, comm.rank, level.ranks_per_node)
-    found = {}
-    for batch_size in level.batch_sizes:
-        with torch_threads(level.threads):
-            if works:
-                steps.warm_up(batch_size)
+    comm, size = member.comm, order.plan.batch_size
+    sizes = tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
+    found: list[list[dict[str, Any]]] = []
+    for number, (ranks_per_node, threads) in enumerate(order.places):
+        works = at_work(order.plan, member.nodes, comm.rank, ranks_per_node)
+        found.append([])
+        for batch_size in sizes if number == 0 else sizes[:1]:
+            with torch_threads(threads):
+                expected = steps.warm_up(batch_size) if works else 0.0
+                comm.barrier()
+                if works:
+                    found[-1].append(steps.measure(batch_size, expected))
             comm.barrier()
-            if works:
-                found[batch_size] = steps.measure(batch_size)
-        comm.barrier()
-    return {
-        "ranks_per_node": level.ranks_per_node, "threads": level.threads,
-        "steps": list(found.values()),
-    }  # fmt: skip
+    return found
 
 
 @dataclass
@@ -169,46 +160,42 @@ class StepTimer:
     config: TrainConfig
     plan: TrainPlan
     shards: Sequence[Shard]
+    """Those of the rank."""
     source: ShardSource
     device: torch.device
     seconds: float
     """About how long one measurement may take."""
-    state_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of each part of a checkpoint."""
-    step_seconds: dict[int, float] = field(default_factory=dict)
-    """About how long a step takes, by size of the batch."""
+    optimizer_bytes: int = 0
+    """Of the optimizer's state; known after the first step."""
 
-    def __post_init__(self) -> None:
-        self.shards = [replace(one, num_validation_rows=0) for one in self.shards if one.num_rows]
+    def warm_up(self, batch_size: int) -> float:
+        """Two steps, of which the second one tells about how many seconds one takes."""
+        return self._train(batch_size, 2)[-1]["seconds"]
 
-    def warm_up(self, batch_size: int) -> None:
-        """Two steps, of which the second one tells about how long one takes."""
-        self.step_seconds[batch_size] = self._train(batch_size, 2)[-1]["seconds"]
-
-    def measure(self, batch_size: int) -> dict[str, Any]:
-        """The median of the rows of a batch, and the seconds of each step."""
-        expected = max(1e-6, self.step_seconds[batch_size])
-        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, math.ceil(self.seconds / expected)))
+    def measure(self, batch_size: int, expected_seconds: float) -> dict[str, Any]:
+        """The mean of the rows of a batch, and the seconds of each step."""
+        wanted = math.ceil(self.seconds / max(1e-6, expected_seconds))
+        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, wanted))
         steps = self._train(batch_size, num_steps + 1)
         return {
             "rows": sum(step["rows"] for step in steps) / len(steps),
             "seconds": [step["seconds"] for step in steps],
         }
 
-    def _repeated(self, batch_size: int) -> tuple[list[Shard], int]:
-        """The shards as often as an epoch of some steps needs them, and the batch it then has."""
-        wanted = _STEPS_OF_AN_EPOCH * batch_size
-        num_rows = sum(shard.num_rows for shard in self.shards)
-        times = min(_MOST_REPEATS, -(-wanted // num_rows))
-        rows = times * num_rows
-        return times * list(self.shards), max(1, min(batch_size, rows // _STEPS_OF_AN_EPOCH))
-
     def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
-        """Rows and seconds of steps, but the first one, which is not timed."""
+        """Rows and seconds of steps, but the first one, which is not timed.
+
+        The shards are read as often as an epoch of some steps needs them. If that is not often
+        enough, batches are smaller.
+        """
         from sparkdl.comm.communicator import LocalCommunicator
+        from sparkdl.storage.tensor_tree import pack
         from sparkdl.train.loop import train
 
-        shards, batch_size = self._repeated(batch_size)
+        num_rows = sum(shard.num_rows for shard in self.shards)
+        times = min(_MOST_REPEATS, -(-_STEPS_OF_AN_EPOCH * batch_size // num_rows))
+        batch_size = max(1, min(batch_size, times * num_rows // _STEPS_OF_AN_EPOCH))
+        shards = times * list(self.shards)
         plan = make_plan(
             columns=self.plan.columns,
             # Numbers of their own for the plan; a source goes by those that it has given.
@@ -238,18 +225,9 @@ class StepTimer:
             resume=None,
             observer=clock,
         )
-        if not self.state_bytes:
-            self.state_bytes = _state_bytes(outcome.final.shared)
+        tensors = pack(outcome.final.shared["optimizer"])[1].values()
+        self.optimizer_bytes = sum(tensor.nbytes for tensor in tensors)
         return clock.steps
-
-
-def _state_bytes(shared: dict[str, Any]) -> dict[str, int]:
-    from sparkdl.storage.tensor_tree import pack
-
-    return {
-        name: sum(tensor.nbytes for tensor in pack(shared[name])[1].values())
-        for name in ("model", "optimizer")
-    }
 
 
 class _StepTimes(NullObserver):
@@ -275,86 +253,80 @@ class _StepTimes(NullObserver):
         self._last = None
 
 
-def _exchanges(order: MeasureOrder, comm: Communicator, device: torch.device) -> dict[str, Any]:
-    """Seconds of sums by their bytes, along a ring and as the topology ``auto`` forms them."""
-    import torch
+@dataclass(frozen=True)
+class ExchangeTimer:
+    """Times exchanges of a module's gradients; all ranks take part."""
 
-    from sparkdl.comm.topology import arrange, choose
+    comm: Communicator
+    device: torch.device
+    shapes: Sequence[tuple[int, ...]]
+    """Of the gradients."""
+    seconds: float
+    """About how long four measurements may take."""
 
-    sizes = sorted({*_SMALL_BYTES, min(_LARGEST_BYTES, max(1, order.gradient_bytes))})
-    found: dict[str, Any] = {"topology": choose("auto", comm.nodes, device.type)}
-    with contextlib.closing(arrange(comm, "ring", device=device)) as ring:
-        found["ring"] = [
-            [size, _sum_seconds(ring, torch.zeros(-(-size // 4), device=device), order.seconds)]
-            for size in sizes
-        ]
-    with contextlib.closing(arrange(comm, "auto", device=device)) as topology:
-        for name, make in (("in_place", topology.allocate), ("staged", _plain)):
-            found[name] = [
-                [size, _sum_seconds(topology, make(-(-size // 4), torch.float32, device),
-                                    order.seconds)]
-                for size in sizes
-            ]  # fmt: skip
-        found["codecs"] = {
-            type(one).__name__: _codec_seconds(one, order, topology, device)
-            for one in order.compressions
-        }
-    return found
+    def measure(self, compressions: Sequence[Compression]) -> dict[str, Any]:
+        """Seconds of sums along a ring, and as the topology ``auto`` forms them; of compressions.
 
+        Sums are listed by their bytes; what is summed lies where the topology wants it.
+        """
+        from sparkdl.comm.topology import arrange, choose
 
-def _plain(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    import torch
+        with contextlib.closing(arrange(self.comm, "ring", device=self.device)) as ring:
+            by_messages = self._sums(ring)
+        with contextlib.closing(arrange(self.comm, "auto", device=self.device)) as topology:
+            return {
+                "topology": choose("auto", self.comm.nodes, self.device.type),
+                "ring": by_messages,
+                "shared": self._sums(topology),
+                "codecs": {
+                    type(one).__name__: self._compressed(one, topology) for one in compressions
+                },
+            }
 
-    return torch.zeros(numel, dtype=dtype, device=device)
+    def _sums(self, topology: Topology) -> list[list[float]]:
+        import torch
 
+        num_bytes = 4 * sum(map(math.prod, self.shapes))
+        found = []
+        for size in sorted({*_SMALL_BYTES, min(_LARGEST_BYTES, num_bytes)}):
+            tensor = topology.allocate(-(-size // 4), torch.float32, self.device)
+            found.append([size, self._repeated(topology, partial(topology.all_reduce, tensor))])
+        return found
 
-def _sum_seconds(comm: Topology, tensor: torch.Tensor, seconds: float) -> float:
-    return _exchange_seconds(comm, lambda: comm.all_reduce(tensor), tensor.device, seconds)
+    def _compressed(self, compression: Compression, topology: Topology) -> float:
+        """One compressed exchange of all gradients, transfer included."""
+        import torch
 
+        sizes = [math.prod(shape) for shape in self.shapes]
+        flat = torch.randn(sum(sizes), device=self.device) * 1e-3
+        parts = zip(torch.split(flat, sizes), self.shapes, strict=True)
+        if hasattr(compression, "warmup_steps"):  # in which nothing is compressed yet
+            compression = replace(compression, warmup_steps=0)  # type: ignore[call-arg]
+        compressor = compression.make([part.view(shape) for part, shape in parts], topology)
+        return self._repeated(topology, lambda: compressor.start(flat).wait())
 
-def _codec_seconds(
-    compression: Compression, order: MeasureOrder, comm: Topology, device: torch.device
-) -> float:
-    """One compressed exchange of all gradients, transfer included."""
-    import torch
+    def _repeated(self, comm: Communicator, exchange: Callable[[], None]) -> float:
+        """Mean of equally many calls on all ranks, that fill the time that one may take."""
+        exchange()
+        once = timed(exchange, self.device)
+        slowest = max(float(data) for data in comm.all_gather_bytes(str(once).encode()))
+        count = int(min(_MOST_SUMS, max(_FEWEST_STEPS, self.seconds / 4 / max(slowest, 1e-6))))
+        comm.barrier()
 
-    flat = torch.randn(sum(map(math.prod, order.shapes)), device=device) * 1e-3
-    views, at = [], 0
-    for shape in order.shapes:
-        size = math.prod(shape)
-        views.append(flat[at : at + size].view(shape))
-        at += size
-    if hasattr(compression, "warmup_steps"):  # in which nothing is compressed yet
-        compression = replace(compression, warmup_steps=0)  # type: ignore[call-arg]
-    compressor = compression.make(views, comm)
-    return _exchange_seconds(comm, lambda: compressor.start(flat).wait(), device, order.seconds)
+        def repeat() -> None:
+            for _ in range(count):
+                exchange()
 
-
-def _exchange_seconds(
-    comm: Communicator, exchange: Callable[[], None], device: torch.device, seconds: float
-) -> float:
-    """Mean of equally many calls on all ranks, that fill the time that one may take."""
-    exchange()
-    once = timed(exchange, device)
-    slowest = max(float(data) for data in comm.all_gather_bytes(str(once).encode()))
-    count = int(min(_MOST_SUMS, max(_FEWEST_STEPS, seconds / 4 / max(slowest, 1e-6))))
-    comm.barrier()
-
-    def repeat() -> None:
-        for _ in range(count):
-            exchange()
-
-    return timed(repeat, device) / count
+        return timed(repeat, self.device) / count
 
 
-def copy_seconds(num_bytes: int, device: torch.device) -> float:
+def copy_seconds(device: torch.device) -> float:
     """Seconds per byte of a copy."""
     import torch
 
-    source = torch.zeros(-(-num_bytes // 4), device=device)
+    source = torch.zeros(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    best = min(timed(lambda: target.copy_(source), device) for _ in range(5))
-    return best / source.nbytes
+    return min(timed(lambda: target.copy_(source), device) for _ in range(5)) / _COPIED_BYTES
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import io
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import torch
 
+from sparkdl import errors
 from sparkdl.config import Task
+from sparkdl.data.column_readers import BadRows, read
+from sparkdl.data.column_rules import refuse_bad, stored_dtype
+from sparkdl.data.plan import Column, SpoolColumn
+from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference.predict import class_probabilities, likeliest_class
 from sparkdl.inference.roc_curves import ScoreTable, limit_for
@@ -26,11 +32,10 @@ from sparkdl.inference.scores import (
     Evaluation,
     RegressionScores,
     classification_scores,
-    regression_scores,
 )
-from sparkdl.train.objective.label_losses import LossSum, loss_of, sums_of
+from sparkdl.train.objective.label_losses import LossSum, loss_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
-from sparkdl.train.objective.metrics import Metrics, State, on_cpu
+from sparkdl.train.objective.metrics import Metrics, State, listed_bytes
 from sparkdl.train.objective.training_step import taken
 
 MOST_LISTED_BYTES = 64 << 20
@@ -58,7 +63,7 @@ class Measures:
 
     def make_loss(self, device: torch.device = _CPU) -> LossFunction:
         """The loss, as training has it."""
-        loss = loss_of(self)
+        loss = loss_of(self.loss, self.task, self.loss_weights)
         loss.to(device)
         return loss
 
@@ -87,66 +92,52 @@ def chosen_curves(curves: bool | Sequence[int] | None, num_classes: int) -> tupl
 class Part:
     """What was found out about some of the rows."""
 
-    rows: int = 0
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums over rows by name; ``loss <label>`` for each of several labels."""
-    confusion: defaultdict[tuple[int, int], float] = field(
-        default_factory=lambda: defaultdict(float)
-    )
-    """``(label, prediction)`` -> rows, or sum of weights."""
+    sums: dict[str | tuple[int, int], float] = field(default_factory=dict)
+    """Sums over rows by name: ``rows``, ``loss`` or ``loss <label>`` for each of several labels,
+    ``log_loss`` ...; under ``(label, prediction)`` the rows with these, or their weights."""
     labels: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of a regression's labels: weight, mean, and weighted squared distances from the mean."""
     metrics: dict[str, list[State]] = field(default_factory=dict)
     curves: dict[int, ScoreTable] = field(default_factory=dict)
+    error: tuple[str, str] | None = None
+    """Name and text of the error of ours that kept the rest from being found out."""
+
+    def add(self, name: str | tuple[int, int], value: float) -> None:
+        """Add to a sum."""
+        self.sums[name] = self.sums.get(name, 0) + value
 
     def merge(self, other: Part) -> None:
         """Add another part, whose rows come after this one's; see also `united`."""
-        self.rows += other.rows
         for name, value in other.sums.items():
-            self.sums[name] += value
-        for pair, weight in other.confusion.items():
-            self.confusion[pair] += weight
+            self.add(name, value)
         self.labels = _moments_of_both(self.labels, other.labels)
-        for name, states in other.metrics.items():
-            self.metrics.setdefault(name, []).extend(states)
+        for metric, states in other.metrics.items():
+            self.metrics.setdefault(metric, []).extend(states)
         for number, table in other.curves.items():
             self.curves.setdefault(number, ScoreTable(limit=table.limit)).merge(table)
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states of metrics that grow by the row."""
         return {
-            name: sum(_listed(value) for _, state in states for value in state.values())
+            name: sum(listed_bytes(state) for _, state in states)
             for name, states in self.metrics.items()
         }
 
     def to_bytes(self) -> bytes:
         """For a row of Spark's."""
         buffer = io.BytesIO()
-        tables = {
-            number: (table.limit, table.is_exact, torch.from_numpy(table.settled()))
-            for number, table in self.curves.items()
-        }
-        sums = (dict(self.sums), dict(self.confusion), self.labels)
-        torch.save((self.rows, *sums, self.metrics, tables), buffer)
+        for table in self.curves.values():
+            table.settle()
+        tables = {number: vars(table) for number, table in self.curves.items()}
+        torch.save({**vars(self), "curves": tables}, buffer)
         return buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Part:
         """Inverse of `to_bytes`; nothing is executed."""
-        rows, sums, confusion, labels, metrics, tables = torch.load(
-            io.BytesIO(data), weights_only=True
-        )
-        return cls(
-            rows=rows,
-            sums=defaultdict(float, sums),
-            confusion=defaultdict(float, confusion),
-            labels=labels,
-            metrics=metrics,
-            curves={
-                number: ScoreTable(limit, is_exact, columns.numpy())
-                for number, (limit, is_exact, columns) in tables.items()
-            },
-        )
+        found = torch.load(io.BytesIO(data), weights_only=True)
+        tables = {number: ScoreTable(**table) for number, table in found["curves"].items()}
+        return cls(**{**found, "curves": tables})
 
 
 def _moments_of_both(
@@ -166,9 +157,13 @@ def united(parts: Iterable[Part], measures: Measures) -> Part:
 
     Raises:
         ConfigError: states of torchmetrics became too large.
+        SparkDLError: what went wrong in the first part that failed.
     """
     whole, sizes = Part(), Counter[str]()
     for part in parts:
+        if part.error is not None:
+            name, text = part.error
+            raise getattr(errors, name)(text)
         sizes.update(part.listed_bytes())
         check_listed(sizes)
         whole.merge(part)
@@ -181,33 +176,37 @@ def evaluation(part: Part, measures: Measures) -> Evaluation:
     """What follows from the whole.
 
     Raises:
-        DataError: there are no rows.
+        DataError: there are no rows, or none that counts.
         ConfigError: a metric's states cannot be united.
     """
-    if not part.rows:
-        raise DataError("there are no rows to evaluate; check where they come from, and filters")
     sums, loss = part.sums, measures.make_loss()
-    divisor = sums["loss_weight"] if sums["loss_weight"] > 0 else math.nan
-    by_label: dict[str, float] = {}
-    total = sums["loss"]
-    if isinstance(loss, LossSum):
-        by_label = {name: sums[f"loss {name}"] / divisor for name in loss.names}
-        total = sum(loss.weights[name] * sums[f"loss {name}"] for name in loss.names)
+    if not sums:
+        raise DataError("there are no rows to evaluate; check where they come from, and filters")
+    weights = loss.weights if isinstance(loss, LossSum) else {}
+    total = sum(w * sums[f"loss {n}"] for n, w in weights.items()) if weights else sums["loss"]
+    divisor = sums["loss_weight"] or math.nan
     metrics = measures.make_metrics(loss)
+    pairs = {pair: weight for pair, weight in sums.items() if isinstance(pair, tuple)}
+    counted = sum(pairs.values()) + part.labels[0]
+    if measures.task != "custom" and not counted:
+        raise DataError(
+            "no row counts: all have weight 0 or a class that the loss ignores; check the "
+            "weights, and filters"
+        )
     scores: ClassificationScores | RegressionScores | None = None
     if measures.task == "classification":
-        scores = classification_scores(part.confusion, sums["log_loss"])
+        scores = classification_scores(pairs, sums["log_loss"])
     elif measures.task == "regression":
-        scores = regression_scores(
-            weight=part.labels[0],
-            squared_error=sums["squared_error"],
-            absolute_error=sums["absolute_error"],
-            label_variance=part.labels[2],
+        squares = part.labels[2]
+        scores = RegressionScores(
+            rmse=math.sqrt(sums["squared_error"] / counted),
+            mae=sums["absolute_error"] / counted,
+            r2=1 - sums["squared_error"] / squares if squares > 0 else math.nan,
         )
     return Evaluation(
-        rows=part.rows,
+        rows=int(sums["rows"]),
         loss=total / divisor,
-        loss_by_label=by_label,
+        loss_by_label={name: sums[f"loss {name}"] / divisor for name in weights},
         scores=scores,
         metrics={name: metrics.value(name, states) for name, states in part.metrics.items()},
         curves={number: table.curve() for number, table in sorted(part.curves.items())},
@@ -239,9 +238,13 @@ class Evaluator:
             num_rows: samples.
         """
         weights = torch.ones(num_rows, dtype=torch.float64) if weight is None else weight.double()
-        self._part.rows += num_rows
+        self._part.add("rows", num_rows)
         meant = taken(self._loss, output)
-        self._add_loss(meant, target, weights, weight)
+        count = 0.0
+        for label in _label_losses(self._loss, meant, target, self._measures):
+            total, count = label.sums(weight, weights)
+            self._part.add(label.name, total)
+        self._part.add("loss_weight", count)
         self._metrics.update(meant, target)
         if self._measures.task == "classification":
             self._add_classes(predicted, target, weights)
@@ -258,29 +261,9 @@ class Evaluator:
 
     def part(self) -> Part:
         """All that was found out."""
-        seen = on_cpu(self._metrics.seen())
+        seen = self._metrics.seen()
         self._part.metrics = {name: [state] for name, state in seen.items()}
         return self._part
-
-    def _add_loss(
-        self, output: Any, target: Any, weights: torch.Tensor, weight: torch.Tensor | None
-    ) -> None:
-        loss, sums = self._loss, self._part.sums
-        names = [f"loss {name}" for name in loss.names] if isinstance(loss, LossSum) else ["loss"]
-        target, unknown = _known_targets(loss, output, target, self._measures)
-        found = _losses(loss, output, target, unknown)
-        if found is not None:
-            losses, counts = found
-            counted = (counts > 0) & (weights > 0)  # infinity times nothing would be no number
-            for name, values in zip(names, losses, strict=True):
-                sums[name] += float((values * weights)[counted].sum())
-            sums["loss_weight"] += float((counts * weights).sum())
-            return
-        total, count, by_label = sums_of(loss, output, target, weight)
-        for name, rows, value in zip(names, unknown, by_label or (total,), strict=True):
-            costs_infinitely = rows is not None and bool(rows.cpu()[weights > 0].any())
-            sums[name] += math.inf if costs_infinitely else float(value)
-        sums["loss_weight"] += float(count)
 
     def _add_classes(self, predicted: Any, target: torch.Tensor, weights: torch.Tensor) -> None:
         labels = target.cpu().long()
@@ -293,10 +276,11 @@ class Evaluator:
         pairs, place = torch.unique(place * num_classes + classes, return_inverse=True)
         totals = torch.bincount(place, weights=weights, minlength=len(pairs))
         for pair, total in zip(pairs.tolist(), totals.tolist(), strict=True):
-            part.confusion[int(different[pair // num_classes]), pair % num_classes] += total
+            both = (int(different[pair // num_classes]), pair % num_classes)
+            part.sums[both] = part.sums.get(both, 0.0) + total
         chance = chances.gather(1, labels.clamp(0, num_classes - 1)[:, None])[:, 0]
         chance = torch.where(labels < num_classes, chance, 0.0).clamp(min=_SMALLEST_PROBABILITY)
-        part.sums["log_loss"] += float((-chance.log() * weights).sum())
+        part.add("log_loss", float((-chance.log() * weights).sum()))
         for number, table in part.curves.items():
             table.add(chances[:, number].numpy(), (labels == number).numpy(), weights.numpy())
 
@@ -306,74 +290,95 @@ class Evaluator:
         labels = target.double().cpu().reshape(-1)[counted]
         errors = predicted.double().cpu().reshape(-1)[counted] - labels
         part, weight = self._part, float(weights.sum())
-        part.sums["squared_error"] += float((weights * errors**2).sum())
-        part.sums["absolute_error"] += float((weights * errors.abs()).sum())
+        part.add("squared_error", float((weights * errors**2).sum()))
+        part.add("absolute_error", float((weights * errors.abs()).sum()))
         mean = float((weights * labels).sum()) / weight if weight else 0.0
         moments = weight, mean, float((weights * (labels - mean) ** 2).sum())
         part.labels = _moments_of_both(part.labels, moments)
 
 
-def row_losses(
+@dataclass(frozen=True)
+class _LabelLoss:
+    """The loss of one label, and what it compares in a batch."""
+
+    name: str
+    """In `Part.sums`."""
+    factor: float | None
+    """By how much it counts where there are several labels; None: it is the only one."""
+    loss: LossFunction
+    output: Any
+    target: Any
+    """With class 0 in place of those that the module does not know."""
+    unknown: torch.Tensor | None
+    """In which rows, ``(batch,)``, there were such: they cost infinitely."""
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Losses of the samples and by how much each counts; None: the loss knows sums only."""
+        counts: torch.Tensor | None = None
+        if self.factor is not None and isinstance(self.loss, ClassLoss):
+            losses = self.loss.sample_losses(self.output, self.target)
+        else:
+            found = self.loss.rows(self.output, self.target)
+            if found is None:
+                return None
+            losses, counts = found
+        losses = losses.double().cpu()
+        if self.unknown is not None:
+            losses = torch.where(self.unknown.cpu(), torch.inf, losses)
+        return losses, torch.ones_like(losses) if counts is None else counts.double().cpu()
+
+    def sums(self, weight: torch.Tensor | None, weights: torch.Tensor) -> tuple[float, float]:
+        """Sums of the losses and of what counts; ``weights`` are 1 where there is no ``weight``."""
+        found = self.rows()
+        if found is None:
+            total, count = self.loss(self.output, self.target, weight)
+            is_unknown = self.unknown is not None and bool(self.unknown.cpu()[weights > 0].any())
+            counted = count if self.factor is None else weights.sum()
+            return math.inf if is_unknown else float(total), float(counted)
+        losses, counts = found
+        kept = (counts > 0) & (weights > 0)  # infinity times nothing would be no number
+        return float((losses * weights)[kept].sum()), float((counts * weights).sum())
+
+
+def _label_losses(
     loss: LossFunction, output: Any, target: Any, measures: Measures
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Losses of a batch's samples and by how much each counts, ``(batch,)`` each, in float64.
+) -> Iterator[_LabelLoss]:
+    """The loss of each label; ``output`` is what the loss takes of the module's."""
+    if isinstance(loss, LossSum):
+        for name, part, seen in loss.pairs(output):
+            known = _known(part, seen, target[name])
+            yield _LabelLoss(f"loss {name}", loss.weights[name], part, seen, *known)
+    else:
+        num_classes = measures.num_classes if measures.task == "classification" else 0
+        yield _LabelLoss("loss", None, loss, output, *_known(loss, output, target, num_classes))
+
+
+def row_losses(loss: LossFunction, output: Any, target: Any, measures: Measures) -> pa.Array:
+    """The loss of a batch of each row alone, in float64; null where the row counts for nothing.
 
     The loss of a class that the module does not know is infinite.
 
-    Returns:
-        None if the loss knows sums only.
+    Raises:
+        ConfigError: the loss knows sums only.
     """
-    target, unknown = _known_targets(loss, output, target, measures)
-    found = _losses(loss, output, target, unknown)
-    if found is None:
-        return None
-    losses, counts = found
-    if not isinstance(loss, LossSum):
-        return losses[0], counts
-    return sum(w * x for w, x in zip(loss.weights.values(), losses, strict=True)), counts  # type: ignore[return-value]
-
-
-def _losses(
-    loss: LossFunction, output: Any, target: Any, unknown: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-    """The samples' losses on each label, infinite where it is unknown, and how much they count."""
-    counts = None
-    if isinstance(loss, LossSum):
-        by_label = loss.rows_by_label(output, target)
-        if by_label is None:
-            return None
-        losses = list(by_label.values())
-    else:
-        rows = loss.rows(output, target)
-        if rows is None:
-            return None
-        losses, counts = [rows[0]], rows[1]
-    found = [
-        values.double().cpu() if mask is None else
-        torch.where(mask.cpu(), torch.inf, values.double().cpu())
-        for values, mask in zip(losses, unknown, strict=True)
-    ]  # fmt: skip
-    return found, torch.ones_like(found[0]) if counts is None else counts.double().cpu()
-
-
-def _known_targets(
-    loss: LossFunction, output: Any, target: Any, measures: Measures
-) -> tuple[Any, list[torch.Tensor | None]]:
-    """Targets that the loss takes, and by label in which rows, ``(batch,)``, there were others."""
-    if not isinstance(loss, LossSum):
-        num_classes = measures.num_classes if measures.task == "classification" else 0
-        known, unknown = _known(loss, output, target, num_classes)
-        return known, [unknown]
-    pairs = {
-        name: _known(loss.part(name), loss.output_for(name, output), target[name])
-        for name in loss.names
-    }
-    return {name: known for name, (known, _) in pairs.items()}, [mask for _, mask in pairs.values()]
+    total: Any = 0.0
+    counts = torch.empty(0)
+    for label in _label_losses(loss, taken(loss, output), target, measures):
+        found = label.rows()
+        if found is None:
+            raise ConfigError(
+                "the loss gives one number for a whole batch, so single rows have no loss; let it "
+                "return the loss of each sample, (batch,)"
+            )
+        losses, counts = found
+        total = total + (losses if label.factor is None else label.factor * losses)
+    return pa.array((total / counts).numpy(), mask=(counts == 0).numpy())
 
 
 def _known(
     loss: LossFunction, output: Any, target: Any, num_classes: int = 0
 ) -> tuple[Any, torch.Tensor | None]:
+    """The target with class 0 for unknown ones, and which rows, ``(batch,)``, had such."""
     if not num_classes:
         is_number = isinstance(loss, ClassLoss) and isinstance(target, torch.Tensor)
         if not is_number or (target.shape == output.shape and target.is_floating_point()):
@@ -385,10 +390,6 @@ def _known(
 
 def _ignored(loss: LossFunction) -> int:
     return loss.ignore_index if isinstance(loss, ClassLoss) else -1
-
-
-def _listed(value: Any) -> int:
-    return sum(t.nbytes for t in value) if isinstance(value, list) else 0
 
 
 def check_listed(sizes: Mapping[str, int]) -> None:
@@ -406,3 +407,28 @@ def check_listed(sizes: Mapping[str, int]) -> None:
         f"curves), or leave it out: evaluate makes ROC and precision-recall curves itself "
         f"(curves=True)"
     )
+
+
+def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tensor | Ragged]:
+    """One value per row of a label, or of the weights, and the column that they make.
+
+    Args:
+        array: the rows.
+        asked: how they are asked for.
+
+    Raises:
+        DataError: a null, a value that is not finite, a negative weight, or a value that is no
+            class number where one is needed.
+    """
+    try:
+        rows = read(array, asked.kind)
+    except BadRows as error:
+        raise DataError(error.findings.message(asked.name)) from None
+    found = rows.parts[-1] if isinstance(rows, Ragged) else rows
+    values = found.astype(stored_dtype(asked, found.dtype))
+    shape = (rows.shape or ()) if isinstance(rows, Ragged) else values.shape[1:]
+    column = asked.found(shape, values.dtype.name)
+    if isinstance(rows, Ragged):
+        return column, Ragged((*rows.parts[:-1], values), rows.offsets, rows.shape)
+    refuse_bad(found, asked, lambda row: f"row {row} of a record batch")
+    return column, torch.from_numpy(values)

@@ -78,17 +78,6 @@ class Output:
         return f"output {'.'.join(map(str, self.path))!r} of {where}" if self.path else where
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where one tensor comes from."""
-
-    layer: str | None
-    path: tuple[Key, ...]
-
-    def __str__(self) -> str:
-        return str(Output(key=self.path, layer=self.layer))
-
-
 def children(value: Any) -> dict[Key, Any] | None:
     """The parts of a structure by key or index; None of a tensor, and of what is no structure.
 
@@ -165,9 +154,7 @@ class Forward:
     layers: tuple[str, ...] = ()
     """Submodules whose outputs are wanted as well."""
 
-    def outputs(
-        self, module: nn.Module, inputs: Sequence[Any] | Arguments
-    ) -> dict[str | None, Any]:
+    def outputs(self, module: nn.Module, inputs: Arguments) -> dict[str | None, Any]:
         """Run the module.
 
         Returns:
@@ -188,10 +175,8 @@ class Forward:
             output = self.postprocessing(output)
         return {None: output, **seen}
 
-    def module_output(self, module: nn.Module, inputs: Sequence[Any] | Arguments) -> Any:
+    def module_output(self, module: nn.Module, inputs: Arguments) -> Any:
         """What the module itself returns, as the loss sees it: without ``postprocessing``."""
-        if not isinstance(inputs, Arguments):
-            inputs = Arguments(tuple(inputs))
         if self.preprocessing is None:
             return inputs.call(module)
         prepared = inputs.call(self.preprocessing)

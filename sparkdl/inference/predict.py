@@ -13,27 +13,28 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
 
-from sparkdl.config import DEVICES
 from sparkdl.data.arrow_arrays import to_numpy
 from sparkdl.data.collate import Arguments, arguments
+from sparkdl.data.collate import Rows as Tensors
 from sparkdl.data.column_readers import read_trained, read_trained_usable
+from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column
 from sparkdl.data.ragged import Ragged
 from sparkdl.errors import ConfigError
-from sparkdl.inference.outputs import Forward, Source, check_rows, pick
+from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inputs import Image
 from sparkdl.runtime.hardware import choose_device
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.serialization.packed_module import PackedModule, unpack
 
-R = TypeVar("R", torch.Tensor, Ragged)
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
 
 MODULES_PER_WORKER = 3
@@ -48,7 +49,8 @@ class Leaf:
     """One flat column that a task gives: a tensor, and what is made of it."""
 
     name: str
-    source: Source
+    output: Output
+    """Which tensor; its form plays no part any more."""
     make: Make
     """A number or array as `outputs.Output` describes; ``number``: the same as a double; the
     likeliest ``class`` of logits, the ``logits`` of all classes, their ``probability``."""
@@ -85,7 +87,8 @@ def load(task: ModuleTask, device: torch.device) -> nn.Module:
     key = (task.digest, str(device))
     module = _modules.pop(key, None)
     if module is None:
-        module = unpack(task.fetch()).eval().to(device)
+        packed = task.fetch()
+        module = unpack(packed.skeleton, packed.tensors).eval().to(device)
     _modules[key] = module
     while len(_modules) > MODULES_PER_WORKER:
         _modules.popitem(last=False)
@@ -107,7 +110,23 @@ def predict(batches: Iterator[Sequence[pa.Array]], task: PredictTask) -> Iterato
     """
     with ready(task) as (module, device):
         for arrays in batches:
-            yield from _predict_rows(module, device, input_rows(arrays, task.columns), task)
+            pieces: list[pa.Array] = []  # Spark only asks that all together are as long
+            for run in runs(arrays, task.columns, task.batch_size, device):
+                pieces.append(_predicted(module, run, task))
+                if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
+                    yield pa.concat_arrays(pieces)
+                    pieces = []
+            if pieces:
+                yield pa.concat_arrays(pieces)
+
+
+def _predicted(module: nn.Module, run: Run, task: PredictTask) -> pa.Array:
+    if run.arguments is None:
+        return pa.nulls(
+            run.num_rows, pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
+        )
+    found = task.forward.outputs(module, run.arguments)
+    return run.spread(to_struct(found, run.arguments.num_rows, task.leaves))
 
 
 @contextlib.contextmanager
@@ -130,38 +149,6 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
         yield load(task, device), device
 
 
-def input_rows(arrays: Sequence[pa.Array], columns: Sequence[Column]) -> InputRows:
-    """The inputs of a record batch.
-
-    Raises:
-        DataError: a null, or a row of another shape than the module was trained on.
-    """
-    return InputRows(
-        columns, [_rows(array, column) for array, column in zip(arrays, columns, strict=True)]
-    )
-
-
-@dataclass(frozen=True)
-class InputRows:
-    """The inputs of a record batch, to be cut."""
-
-    columns: Sequence[Column]
-    rows: Sequence[Any]
-    """A tensor ``(rows, *shape)`` for each column, or what gives one for a slice."""
-
-    def runs(self, batch_size: int, device: torch.device) -> Iterator[Run]:
-        """Rows in runs of at most ``batch_size``, as ``forward`` takes them."""
-        for start in range(0, len(self.rows[0]), batch_size):
-            rows = [rows[start : start + batch_size] for rows in self.rows]
-            kept = None
-            if any(isinstance(piece, _Usable) for piece in rows):
-                rows, kept = _without_skipped(rows)
-            is_empty = kept is not None and not kept.any()
-            given = None if is_empty else arguments(self.columns, rows).to(device)
-            num_rows = min(batch_size, len(self.rows[0]) - start)
-            yield Run(given, num_rows, None if kept is None or kept.all() else kept)
-
-
 @dataclass(frozen=True)
 class Run:
     """Neighbouring rows, as ``forward`` takes them."""
@@ -173,7 +160,7 @@ class Run:
     kept: np.ndarray | None = None
     """Which rows are not skipped, bool ``(rows,)``; None: all are kept."""
 
-    def chosen(self, values: R) -> R:
+    def chosen(self, values: Tensors) -> Tensors:
         """Of one value for each row those of the rows that are kept."""
         return values if self.kept is None else _where(values, self.kept)
 
@@ -184,81 +171,69 @@ class Run:
         return values.take(pa.array(np.cumsum(self.kept) - 1, mask=~self.kept))
 
 
-@dataclass(frozen=True)
-class _Usable:
-    """Some of the rows that were asked for: the others' images cannot be used."""
+def runs(
+    arrays: Sequence[pa.Array], columns: Sequence[Column], batch_size: int, device: torch.device
+) -> Iterator[Run]:
+    """The inputs of a record batch in runs of at most ``batch_size`` rows.
 
-    rows: Any
-    kept: np.ndarray
+    Raises:
+        DataError: a null, or a row of another shape than the module was trained on.
+    """
+    readers = [_reader(array, column) for array, column in zip(arrays, columns, strict=True)]
+    total = len(arrays[0])
+    for start in range(0, total, batch_size):
+        stop = min(start + batch_size, total)
+        found = [read(start, stop) for read in readers]
+        masks = [usable for _, usable in found if usable is not None]
+        kept = np.logical_and.reduce(masks) if masks else None
+        if kept is None or kept.any():
+            rows = [
+                rows if kept is None else _where(rows, kept if usable is None else kept[usable])
+                for rows, usable in found
+            ]
+            given = arguments(columns, rows).to(device)
+            yield Run(given, stop - start, None if kept is None or kept.all() else kept)
+        else:
+            yield Run(None, stop - start, kept)
 
 
-def _without_skipped(pieces: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
-    """The rows that no column skips, and which these are."""
-    kept = np.logical_and.reduce([piece.kept for piece in pieces if isinstance(piece, _Usable)])
-    rows = [
-        _where(piece.rows, kept[piece.kept]) if isinstance(piece, _Usable) else _where(piece, kept)
-        for piece in pieces
-    ]
-    return rows, kept
+_Reader = Callable[[int, int], tuple[Tensors, np.ndarray | None]]
+"""Gives the rows of a slice that can be used, and which these are; None: all."""
 
 
-def _where(rows: R, mask: np.ndarray) -> R:
+def _reader(array: pa.Array, column: Column) -> _Reader:
+    if isinstance(column.kind, Image):
+        return partial(_decoded, array, column)
+    if column.specification is None:
+        rows = _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
+    else:
+        rows = _tensor(read_trained(array, column))
+    return lambda start, stop: (rows[start:stop], None)
+
+
+def _decoded(
+    array: pa.Array, column: Column, start: int, stop: int
+) -> tuple[Tensors, np.ndarray | None]:
+    """Images are decoded when they are asked for: they need many times their bytes then."""
+    part = array.slice(start, stop - start)
+    if not column.kind.skips:
+        return _tensor(read_trained(part, column, first_row=start)), None
+    rows, usable = read_trained_usable(part, column, first_row=start)
+    return _tensor(rows), usable
+
+
+def _where(rows: Tensors, mask: np.ndarray) -> Tensors:
     return rows.where(mask) if isinstance(rows, Ragged) else rows[torch.from_numpy(mask)]
 
 
-def _rows(array: pa.Array, column: Column) -> Any:
-    if column.specification is None:
-        return _tensor(to_numpy(array, column.dtype, column.shape, name=column.name))
-    if isinstance(column.kind, Image):
-        return _Images(array, column)
-    return _trained_rows(array, column)
-
-
-@dataclass(frozen=True)
-class _Images:
-    """Images that are decoded when they are asked for: they need many times their bytes then."""
-
-    array: pa.Array
-    column: Column
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __getitem__(self, rows: slice) -> torch.Tensor | Ragged | _Usable:
-        start, stop, _ = rows.indices(len(self))
-        if self.column.kind.skips:
-            part = self.array.slice(start, stop - start)
-            usable, kept = read_trained_usable(part, self.column, first_row=start)
-            return _Usable(usable if isinstance(usable, Ragged) else _tensor(usable), kept)
-        return _trained_rows(self.array.slice(start, stop - start), self.column, start)
-
-
-def _trained_rows(array: pa.Array, column: Column, first_row: int = 0) -> torch.Tensor | Ragged:
-    rows = read_trained(array, column, first_row=first_row)
-    return rows if isinstance(rows, Ragged) else _tensor(rows)
-
-
-def _predict_rows(
-    module: nn.Module, device: torch.device, inputs: InputRows, task: PredictTask
-) -> Iterator[pa.Array]:
-    """The rows of one record batch; Spark only asks that all arrays together are as long."""
-    pieces: list[pa.Array] = []
-    for run in inputs.runs(task.batch_size, device):
-        if run.arguments is None:
-            kind = pa.struct([(leaf.name, leaf.arrow_type) for leaf in task.leaves])
-            pieces.append(pa.nulls(run.num_rows, kind))
-            continue
-        found = task.forward.outputs(module, run.arguments)
-        pieces.append(run.spread(to_struct(found, run.arguments.num_rows, task.leaves)))
-        if sum(piece.nbytes for piece in pieces) >= FLUSH_BYTES:
-            yield _joined(pieces)
-            pieces = []
-    if pieces:
-        yield _joined(pieces)
-
-
-def _joined(pieces: list[pa.Array]) -> pa.Array:
-    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+def _tensor(rows: Rows) -> Tensors:
+    if isinstance(rows, Ragged):
+        return rows
+    with warnings.catch_warnings():
+        # Arrow's buffers are read-only. Nobody else reads this batch, so even a module that
+        # works in place does no harm.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(rows)
 
 
 def to_struct(
@@ -269,11 +244,11 @@ def to_struct(
     Raises:
         ConfigError: an output has no row per sample, or not one number where one was promised.
     """
-    tensors: dict[Source, torch.Tensor] = {}
-    for source in {leaf.source for leaf in leaves}:
-        value = pick(found[source.layer], source.path, source)
-        tensors[source] = check_rows(value, num_rows, source).cpu()
-    arrays = [to_arrow(_MAKERS[leaf.make](tensors[leaf.source]), leaf) for leaf in leaves]
+    tensors: dict[Output, torch.Tensor] = {}
+    for output in {leaf.output for leaf in leaves}:
+        value = pick(found[output.layer], output.path, output)
+        tensors[output] = check_rows(value, num_rows, output).cpu()
+    arrays = [to_arrow(_MAKERS[leaf.make](tensors[leaf.output]), leaf) for leaf in leaves]
     fields = [pa.field(leaf.name, leaf.arrow_type) for leaf in leaves]
     return pa.StructArray.from_arrays(arrays, fields=fields)
 
@@ -332,7 +307,7 @@ def to_arrow(values: torch.Tensor, leaf: Leaf) -> pa.Array:
     """
     if values.numel() > _MOST_IN_A_LIST:
         raise ConfigError(
-            f"{leaf.source} has {values.numel():,} numbers for {len(values)} rows, more than one "
+            f"{leaf.output} has {values.numel():,} numbers for {len(values)} rows, more than one "
             f"Arrow array holds; lower batchSize"
         )
     element = leaf.arrow_type
@@ -348,44 +323,7 @@ def to_arrow(values: torch.Tensor, leaf: Leaf) -> pa.Array:
         array = pa.ListArray.from_arrays(offsets, array)
     if array.type != leaf.arrow_type:
         raise ConfigError(
-            f"{leaf.source} has shape {tuple(values.shape)} here, but another number of dimensions "
+            f"{leaf.output} has shape {tuple(values.shape)} here, but another number of dimensions "
             f"when the module was run on zeros; let it give the same for every batch"
         )
     return array
-
-
-def _tensor(values: np.ndarray) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # Arrow's buffers are read-only. Nobody else reads this batch, so even a module that
-        # works in place does no harm.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(values)
-
-
-def checked_device(device: str) -> str:
-    """Return ``device`` if it is a known choice; called on the driver.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if device not in DEVICES:
-        raise ConfigError(f"device must be one of {DEVICES}; received {device!r}")
-    return device
-
-
-def udf_function(task: PredictTask) -> Callable[..., Iterator[pa.Array]]:
-    """The function of an iterator ``arrow_udf`` that predicts as ``task`` says.
-
-    Spark tells the kind of a UDF by its type hints: a UDF of one column gets an array per batch,
-    of several columns a tuple of arrays.
-    """
-
-    def predict_with_torch(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        return predict(((array,) for array in batches), task)
-
-    def predict_with_torch_many(
-        batches: Iterator[tuple[pa.Array, ...]],
-    ) -> Iterator[pa.Array]:
-        return predict(batches, task)
-
-    return predict_with_torch if len(task.columns) == 1 else predict_with_torch_many

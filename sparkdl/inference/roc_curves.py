@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from sparkdl.runtime.json_values import finite
 
@@ -32,11 +33,11 @@ class ScoreTable:
 
     limit: int = MOST_SCORES
     is_exact: bool = True
-    columns: np.ndarray = field(default_factory=lambda: np.empty((3, 0)))
-    """``(3, scores)``: different scores in ``[0, 1]``, ascending; the weight of the class's rows
-    with that score; the weight of the others."""
-    _waiting: list[np.ndarray] = field(default_factory=list)
-    _num_waiting: int = 0
+    columns: list[torch.Tensor] = field(default_factory=list)
+    """``(3, scores)`` each: scores in ``[0, 1]``; the weight of the class's rows with that score;
+    the weight of the others. After `settle` there is one, of different scores, ascending."""
+    waiting: int = 0
+    """Scores that were added since."""
 
     def add(self, scores: np.ndarray, is_class: np.ndarray, weights: np.ndarray) -> None:
         """Take note of rows; three arrays ``(rows,)``."""
@@ -45,24 +46,24 @@ class ScoreTable:
 
     def merge(self, other: ScoreTable) -> None:
         """Take note of what another table has seen."""
-        columns = other.settled()
+        columns = other.settle()
         self.is_exact &= other.is_exact
         self._put(columns)
 
     def _put(self, columns: np.ndarray) -> None:
-        self._waiting.append(columns)
-        self._num_waiting += columns.shape[1]
-        if self._num_waiting > 2 * self.limit:  # sorting seldom costs less than sorting often
-            self.settled()
+        self.columns.append(torch.from_numpy(columns))
+        self.waiting += columns.shape[1]
+        if self.waiting > 2 * self.limit:  # sorting seldom costs less than sorting often
+            self.settle()
 
-    def settled(self) -> np.ndarray:
-        """The table with all that was added."""
-        self.columns = self._by_score(np.concatenate([self.columns, *self._waiting], axis=1))
-        self._waiting, self._num_waiting = [], 0
-        if self.is_exact and self.columns.shape[1] > self.limit:
+    def settle(self) -> np.ndarray:
+        """Unite all that was added, and return it."""
+        columns = self._by_score(np.concatenate([np.empty((3, 0)), *self.columns], axis=1))
+        if self.is_exact and columns.shape[1] > self.limit:
             self.is_exact = False
-            self.columns = self._by_score(self.columns)
-        return self.columns
+            columns = self._by_score(columns)
+        self.columns, self.waiting = [torch.from_numpy(columns)], 0
+        return columns
 
     def _by_score(self, columns: np.ndarray) -> np.ndarray:
         scores, positive, negative = columns
@@ -75,7 +76,7 @@ class ScoreTable:
 
     def curve(self) -> Curve:
         """The curves that follow."""
-        scores, positive, negative = self.settled()[:, ::-1].copy()
+        scores, positive, negative = self.settle()[:, ::-1].copy()
         return Curve(
             thresholds=scores, positive=positive, negative=negative, is_exact=self.is_exact
         )

@@ -5,13 +5,12 @@ This is pure arithmetic. Every measure is a mean over rows, weighted if there ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import DataError, SparkDLError, import_or
+from sparkdl.errors import SparkDLError, import_or
 from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
@@ -35,36 +34,25 @@ class ClassificationScores:
     """What a classifier's predictions are worth."""
 
     accuracy: float
-    log_loss: float | None
-    """Mean of ``-log(probability of the label)``; None without a probability column."""
+    log_loss: float
+    """Mean of ``-log(probability of the label)``."""
     per_class: Mapping[int, ClassScores]
     confusion: Mapping[int, Mapping[int, float]]
     """label -> prediction -> rows (or sum of weights), 0 for what was never predicted for it."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON, whose keys are strings."""
-        return {
-            "accuracy": self.accuracy,
-            "log_loss": self.log_loss,
-            "per_class": {str(label): vars(scores) for label, scores in self.per_class.items()},
-            "confusion": {
-                str(label): {str(predicted): rows for predicted, rows in row.items()}
-                for label, row in self.confusion.items()
-            },
-        }
-
     def lines(self) -> list[str]:
         """For a terminal."""
-        text = [f"accuracy  {self.accuracy:.4f}"]
-        if self.log_loss is not None:
-            text.append(f"log loss  {self.log_loss:.4f}")
-        text += ["", f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}"]
-        for label, scores in self.per_class.items():
-            text.append(
+        return [
+            f"accuracy  {self.accuracy:.4f}",
+            f"log loss  {self.log_loss:.4f}",
+            "",
+            f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}",
+            *(
                 f"{label:>8} {scores.precision:>10.4f} {scores.recall:>8.4f} "
                 f"{scores.f1:>8.4f} {scores.rows:>10,.10g}"
-            )
-        return text
+                for label, scores in self.per_class.items()
+            ),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +63,6 @@ class RegressionScores:
     mae: float
     r2: float
     """Share of the labels' variance that is explained; NaN if all labels are equal."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON, which has no NaN."""
-        return dict(finite(vars(self)))
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -143,8 +127,13 @@ class Evaluation(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, whose keys are strings and which has no NaN."""
         values = {"rows": self.rows, **self._values()}
-        if self.scores is not None:
-            values |= self.scores.to_dict()
+        if isinstance(self.scores, ClassificationScores):
+            per_class, confusion = self.scores.per_class, self.scores.confusion
+            values["per_class"] = {str(label): vars(s) for label, s in per_class.items()}
+            values["confusion"] = {
+                str(label): {str(predicted): rows for predicted, rows in row.items()}
+                for label, row in confusion.items()
+            }
         if self.curves:
             values["curves"] = {str(number): c.to_dict() for number, c in self.curves.items()}
         return dict(finite(values))
@@ -213,71 +202,36 @@ class _Row(dict[int, float]):
 
 
 def classification_scores(
-    counts: Mapping[tuple[int, int], float], log_loss_sum: float | None
+    counts: Mapping[tuple[int, int], float], log_loss_sum: float
 ) -> ClassificationScores:
     """Scores from a confusion matrix.
 
     Args:
-        counts: ``(label, prediction)`` -> rows, or sum of their weights.
+        counts: ``(label, prediction)`` -> rows, or sum of their weights; not all are 0.
         log_loss_sum: sum over rows of ``-log(probability of the label)`` times weight.
-
-    Raises:
-        DataError: there are no rows, or none that counts.
     """
-    total = _positive_total(sum(counts.values()))
+    total = sum(counts.values())
     classes = sorted({label for pair in counts for label in pair})
-    confusion = {
-        label: _Row({p: counts[label, p] for p in classes if (label, p) in counts})
-        for label in classes
-    }
+    confusion = {label: _Row() for label in classes}
+    predicted = dict.fromkeys(classes, 0.0)
+    for (label, prediction), rows in sorted(counts.items()):
+        confusion[label][prediction] = rows
+        predicted[prediction] += rows
     return ClassificationScores(
-        accuracy=sum(counts.get((label, label), 0.0) for label in classes) / total,
-        log_loss=None if log_loss_sum is None else log_loss_sum / total,
-        per_class={label: _class_scores(counts, classes, label) for label in classes},
+        accuracy=sum(row[label] for label, row in confusion.items()) / total,
+        log_loss=log_loss_sum / total,
+        per_class={
+            label: _class_scores(row[label], sum(row.values()), predicted[label])
+            for label, row in confusion.items()
+        },
         confusion=confusion,
     )
 
 
-def _class_scores(
-    counts: Mapping[tuple[int, int], float], classes: list[int], label: int
-) -> ClassScores:
-    right = counts.get((label, label), 0.0)
-    rows = sum(counts.get((label, predicted), 0.0) for predicted in classes)
-    predicted = sum(counts.get((other, label), 0.0) for other in classes)
+def _class_scores(right: float, rows: float, predicted: float) -> ClassScores:
     return ClassScores(
         precision=right / predicted if predicted else 0.0,
         recall=right / rows if rows else 0.0,
         f1=2 * right / (rows + predicted) if rows + predicted else 0.0,
         rows=rows,
     )
-
-
-def regression_scores(
-    *, weight: float, squared_error: float, absolute_error: float, label_variance: float
-) -> RegressionScores:
-    """Scores from sums over rows.
-
-    Args:
-        weight: number of rows, or sum of their weights.
-        squared_error: sum of squared errors, times weight.
-        absolute_error: sum of absolute errors, times weight.
-        label_variance: sum of squared distances of the labels from their mean, times weight.
-
-    Raises:
-        DataError: there are no rows, or none that counts.
-    """
-    total = _positive_total(weight)
-    return RegressionScores(
-        rmse=math.sqrt(squared_error / total),
-        mae=absolute_error / total,
-        r2=1 - squared_error / label_variance if label_variance > 0 else math.nan,
-    )
-
-
-def _positive_total(total: float | None) -> float:
-    if not total:
-        raise DataError(
-            "no row counts: all have weight 0 or a class that the loss ignores, or there are none; "
-            "check the weights, and filters"
-        )
-    return total

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, WorkerError
@@ -21,7 +21,7 @@ from sparkdl.report.live.progress import Progress, View
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, folder_name
 from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable
-from sparkdl.report.record.time_spans import Span, Spans
+from sparkdl.report.record.time_spans import Spans
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _STEPS_KEPT = 500
 
 
 class Recorder(View):
-    """Writes down one run. Made by `recording`; the supervisor calls it as a `View`."""
+    """Writes down one run, and passes it on to its views. Made by `recording`."""
 
     def __init__(self, folder: RunFolder | None, began: Mapping[str, Any]) -> None:
         """Begin.
@@ -47,13 +47,15 @@ class Recorder(View):
             folder: where the record is left; None: it is kept in memory only.
             began: fields of `RunRecord` that are known when the run begins.
         """
-        self._started = time.time()
         self._clock = time.perf_counter()
+        self._phase, self._phase_began = "", 0.0
+        self._laps: dict[str, float] = {}
         self._builder = RecordBuilder()
         self._waiting: list[Event] = []
         self._lock = threading.Lock()
         self._folder = folder
         self._listeners = Listeners()
+        self._views: list[View] = []
         self._spans = Spans(1)
         self._world_size = 1
         self._steps_per_epoch = 0
@@ -61,12 +63,12 @@ class Recorder(View):
         self._step_noted = -1.0
         self._unnoted: dict[str, Any] | None = None
         self._rows: tuple[float, float] | None = None
+        self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
-        self._has_ended = self._is_left = self._has_failed = False
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
-        self._note("begin", started=self._started, **began)
+        self._note("begin", started=time.time(), **began)
         if self._folder is not None:
             self._folder.append(self._taken())  # a place that cannot be written to ends the fit
             self._writer.start()
@@ -75,15 +77,26 @@ class Recorder(View):
         """Call these listeners from now on; what one raises when it starts is raised."""
         self._listeners.start(start, listeners)
 
+    def show(self, view: View) -> None:
+        """Have this view show the run from now on; what it raises ends the run."""
+        self._views.append(view)
+
     # --- called by the fit ---------------------------------------------------------------------
 
     def phase(self, name: str) -> None:
-        """Another phase of the fit begins, on the driver."""
+        """Another phase of the run begins on the driver, and the one before it ends."""
+        self.end_phase()
+        self._phase, self._phase_began = name, self._now()
         self._note("phase", name=name)
 
-    def lap(self, name: str, seconds: float) -> None:
-        """A phase of the fit has taken so long."""
-        self._note("lap", name=name, seconds=seconds)
+    def end_phase(self) -> Mapping[str, float]:
+        """The phase that goes on ends; returns phase -> seconds, in order, of all that did."""
+        if self._phase:
+            seconds = self._now() - self._phase_began
+            self._laps[self._phase] = self._laps.get(self._phase, 0.0) + seconds
+            self._note("lap", name=self._phase, seconds=seconds)
+            self._phase = ""
+        return self._laps
 
     def facts(self, *, world_size: int, **facts: Any) -> None:
         """What is known before training begins; ``world_size`` ranks will report."""
@@ -97,14 +110,11 @@ class Recorder(View):
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
 
-    def trained(self, module: nn.Module) -> None:
-        """The run has a module to show for it."""
-        self._module = module
-
     # --- called by the supervisor -------------------------------------------------------------
 
     def attempt(self, number: int, start_step: int) -> None:
-        """A gang, or a run in rounds, begins."""
+        for view in self._views:
+            view.attempt(number, start_step)
         self._flush()
         self._spans = Spans(self._world_size)
         self._rows = None
@@ -112,48 +122,34 @@ class Recorder(View):
         self._note("attempt", number=number, start_step=start_step)
 
     def begun_again(self, number: int, step: int | None) -> None:
-        """What has failed is started again, for the ``number``-th time in the run.
-
-        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
-        is repeated.
-
-        Args:
-            number: as in `attempt`.
-            step: steps done by then; None: not known yet.
-        """
         self._note("attempt", number=number, start_step=step)
 
     def failure(self, reason: str) -> None:
-        """An attempt has failed."""
         self._flush()
         shown = presentable(reason)
         self._note("failure", reason=shown)
         self._listeners.call(lambda listener: listener.failure(shown))
 
     def progress(self, rank: int, progress: Progress) -> None:
-        """A rank has sent how far it has come."""
+        for view in self._views:
+            view.progress(rank, progress)
         if progress.seconds:
             self.spent(rank, progress.seconds)
         if rank == 0 and progress.step > self._step:
             self._take_step(progress.step, progress.loss, progress.rows)
 
     def spent(self, rank: int, totals: Mapping[str, float]) -> None:
-        """On what a rank has spent its time since the attempt began."""
         self._note_spans(self._spans.take(rank, totals, self._now()))
 
     def fact(self, rank: int, body: Mapping[str, Any]) -> None:
-        """Another event of a worker: its hardware, or a confusion matrix."""
         if body["kind"] == "hardware":
             self._note("hardware", rank=rank, hardware=body["hardware"])
         elif body["kind"] == "confusion":
-            self.confusion(body["epoch"], body["counts"])
-
-    def confusion(self, epoch: int, counts: Sequence[Sequence[float]]) -> None:
-        """Label by prediction, over the validation rows, after ``epoch``."""
-        self._note("confusion", epoch=epoch, counts=counts)
+            self._note("confusion", epoch=body["epoch"], counts=body["counts"])
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """An epoch ended, or a function reported."""
+        for view in self._views:
+            view.epoch(record)
         self._note("epoch", record=dict(record))
         if "report" in record:
             step = int(record["report"])
@@ -162,42 +158,46 @@ class Recorder(View):
         self._listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """A rank logged a line; warnings are kept."""
+        """Pass the line on; warnings are kept."""
+        for view in self._views:
+            view.log(rank, line, level)
         if level >= logging.WARNING:
             self._note("log", rank=rank, level=logging.getLevelName(level), line=line)
 
     def done(self, steps: int) -> None:
-        """Training has succeeded."""
+        for view in self._views:
+            view.done(steps)
         self._flush()
         if steps > self._step:  # the last ones came between two reports
             self._note("step", step=steps, loss=None, rows_per_second=None)
 
     # --- the end ------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, history: Sequence[Mapping[str, float]] = ()) -> None:
-        """The run has ended; leave its record.
+    def succeeded(
+        self, history: Sequence[Mapping[str, float]], module: nn.Module | None = None
+    ) -> None:
+        """What came of the run; listeners are shown the trained module at its end."""
+        self._history, self._module = [dict(record) for record in history], module
 
-        Called again, it only does what it could not do before, because it was interrupted.
-        """
-        if not self._has_ended:
-            self._has_ended = True
-            self._flush()
-            self._note(
-                "end",
-                status="succeeded" if error is None else "failed",
-                error=None if error is None else described(error),
-                history=[dict(record) for record in history],
-            )
+    def end(self, error: BaseException | None) -> None:
+        """The run has ended; leave its record. Called by `recording`, once."""
+        self._flush()
+        self.end_phase()
+        self._note(
+            "end",
+            status="succeeded" if error is None else "failed",
+            error=None if error is None else described(error),
+            history=self._history,
+        )
         record = self.record()
         self._stop.set()
         if self._writer.is_alive():
             self._writer.join(timeout=60)
-        if self._folder is not None and not self._is_left:
+        if self._folder is not None:
             try:
                 self._folder.finish(record, page(record))
             except Exception as failure:
                 self._give_up(failure)
-            self._is_left = True
         self._listeners.end(record, self._module)
 
     @property
@@ -245,9 +245,8 @@ class Recorder(View):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._folder = None
-        if not self._has_failed:
-            self._has_failed = True
+        if self._folder is not None:
+            self._folder = None
             shown = error if isinstance(error, SparkDLError) else f"{type(error).__name__}: {error}"
             logger.warning("the run leaves no report: %s", shown)
 
@@ -276,9 +275,9 @@ class Recorder(View):
         self._note_step()
         self._note_spans(self._spans.rest())
 
-    def _note_spans(self, spans: Iterator[Span]) -> None:
+    def _note_spans(self, spans: Iterable[Event]) -> None:
         for span in spans:
-            self._note("spent", **vars(span))
+            self._note("spent", **span)
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -302,9 +301,10 @@ def recording(
     params: Sequence[Mapping[str, Any]],
     storage: Storage | None,
     listeners: Sequence[Listener],
+    is_interrupted: Callable[[], bool] = lambda: False,
     **known: Any,
 ) -> Iterator[Recorder]:
-    """Record what happens in the block, which calls `Recorder.end` if all goes well.
+    """Record what happens in the block, which calls `Recorder.succeeded` if all goes well.
 
     Args:
         run_id: the run's.
@@ -312,6 +312,7 @@ def recording(
         params: as in `RunRecord.params`.
         storage: where the record is left; None: nowhere.
         listeners: what else watches the run.
+        is_interrupted: asked when the block has failed, whether the user wanted that.
         known: other fields of `RunRecord`.
 
     Raises:
@@ -330,5 +331,6 @@ def recording(
         recorder.start_listeners(start, listeners)
         yield recorder
     except BaseException as error:
-        recorder.end(error)
+        recorder.end(KeyboardInterrupt() if is_interrupted() else error)
         raise
+    recorder.end(None)

@@ -20,8 +20,8 @@ class Example:
     """One batch of inputs. The number of its rows is free."""
 
     arguments: Arguments
-    lengths: tuple[bool, ...] = ()
-    """Of each input whether its second dimension is a length, which is free too; empty: none."""
+    lengths: tuple[bool, ...]
+    """Of each input whether its second dimension is a length, which is free too."""
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -42,8 +42,7 @@ class Example:
 
     def has_length(self, value: torch.Tensor) -> bool:
         """Whether the second dimension of one of the tensors is a length."""
-        flags = self.lengths or (False,) * len(self.values)
-        return any(flag for flag, v in zip(flags, self.values, strict=True) if v is value)
+        return any(flag for flag, v in zip(self.lengths, self.values, strict=True) if v is value)
 
     def with_values(self, values: Sequence[torch.Tensor]) -> Example:
         """The same with other tensors."""
@@ -56,11 +55,10 @@ class Example:
 
     def shorter(self) -> Example:
         """The same with sequences that are a step shorter, where they have several."""
-        flags = self.lengths or (False,) * len(self.values)
         return self.with_values(
             [
                 value[:, : max(1, value.shape[1] - 1)] if flag else value
-                for flag, value in zip(flags, self.values, strict=True)
+                for flag, value in zip(self.lengths, self.values, strict=True)
             ]
         )
 
@@ -84,5 +82,7 @@ def as_example(given: Given) -> Example:
     if isinstance(given, Example):
         return given
     if isinstance(given, Mapping):
-        return Example(Arguments(tuple(given.values()), tuple(given)))
-    return Example(Arguments(tuple(given)))
+        arguments = Arguments(tuple(given.values()), tuple(given))
+    else:
+        arguments = Arguments(tuple(given))
+    return Example(arguments, (False,) * len(given))

@@ -7,7 +7,7 @@ module again, but one that needs none of the code it was made with.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,32 +59,25 @@ def export_saved(
             f"there is something at {without_password(os.fspath(target))} already; choose another "
             "target, or replace it with --overwrite"
         )
-    write = next((w for ending, w in _FILES.items() if name.endswith(ending)), _folder)
-    return write(model, target, storage, name)
+    if name.endswith(".onnx"):
+        from sparkdl.serialization.onnx_export import export_onnx
 
-
-def _onnx(model: Any, target: Any, storage: Storage, name: str) -> Exported:
-    from sparkdl.serialization.onnx_export import export_onnx
-
-    difference = export_onnx(model, target)
-    return Exported(what="an ONNX file", inputs=_lines(open_saved(model)), difference=difference)
-
-
-def _program(model: Any, target: Any, storage: Storage, name: str) -> Exported:
+        difference = export_onnx(model, target)
+        inputs = _lines(open_saved(model))
+        return Exported(what="an ONNX file", inputs=inputs, difference=difference)
     saved = open_saved(model)
-    inputs = example_of(_signature(saved).inputs)
-    storage.write(name, write_program(saved.make(), inputs))
-    return Exported(what="an exported program", inputs=_lines(saved))
+    if name.endswith(".safetensors"):
+        storage.write(name, saved.files[WEIGHTS])
+        return Exported(what=f"{len(saved.weights())} tensors", inputs=())
+    if name.endswith(".pt2"):
+        example = example_of(_signature(saved).inputs)
+        storage.write(name, write_program(saved.make(), example))
+        return Exported(what="an exported program", inputs=_lines(saved))
+    _write_folder(saved, storage, name)
+    return Exported(what="a folder for sparkdl.load_module", inputs=_lines(saved))
 
 
-def _weights(model: Any, target: Any, storage: Storage, name: str) -> Exported:
-    saved = open_saved(model)
-    storage.write(name, saved.files[WEIGHTS])
-    return Exported(what=f"{len(saved.weights())} tensors", inputs=())
-
-
-def _folder(model: Any, target: Any, storage: Storage, name: str) -> Exported:
-    saved = open_saved(model)
+def _write_folder(saved: SavedModule, storage: Storage, name: str) -> None:
     prepared = prepare_program(
         saved.make(),
         example_inputs=example_of(_signature(saved).inputs),
@@ -93,16 +86,15 @@ def _folder(model: Any, target: Any, storage: Storage, name: str) -> Exported:
     if storage.exists(name):
         if not storage.exists(f"{name}/{INDEX}"):
             raise ConfigError(
-                f"{without_password(os.fspath(target))} holds something else than an exported "
-                "model, so it is not replaced; choose another target"
+                f"{storage}/{name} holds something else than an exported model, so it is not "
+                "replaced; choose another target"
             )
         storage.remove(name)
     prepared.write(storage, name)
-    return Exported(what="a folder for sparkdl.load_module", inputs=_lines(saved))
 
 
 def _signature(saved: SavedModule) -> ModelSignature:
-    signature = signature_of(saved)
+    signature = signature_of(saved.index)
     if signature is None:
         raise ConfigError(
             "an estimator has not seen its columns, so nothing can be exported of it but its "
@@ -124,10 +116,3 @@ def _line(column: Column) -> str:
     length = ("length",) if column.kind.has_length else ()
     shape = ", ".join(map(str, ("batch", *length, *column.shape)))
     return f"input {column.argument or column.name}: {column.dtype}, ({shape})"
-
-
-_FILES: Mapping[str, Callable[[Any, Any, Storage, str], Exported]] = {
-    ".onnx": _onnx,
-    ".pt2": _program,
-    ".safetensors": _weights,
-}

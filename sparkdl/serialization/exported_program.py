@@ -19,10 +19,12 @@ itself, which has no second try.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -63,25 +65,24 @@ _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 class ProgramModule(nn.Module):
-    """An exported program as a module that can only predict. Can be copied and pickled."""
+    """An exported program as a module that can only predict. Can be copied and pickled.
+
+    Attributes:
+        archive: the file that `read_program` reads.
+    """
 
     def __init__(self, archive: bytes) -> None:
         super().__init__()
-        self._archive = archive
+        self.archive = archive
         # Guards are Python source from the file; the operators check the shapes themselves.
         self.program = self.exported().module(check_guards=False)
         for part in self.modules():  # torch's own eval() refuses exported programs
             part.training = False
 
-    @property
-    def archive(self) -> bytes:
-        """The file that `read_program` reads."""
-        return self._archive
-
     def exported(self) -> torch.export.ExportedProgram:
         """The program as torch's exporters take it, read anew."""
         program: torch.export.ExportedProgram
-        program = load_pt2(io.BytesIO(self._archive)).exported_programs["model"]
+        program = load_pt2(io.BytesIO(self.archive)).exported_programs["model"]
         return program
 
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
@@ -101,7 +102,7 @@ class ProgramModule(nn.Module):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_program, (self._archive,)
+        return read_program, (self.archive,)
 
 
 def write_program(module: nn.Module, example_inputs: Given) -> bytes:
@@ -120,9 +121,18 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
     """
     if isinstance(module, ProgramModule):
         return module.archive
-    example = _checked(example_inputs)
-    with evaluation_mode(module):
-        return _archive(module, example)
+    example, buffer = _checked(example_inputs), io.BytesIO()
+    num_rows = example.arguments.num_rows
+    with evaluation_mode(module), _exporting():
+        program = _export(module, example)
+        _strip(program)
+        torch.export.save(program, buffer)
+        exported = read_program(buffer.getvalue())
+        others = (example.rows(2 * num_rows), example.rows(3 * num_rows), example.shorter())
+        for tried in (example, *others):
+            found, expected = (tried.arguments.call(made) for made in (exported, module))
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    return buffer.getvalue()
 
 
 def export_program(module: nn.Module, example_inputs: Given) -> torch.export.ExportedProgram:
@@ -138,11 +148,8 @@ def export_program(module: nn.Module, example_inputs: Given) -> torch.export.Exp
     if isinstance(module, ProgramModule):
         return module.exported()
     example = _checked(example_inputs)
-    with evaluation_mode(module):
-        try:
-            return _export(module, _pair(example))
-        except Exception as error:  # whatever the module's forward or torch's tracer raise
-            raise _not_exportable(error) from error
+    with evaluation_mode(module), _exporting():
+        return _export(module, example)
 
 
 def read_program(archive: bytes) -> ProgramModule:
@@ -169,12 +176,27 @@ def _checked(example_inputs: Given) -> Example:
     return example
 
 
-def _pair(example: Example) -> Example:
+@contextlib.contextmanager
+def _exporting() -> Iterator[None]:
+    """Without gradients, and without torch's warnings: what comes out is compared with the module.
+
+    Raises:
+        ConfigError: the block has failed.
+    """
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # whatever the module's forward or torch's tracer raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"torch.export cannot export it ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
     # torch.export takes sizes 0 and 1 for constants, so the example needs two samples or more.
-    return example.rows(2 * example.arguments.num_rows)
-
-
-def _export(module: nn.Module, pair: Example) -> torch.export.ExportedProgram:
+    pair = example.rows(2 * example.arguments.num_rows)
     batch = torch.export.Dim("batch", min=1)
 
     def shape(value: Any) -> Any:
@@ -185,35 +207,7 @@ def _export(module: nn.Module, pair: Example) -> torch.export.ExportedProgram:
         return {0: batch, 1: torch.export.Dim.DYNAMIC} if pair.has_length(value) else {0: batch}
 
     bound = signature(module.forward).bind(*pair.positional, **pair.by_name).arguments
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the callers compare what comes out with the module
-        return torch.export.export(
-            module, pair.positional, pair.by_name, dynamic_shapes=shape(bound)
-        )
-
-
-def _archive(module: nn.Module, inputs: Example) -> bytes:
-    pair = _pair(inputs)
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the result is compared with the module below
-            program = _export(module, pair)
-            _strip(program)
-            buffer = io.BytesIO()
-            torch.export.save(program, buffer)
-            exported = read_program(buffer.getvalue())
-            triple = inputs.rows(3 * inputs.arguments.num_rows)
-            for example in (inputs, pair, triple, inputs.shorter()):
-                found, expected = (example.arguments.call(made) for made in (exported, module))
-                torch.testing.assert_close(found, expected, equal_nan=True)
-    except Exception as error:  # whatever the module's forward or torch's tracer raise
-        raise _not_exportable(error) from error
-    return buffer.getvalue()
-
-
-def _not_exportable(error: Exception) -> ConfigError:
-    reason = str(error).strip().partition("\n")[0]
-    return ConfigError(f"torch.export cannot export it ({type(error).__name__}: {reason})")
+    return torch.export.export(module, pair.positional, pair.by_name, dynamic_shapes=shape(bound))
 
 
 def _strip(program: torch.export.ExportedProgram) -> None:

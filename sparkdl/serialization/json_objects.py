@@ -244,9 +244,8 @@ def _restore_module(description: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"{description['module']} is not a class of modules")
     with borrowed_generator():
         module = _construct(kind, description["args"])
-    parameters = dict(module.named_parameters())
     for name in description["frozen"]:
-        parameters[name].requires_grad_(False)
+        module.get_parameter(name).requires_grad_(False)
     return module
 
 

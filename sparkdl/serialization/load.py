@@ -118,9 +118,7 @@ def load_signature(path_or_url: Place) -> ModelSignature:
             estimator, which does not know yet what it will be trained on.
     """
     storage = open_place(path_or_url)
-    folder = _find(storage)
-    index = read_module_index(storage, folder)
-    signature = _signature(index["extra"])
+    signature = signature_of(read_module_index(storage, _find(storage)))
     if signature is None:
         raise StorageError(
             f"{storage} holds an estimator, which has not seen its columns; save the model "
@@ -135,14 +133,10 @@ def open_saved(path_or_url: Place) -> SavedModule:
     return open_module(storage, _find(storage))
 
 
-def signature_of(saved: SavedModule) -> ModelSignature | None:
-    """What a saved module takes and gives; None for that of an estimator."""
-    return _signature(saved.index["extra"])
-
-
-def _signature(described: Mapping[str, Any]) -> ModelSignature | None:
+def signature_of(index: Mapping[str, Any]) -> ModelSignature | None:
+    """What a saved module with this index takes and gives; None for that of an estimator."""
     # Not restored as a whole: that would import the factory's code.
-    extra = {name: value for name, value in described["dict"] if isinstance(name, str)}
+    extra = {name: value for name, value in index["extra"]["dict"] if isinstance(name, str)}
     if "columns" not in extra:
         return None
     return ModelSignature(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ConfigError
 from sparkdl.serialization.example_inputs import Example, as_example, example_of
@@ -98,7 +99,7 @@ def export_onnx(
 def _resolve(model: Any) -> tuple[nn.Module, ModelSignature | None]:
     if isinstance(model, str | os.PathLike):
         saved = open_saved(model)
-        return saved.make(), signature_of(saved)
+        return saved.make(), signature_of(saved.index)
     if isinstance(model, nn.Module):
         return model, None
     module, columns = getattr(model, "module", None), getattr(model, "columns", None)
@@ -157,12 +158,7 @@ def _check_packages() -> None:
         )
 
 
-def _write(
-    module: nn.Module,
-    inputs: Example,
-    names: Sequence[str] | None,
-    file: Path,
-) -> None:
+def _write(module: nn.Module, inputs: Example, names: Sequence[str] | None, file: Path) -> None:
     program = export_program(module, inputs)
     try:
         with _quiet():
@@ -253,16 +249,14 @@ def _difference(module: nn.Module, session: Any, inputs: Example) -> float:
 
 def _leaves(output: Any) -> list[torch.Tensor]:
     """The tensors of an output, in the order in which torch's exporter writes them."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, dict):
-        return [leaf for value in output.values() for leaf in _leaves(value)]
-    if isinstance(output, list | tuple):
-        return [leaf for value in output for leaf in _leaves(value)]
-    raise ConfigError(
-        f"a module for ONNX must return tensors, or tuples, lists and dicts of them; it returned "
-        f"{type(output).__name__}"
-    )
+    leaves = tree_leaves(output)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise ConfigError(
+                "a module for ONNX must return tensors, or tuples, lists and dicts of them; it "
+                f"returned {type(leaf).__name__}"
+            )
+    return leaves
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

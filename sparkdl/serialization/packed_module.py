@@ -1,7 +1,7 @@
 """A module on its way from the driver to the executors.
 
 Tensors travel as safetensors; the rest of the module is pickled by value, in memory only, so that
-a class from a notebook works. The three ways to send the bytes are the three callables at the end.
+a class from a notebook works. The three ways to get the bytes are the three functions at the end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError
-from sparkdl.storage.checkpoint_format import encode
-from sparkdl.storage.tensor_tree import DTYPES, Snapshot
+from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.storage import tensor_tree
+from sparkdl.storage.checkpoint_format import decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class PackedModule:
     skeleton: bytes
     """The module without its tensors, pickled."""
     tensors: bytes
-    """The tensors as safetensors, named by their number in the skeleton."""
+    """The tensors by their numbers in the skeleton, as `checkpoint_format.encode` writes them."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,14 +58,14 @@ class _TensorPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
         self._parameters: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, pid: tuple[int, bool, bool]) -> torch.Tensor:
         number, is_parameter, requires_grad = pid
-        tensor = self._tensors[str(number)]
+        tensor = self._tensors[number]
         if not is_parameter:
             return tensor
         return self._parameters.setdefault(number, nn.Parameter(tensor, requires_grad))
@@ -82,84 +81,20 @@ def pack(module: nn.Module) -> PackedModule:
     pickler = _TensorPickler(file)
     try:
         pickler.dump(module)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        plain = [t.detach().as_subclass(torch.Tensor).cpu() for t in pickler.tensors]
+        tensors = b"".join(encode(tensor_tree.Snapshot(*tensor_tree.pack(plain))))
+    except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
         raise ConfigError(f"the module cannot be sent to executors: {error}") from error
-    tensors = {str(n): tensor.detach().cpu() for n, tensor in enumerate(pickler.tensors)}
-    weights = _joined(_without_sharing(tensors))
     skeleton = file.getvalue()
-    digest = hashlib.sha256(skeleton + hashlib.sha256(weights).digest()).hexdigest()
-    return PackedModule(digest=digest, skeleton=skeleton, tensors=weights)
+    digest = hashlib.sha256(skeleton + hashlib.sha256(tensors).digest()).hexdigest()
+    return PackedModule(digest=digest, skeleton=skeleton, tensors=tensors)
 
 
-def unpack(packed: PackedModule) -> nn.Module:
-    """Rebuild the module; its tensors are on the CPU."""
-    tensors = safetensors.torch.load(packed.tensors)
-    module: nn.Module = _TensorUnpickler(io.BytesIO(packed.skeleton), tensors).load()
+def unpack(skeleton: bytes, tensors: bytes) -> nn.Module:
+    """Rebuild the module of a `PackedModule`'s parts; its tensors are on the CPU."""
+    unpickler = _TensorUnpickler(io.BytesIO(skeleton), decode(tensors, "the module"))
+    module: nn.Module = unpickler.load()
     return module
-
-
-def _joined(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The tensors as safetensors, with one copy of them rather than the library's two."""
-    if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
-        return safetensors.torch.save(tensors)
-    return b"".join(encode(Snapshot(None, tensors)))
-
-
-def _without_sharing(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that are views of a storage seen before: safetensors refuses those."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        start = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if start in seen else tensor.contiguous()
-        seen.add(start)
-    return separate
-
-
-@dataclass(frozen=True)
-class SentByValue:
-    """A packed module inside the closure."""
-
-    packed: PackedModule
-
-    def __call__(self) -> PackedModule:
-        return self.packed
-
-
-@dataclass(frozen=True)
-class SentByBroadcast:
-    """A packed module in a broadcast variable of classic Spark."""
-
-    broadcast: Any
-
-    def __call__(self) -> PackedModule:
-        packed: PackedModule = self.broadcast.value
-        return packed
-
-
-@dataclass(frozen=True)
-class SentAsArtifact:
-    """A packed module in a file that Spark Connect brings to every executor."""
-
-    file_name: str
-
-    def __call__(self) -> PackedModule:
-        from pyspark import SparkFiles
-
-        return read_packed(Path(SparkFiles.get(self.file_name)))
-
-
-def write_packed(packed: PackedModule, path: Path) -> None:
-    """Write a packed module for `SentAsArtifact`."""
-    with path.open("wb") as file:
-        pickle.dump(packed, file, protocol=5)
-
-
-def read_packed(path: Path) -> PackedModule:
-    """Inverse of `write_packed`; for files of one's own session only."""
-    with path.open("rb") as file:
-        packed: PackedModule = pickle.load(file)
-    return packed
 
 
 def pack_blank(module: nn.Module) -> PackedModule:
@@ -169,3 +104,22 @@ def pack_blank(module: nn.Module) -> PackedModule:
         if isinstance(tensor, torch.Tensor):
             tensor.detach().zero_()
     return pack(blank)
+
+
+def given(packed: PackedModule) -> PackedModule:
+    """The module itself, for one that travels inside the closure."""
+    return packed
+
+
+def from_broadcast(broadcast: Any) -> PackedModule:
+    """The module in a broadcast variable of classic Spark."""
+    packed: PackedModule = broadcast.value
+    return packed
+
+
+def from_artifact(file_name: str) -> PackedModule:
+    """The module in a file that Spark Connect has brought to this executor: a pickled one."""
+    from pyspark import SparkFiles
+
+    packed: PackedModule = pickle.loads(Path(SparkFiles.get(file_name)).read_bytes())
+    return packed

@@ -29,7 +29,7 @@ from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Data, Storage
 from sparkdl.storage.tensor_tree import Snapshot, pack
 
 VERSION = 2
@@ -61,7 +61,7 @@ class PreparedModule:
         Raises:
             StorageError: the storage cannot be written.
         """
-        files = {WEIGHTS: encode(self.weights), **self.others}
+        files: dict[str, Data] = {WEIGHTS: encode(self.weights), **self.others}
         if self.unlisted is not None:
             files[_UNLISTED] = encode(self.unlisted)
         write_folder(storage, path, INDEX, self.index, files)
@@ -130,15 +130,14 @@ def prepare_module(
         ConfigError: the module cannot be made again in any of the three ways, or ``factory``
             makes another one; names causes and remedies.
     """
-    way = _find_way(module, factory, example_inputs)
-    files = dict(others or {})
-    if way.program is not None:
-        files[_PROGRAM] = way.program
+    recipe, files, unlisted = _find_way(module, factory, example_inputs)
     # Plain dicts: names and tensors are all that another reader of safetensors needs.
-    prepared = prepare_weights(dict(module.state_dict()))
-    index = {"version": VERSION, "extra": describe(dict(extra)), "recipe": way.recipe}
-    unlisted = Snapshot(*pack(way.unlisted)) if way.unlisted else None
-    return replace(prepared, index=index, unlisted=unlisted, others=files)
+    return replace(
+        prepare_weights(dict(module.state_dict())),
+        index={"version": VERSION, "extra": describe(dict(extra)), "recipe": recipe},
+        unlisted=Snapshot(*pack(unlisted)) if unlisted else None,
+        others={**(others or {}), **files},
+    )
 
 
 def prepare_weights(state: Mapping[str, Any]) -> PreparedModule:
@@ -171,20 +170,6 @@ def prepare_program(
     )
 
 
-def save_module(
-    module: nn.Module,
-    factory: Any | None,
-    storage: Storage,
-    path: str,
-    *,
-    example_inputs: Given | None,
-    extra: Mapping[str, Any],
-) -> None:
-    """Write a module as a folder; see `prepare_module` and `PreparedModule.write`."""
-    prepared = prepare_module(module, factory, example_inputs=example_inputs, extra=extra)
-    prepared.write(storage, path)
-
-
 def open_module(storage: Storage, path: str) -> SavedModule:
     """Read a saved module through; nothing is imported or run.
 
@@ -201,30 +186,23 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     Raises:
         StorageError: it is missing, damaged or of a later version.
     """
-    place = f"{path}/{INDEX}"
     index = read_index(storage, path, INDEX, range(1, VERSION + 1))
     recipe, files = index.get("recipe"), index["files"]
     ways = set(_WAYS) & set(recipe if isinstance(recipe, dict) else ())
     needed = {WEIGHTS, _PROGRAM} if "program" in ways else {WEIGHTS}
     if len(ways) != 1 or not needed <= set(files) or "extra" not in index:
-        raise StorageError(f"{place} is damaged: it does not say how to make the module")
+        raise StorageError(f"{path}/{INDEX} is damaged: it does not say how to make the module")
     return index
 
 
 def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Make the module that `save_module` wrote, and give back ``extra``; see `SavedModule`."""
+    """Make the module that was saved, and give back ``extra``; see `SavedModule`."""
     saved = open_module(storage, path)
     return saved.make(), saved.extra()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Way:
-    """How a module can be made again."""
-
-    recipe: Mapping[str, Any]
-    program: bytes | None = None
-    unlisted: Mapping[str, Any] | None = None
-    """See `find_unlisted`."""
+_Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
+"""How a module can be made again: the recipe, files for it, and what `find_unlisted` found."""
 
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
@@ -236,13 +214,13 @@ def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | No
         except DescribeError as error:
             causes.append(f"the factory cannot be written: {error}")
     try:
-        return _Way(recipe={"module": describe(module)})
+        return {"module": describe(module)}, {}, {}
     except DescribeError as error:
         causes.append(f"the module cannot be described: {error}")
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")
-        return _Way(recipe={"program": _PROGRAM}, program=write_program(module, example_inputs))
+        return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
     except ConfigError as error:
         causes.append(str(error))
     raise ConfigError(
@@ -267,8 +245,7 @@ def _factory_way(module: nn.Module, factory: Any) -> _Way:
             f"pass the factory that made it, with all its arguments"
         )
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    recipe = {"factory": described, "frozen": frozen}
-    return _Way(recipe=recipe, unlisted=find_unlisted(module, again))
+    return {"factory": described, "frozen": frozen}, {}, find_unlisted(module, again)
 
 
 def _make(factory: Any) -> nn.Module:
@@ -297,9 +274,8 @@ def _load_weights(module: nn.Module, weights: Mapping[str, Any], recipe: Any) ->
     module.load_state_dict(
         {name: value if name in copied else _own(value) for name, value in weights.items()}
     )
-    parameters = dict(module.named_parameters())
     for name in recipe.get("frozen", ()):
-        parameters[name].requires_grad_(False)
+        module.get_parameter(name).requires_grad_(False)
 
 
 def _own(value: Any) -> Any:

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from sparkdl.errors import StorageError
-from sparkdl.storage.checkpoint_format import FileRecord, Recorder
-from sparkdl.storage.storage import Storage, pieces
+from sparkdl.storage.checkpoint_format import FileRecord, write_file
+from sparkdl.storage.storage import Data, Storage, pieces
 
 _SUM = "sha256"
 _REMEDY = "save it again, or take an intact copy"
 
-Pieces = bytes | Iterable[bytes | memoryview]
-"""The content of a file: whole, or its pieces in order, which are written as they come."""
-
 
 def write_folder(
-    storage: Storage, path: str, index_name: str, index: Mapping[str, Any], files: Mapping[str, Any]
+    storage: Storage,
+    path: str,
+    index_name: str,
+    index: Mapping[str, Any],
+    files: Mapping[str, Data],
 ) -> None:
     """Write a folder; until its index is there, which comes last, it counts as damaged.
 
@@ -35,17 +36,16 @@ def write_folder(
         path: the folder, relative to the storage.
         index_name: name of the index.
         index: what else the index holds, as JSON; ``files`` and ``sha256`` are added.
-        files: content of each file, see `Pieces`.
+        files: content of each file.
 
     Raises:
         StorageError: the storage cannot be written.
     """
     storage.remove(f"{path}/{index_name}")  # a folder half written must not look whole
-    records = {}
-    for name, data in files.items():
-        recorder = Recorder()
-        storage.write(f"{path}/{name}", recorder.watch(map(memoryview, pieces(data))))
-        records[name] = asdict(recorder.record())
+    records = {
+        name: asdict(write_file(storage, f"{path}/{name}", map(memoryview, pieces(data))))
+        for name, data in files.items()
+    }
     body = {**index, "files": records}
     storage.write(f"{path}/{index_name}", _text({**body, _SUM: digest(body)}))
 
@@ -75,7 +75,7 @@ def read_index(storage: Storage, path: str, index_name: str, versions: range) ->
         if version not in versions or (version > 1 and not _is_intact(index, data)):
             raise StorageError(f"{place} is damaged: it is not what was written; {_REMEDY}")
         index["files"] = {
-            checked_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
+            _plain_name(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
             for name, record in index["files"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -100,12 +100,8 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def checked_name(name: str) -> str:
-    """Return the name of a file that lies directly in the folder.
-
-    Raises:
-        ValueError: it leads elsewhere.
-    """
+def _plain_name(name: str) -> str:
+    """The name, unless it leads out of the folder."""
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         raise ValueError(f"a file called {name!r}")
     return name

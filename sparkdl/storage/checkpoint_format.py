@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load as load_safetensors
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
 from sparkdl.storage.storage import Storage
@@ -136,59 +134,50 @@ def decode(data: bytes, place: str) -> Any:
     Raises:
         CheckpointError: the file is not whole or not of this format; names ``place``.
     """
-    try:
-        size = struct.unpack("<Q", data[:8])[0]
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]["tree"]
-        return unpack(json.loads(metadata), load_safetensors(data))
-    except (safetensors.SafetensorError, struct.error, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
+    return _decoded(data, place, bytearray)
 
 
 def views(data: bytes, place: str) -> Any:
-    """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to.
+    """Like `decode`, but the tensors are views of ``data``: to be copied from, never written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return _decoded(data, place, lambda part: part)
 
-    Raises:
-        CheckpointError: see `decode`.
-    """
+
+def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
+    """The tree, with tensors in what ``keep`` makes of their bytes."""
     try:
         start = 8 + struct.unpack("<Q", data[:8])[0]
         header = json.loads(data[8:start])
         metadata = header.pop("__metadata__")["tree"]
-        tensors = {name: _view(data, start, entry) for name, entry in header.items()}
+        body, tensors = memoryview(data)[start:], {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            tensors[name] = _tensor(keep(body[begin:end]), entry)
         return unpack(json.loads(metadata), tensors)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
 
 
-def _view(data: bytes, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(data: Any, entry: Mapping[str, Any]) -> torch.Tensor:
     dtype = _TORCH[entry["dtype"]]
-    begin, end = entry["data_offsets"]
-    numel = (end - begin) // dtype.itemsize
-    if numel == 0:
-        return torch.empty(entry["shape"], dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(data, dtype=dtype, count=numel, offset=start + begin)
+    flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
     return flat.reshape(entry["shape"])
 
 
-class Recorder:
-    """Counts and hashes the pieces of a file on their way to the storage."""
+def write_file(storage: Storage, path: str, data: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a file in pieces, which are counted and hashed on their way to the storage."""
+    digest, size = hashlib.sha256(), 0
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._size = 0
+    def watched() -> Iterator[bytes | memoryview]:
+        nonlocal size
+        for piece in data:
+            digest.update(piece)
+            size += len(piece)
+            yield piece
 
-    def watch(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """Pass the pieces on."""
-        for chunk in chunks:
-            self._hash.update(chunk)
-            self._size += len(chunk)
-            yield chunk
-
-    def record(self) -> FileRecord:
-        """What passed."""
-        return FileRecord(self._size, self._hash.hexdigest())
+    storage.write(path, watched())
+    return FileRecord(size, digest.hexdigest())
 
 
 def write_manifest(info: CheckpointInfo) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CommunicationError, GangError, StorageError
 from sparkdl.storage import checkpoint_format as layout
-from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord, Recorder
+from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord
 from sparkdl.storage.storage import Storage
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 
@@ -212,9 +212,8 @@ class CheckpointManager:
         self._prune(path)
 
     def _write_file(self, path: str, state: Snapshot) -> FileRecord:
-        recorder = Recorder()
-        self._storage.write(path, _until(self._abandoned, recorder.watch(layout.encode(state))))
-        return recorder.record()
+        pieces = _until(self._abandoned, layout.encode(state))
+        return layout.write_file(self._storage, path, pieces)
 
     def _tell(self, name: str, record: Mapping[str, Any]) -> None:
         self._signal.set(_key(name, self._rank), json.dumps(record).encode())

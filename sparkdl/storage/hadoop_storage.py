@@ -14,7 +14,7 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,12 @@ from sparkdl.storage.storage import (
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_ERRORS: dict[str, Callable[[str], OSError]] = {
-    "FileNotFoundException": lambda text: FileNotFoundError(errno.ENOENT, text),
-    "AccessControlException": lambda text: PermissionError(errno.EACCES, text),
-    "DSQuotaExceededException": lambda text: OSError(errno.EDQUOT, text),
-    "NSQuotaExceededException": lambda text: OSError(errno.EDQUOT, text),
-    "ParentNotDirectoryException": lambda text: NotADirectoryError(errno.ENOTDIR, text),
+_ERRORS = {
+    "FileNotFoundException": errno.ENOENT,
+    "AccessControlException": errno.EACCES,
+    "DSQuotaExceededException": errno.EDQUOT,
+    "NSQuotaExceededException": errno.EDQUOT,
+    "ParentNotDirectoryException": errno.ENOTDIR,
 }
 """Hadoop's exceptions for which there is a remedy, by their class's own name."""
 
@@ -217,4 +217,4 @@ def _java_errors() -> Iterator[None]:
         java = error.java_exception
         name, message = java.getClass().getSimpleName(), java.getMessage()
         text = f"{name}: {message.strip().splitlines()[0]}" if message else name
-        raise (_ERRORS[name](text) if name in _ERRORS else OSError(text)) from error
+        raise (OSError(_ERRORS[name], text) if name in _ERRORS else OSError(text)) from error

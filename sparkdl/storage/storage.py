@@ -128,7 +128,7 @@ class LocalStorage:
         return str(self._root)
 
     def write(self, path: str, data: Data) -> None:
-        """See `Storage.write`. Written aside, forced to disk, then renamed."""
+        """Write it aside, force it to disk, then rename it."""
         target = self._at(path)
         aside = target.with_name(f"{_ASIDE}{uuid.uuid4().hex}")
         with failures("write", str(target), OSError):
@@ -249,18 +249,15 @@ class FsspecStorage:
         with failures("write", self._show(path)):
             if self._has_folders:
                 self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-            self._write(target, data)
-
-    def _write(self, target: str, data: Data) -> None:
-        opened = self._fs.open(target, "wb")
-        try:
-            with opened as file:
-                for chunk in pieces(data):
-                    file.write(chunk)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(target)  # once closed, half a file counts as one
-            raise
+            opened = self._fs.open(target, "wb")
+            try:
+                with opened as file:
+                    for chunk in pieces(data):
+                        file.write(chunk)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm(target)  # once closed, half a file counts as one
+                raise
 
     def read(self, path: str) -> bytes:
         place = self._at(path)
@@ -351,16 +348,13 @@ def failure(action: str, place: str, error: Exception, remedy: str | None = None
 
 
 @contextlib.contextmanager
-def failures(
-    action: str, place: str, kind: type[Exception] = Exception, remedy: str | None = None
-) -> Iterator[None]:
+def failures(action: str, place: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Raise errors of a file system as `failure` has them.
 
     Args:
         action: what the block does, such as ``read``.
         place: where it does that.
         kind: what the file system raises; each of fsspec's has exception types of its own.
-        remedy: what to do about it; None: what is known to help.
 
     Raises:
         StorageError: the block has raised an error of ``kind``.
@@ -368,7 +362,7 @@ def failures(
     try:
         yield
     except kind as error:
-        raise failure(action, place, error, remedy) from error
+        raise failure(action, place, error) from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -27,6 +27,8 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -192,10 +194,8 @@ class _Packer:
             raise _refused(node, path, f"numpy dtype {node.dtype} cannot be stored")
         if isinstance(node, np.generic):
             return {"scalar": _text(node.tobytes()), "dtype": kind}
-        data = (
-            torch.frombuffer(bytearray(node.tobytes()), dtype=torch.uint8) if node.nbytes else None
-        )
-        name = self._add(torch.empty(0, dtype=torch.uint8) if data is None else data, path)
+        data = np.ndarray(node.nbytes, np.uint8, bytearray(node.tobytes()))
+        name = self._add(torch.from_numpy(data), path)
         return {"numpy": name, "dtype": kind, "shape": list(node.shape)}
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -78,8 +77,10 @@ class OwnWeightsSynchronizer(ApartSynchronizer):
     """
 
     keeps_optimizer = True
-    _own: Sequence[torch.Tensor] | None = None
-    """The replica's weights while the model shows the agreed ones."""
+    rank_state: ClassVar[tuple[str, ...]] = ("own", "round_sums")
+    _own: list[torch.Tensor] | None = None
+    """The replica's weights while the model shows the agreed ones; if a checkpoint does not hold
+    them, the replica begins from the agreed."""
 
     @abstractmethod
     def show_agreed(self) -> None:
@@ -100,12 +101,3 @@ class OwnWeightsSynchronizer(ApartSynchronizer):
         self._own = [parameter.detach().clone() for parameter in self.parameters]
         with torch.no_grad():
             self.show_agreed()
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        own = None if self._own is None else list(self._own)
-        return {"own": own, "round_sums": self.round_sums}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Synchronizer.load_rank_state_dict`; without it a replica begins from the agreed."""
-        self._own = state["own"]
-        self.round_sums.copy_(state["round_sums"])

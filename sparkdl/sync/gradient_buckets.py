@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, Pending
+from sparkdl.storage.stateful import Stateful
 
 if TYPE_CHECKING:
     from sparkdl.comm.compression.compression import Compression, Shapes
@@ -73,7 +74,7 @@ class FlatGradients:
         self.buckets.clear()
 
 
-class BucketSums:
+class BucketSums(Stateful):
     """Sums of buckets over ranks, compressed or not, that travel together. All ranks call alike.
 
     Args:
@@ -81,6 +82,9 @@ class BucketSums:
         comm: the gang.
         compression: what they are sent with; None: as they are.
     """
+
+    shared_state: ClassVar = ("compressors",)
+    rank_state: ClassVar = ("compressors",)
 
     def __init__(
         self, buckets: Sequence[Bucket], comm: Communicator, compression: Compression | None
@@ -109,24 +113,9 @@ class BucketSums:
         for message in pending:
             message.wait()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The compressors' states that are equal on all ranks."""
-        return {"compressors": [one.state_dict() for one in self._compressors]}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        if self._compressors and state["compressors"]:  # a gang of one has none
-            for one, values in zip(self._compressors, state["compressors"], strict=True):
-                one.load_state_dict(values)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """The compressors' states of this rank."""
-        return {"compressors": [one.rank_state_dict() for one in self._compressors]}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state_dict` gave."""
-        for one, values in zip(self._compressors, state["compressors"], strict=True):
-            one.load_rank_state_dict(values)
+        if self._compressors and state.get("compressors"):  # a gang of one has none
+            super().load_state_dict(state)
 
 
 def make_buckets(

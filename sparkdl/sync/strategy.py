@@ -11,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
+from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern, ring_bytes
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Reduced(NamedTuple):
     """Whose samples these are, where a rank's may be left out; None: everyone's."""
 
 
-class Synchronizer(ABC):
+class Synchronizer(Stateful, ABC):
     """The strategy at work in one worker; owns model and optimizer.
 
     The loop calls, per step: ``zero_gradients``, forward and backward of each micro-batch (all
@@ -181,7 +182,7 @@ class Synchronizer(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward passes add to the local gradients only."""
 
-    def start_sums(self, sums: torch.Tensor) -> None:  # noqa: B027  # may stay
+    def start_sums(self, sums: torch.Tensor) -> None:
         """Offer what `reduce_gradients` will get, before the last backward pass of the step.
 
         A strategy may start to exchange it, so that nobody waits for it afterwards; ``sums`` is
@@ -221,19 +222,5 @@ class Synchronizer(ABC):
         """Bytes this rank has sent for the strategy's sake so far."""
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the strategy must remember, equal on all ranks (clocks, outer momentum)."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
-        """Restore what `state_dict` gave."""
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank must remember (residuals)."""
-        return {}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
-        """Restore what `rank_state_dict` gave."""
-
-    def close(self) -> None:  # noqa: B027  # may stay
+    def close(self) -> None:
         """Release hooks and buffers; called once, also after a failure."""

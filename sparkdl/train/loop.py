@@ -109,19 +109,16 @@ def train(
         clock = Clock(comm)
         talks_within = config.sync_batch_norm and comm.world_size > 1
         step = TrainStep(replica, clock=clock, talks_within=talks_within)
-        state = RankState(
+        return _Training(
             replica=replica,
             book=book,
             epoch_sums=no_sums(replica.loss, device),
             watch=step.watch,
-        )
-        return _Training(
             shards=shards,
             validation=validation,
             comm=comm,
             checkpoints=checkpoints,
             observer=observer,
-            rank=state,
             step=step,
             clock=clock,
             rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
@@ -129,23 +126,21 @@ def train(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Training:
-    """One rank's training; what changes is in ``rank``."""
+class _Training(RankState):
+    """One rank's training: its state, and what it works with."""
 
     shards: ShardRows
     validation: ShardRows
     comm: Communicator
     checkpoints: CheckpointSink | None
     observer: Observer
-    rank: RankState
     step: TrainStep
     clock: Clock
     rows_by_rank: list[int]
 
     def run(self, resume: ResumePoint | None) -> TrainOutcome:
         """Train to the end."""
-        replica, book = self.rank.replica, self.rank.book
-        callbacks = replica.config.callbacks
+        replica, book = self.replica, self.book
         self._begin(resume)
         while not book.is_complete:
             began = time.perf_counter()
@@ -157,49 +152,42 @@ class _Training:
                         self._save_if_due()
             self._close_round()
             self._average_buffers()
-            record = self._record(began)
-            if replica.plan.num_validation_rows:
-                record.update(self._evaluate())
-            self._end_epoch(record)
+            self._end_epoch(self._record(began))
             self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
         if book.best_model is not None:
             replica.module.load_state_dict(book.best_model)
-        for callback in callbacks:
+        for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
         return outcome
 
     def _begin(self, resume: ResumePoint | None) -> None:
-        replica = self.rank.replica
-        seed = replica.config.seed
-        training_mode(replica.module, replica.config.frozen_layers)
-        seed_everything(seed, self.comm.rank)
+        config = self.replica.config
+        training_mode(self.replica.module, config.frozen_layers)
+        seed_everything(config.seed, self.comm.rank)
         if resume is not None:
-            self.rank.restore(resume, seed=seed, rank=self.comm.rank)
-        for callback in replica.config.callbacks:
+            self.restore(resume, seed=config.seed, rank=self.comm.rank)
+        for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
         self.observer.clock(self.clock.seconds)
 
     def _batches(self) -> Generator[Batch, None, None]:
         """The batches to the end of the epoch, or to the last step of the run."""
-        book = self.rank.book
-        batches = self.rank.replica.batches(
-            self.shards,
-            self.comm.rank,
-            epoch=book.state.epoch,
-            first_step=book.state.step_in_epoch,
+        state = self.book.state
+        batches = self.replica.batches(
+            self.shards, self.comm.rank, epoch=state.epoch, first_step=state.step_in_epoch
         )
         self.clock.lap("other")
         with contextlib.closing(batches):
-            while not book.is_epoch_over:
+            while not self.book.is_epoch_over:
                 batch = next(batches)
                 self.clock.lap("data")
                 yield batch
 
     def _train_step(self, batch: Batch) -> bool:
         """Train on a batch; True if the round is closed."""
-        replica, book = self.rank.replica, self.rank.book
+        replica, book = self.replica, self.book
         step = book.state.step
         by_rank = self._batch_rows(book.state.step_in_epoch)
         sums = self.step(replica.on_device(batch), sum(by_rank), step)
@@ -207,7 +195,7 @@ class _Training:
             by_rank = [rows * (rank in sums.ranks) for rank, rows in enumerate(by_rank)]
         own_rows = by_rank[self.comm.rank]
         if own_rows:
-            self.rank.epoch_sums.add_(sums.local)
+            self.epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
         book.count(1, sum(by_rank), None if self.checkpoints is None else self.checkpoints.due)
@@ -223,7 +211,7 @@ class _Training:
 
     def _batch_rows(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
-        num_steps, after = self.rank.replica.plan.steps_per_epoch, step_in_epoch + 1
+        num_steps, after = self.replica.plan.steps_per_epoch, step_in_epoch + 1
         return [
             rows * after // num_steps - rows * step_in_epoch // num_steps
             for rows in self.rows_by_rank
@@ -231,45 +219,41 @@ class _Training:
 
     def _close_round(self) -> None:
         self.clock.lap("other")
-        self.rank.replica.synchronizer.close_round()
+        self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
     def _average_buffers(self) -> None:
         """Make buffers equal on all ranks where the strategy does not."""
-        replica = self.rank.replica
-        if not replica.synchronizer.buffers_agree:
+        if not self.replica.synchronizer.buffers_agree:
             with_rows = [rank for rank, rows in enumerate(self.rows_by_rank) if rows]
-            sync_buffers(replica.module, self.comm, with_rows)
+            sync_buffers(self.replica.module, self.comm, with_rows)
             self.clock.lap("communication")
 
     def _record(self, began: float) -> Record:
-        """The epoch's entry in the history, over all ranks, without an evaluation."""
-        replica = self.rank.replica
-        sums = self.rank.epoch_sums.clone()
+        """The epoch's entry in the history, over all ranks, with its evaluation."""
+        sums = self.epoch_sums.clone()
         self.comm.all_reduce(sums)
         self.clock.lap("communication")
         # That of the first parameter group; optimizers of the user's own may have none.
-        learning_rate = float(replica.synchronizer.optimizer.param_groups[0].get("lr", math.nan))
-        return self.rank.book.record(
+        group = self.replica.synchronizer.optimizer.param_groups[0]
+        record = self.book.record(
             sums.tolist(),
-            replica.labels,
-            learning_rate=learning_rate,
+            self.replica.labels,
+            learning_rate=float(group.get("lr", math.nan)),
             seconds=time.perf_counter() - began,
         )
-
-    def _evaluate(self) -> Record:
-        replica = self.rank.replica
-        self.observer.phase("evaluate")
-        batches = sequential_batches(self.validation, replica.plan)
-        record = evaluate(replica, batches, self.comm)
-        self.clock.lap("evaluate")
+        if self.replica.plan.num_validation_rows:
+            self.observer.phase("evaluate")
+            batches = sequential_batches(self.validation, self.replica.plan)
+            record.update(evaluate(self.replica, batches, self.comm))
+            self.clock.lap("evaluate")
         return record
 
     def _end_epoch(self, record: Record) -> None:
-        replica, book = self.rank.replica, self.rank.book
+        replica, book = self.replica, self.book
         is_kept = book.end_epoch(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
-            self.rank.epoch_sums.zero_()
+            self.epoch_sums.zero_()
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(int(record["epoch"]), replica.metrics.confusion)
@@ -279,21 +263,20 @@ class _Training:
 
     def _save_if_due(self) -> None:
         """Write a checkpoint if one is due, but not at the end; the round is closed by now."""
-        book = self.rank.book
-        if not book.is_checkpoint_due or book.is_complete:
+        if not self.book.is_checkpoint_due or self.book.is_complete:
             return
         assert self.checkpoints is not None
-        book.is_checkpoint_due = False
+        self.book.is_checkpoint_due = False
         self._close_round()
         self.observer.phase("checkpoint")
-        point = self.rank.snapshot()
+        point = self.snapshot()
         assert point.rank_state is not None
         self.checkpoints.save(point.step, point.shared, point.rank_state)
         self.clock.lap("checkpoint")
         self.observer.phase("train")
 
     def _outcome(self) -> TrainOutcome:
-        book, final = self.rank.book, self.rank.snapshot()
+        book, final = self.book, self.snapshot()
         if book.best_model is not None:  # the module will change under the snapshot
             model = {name: _copied(value) for name, value in final.shared["model"].items()}
             final = dataclasses.replace(final, shared={**final.shared, "model": model})
@@ -303,7 +286,7 @@ class _Training:
             rows=book.state.rows_seen,
             stopped_early=book.state.stopped_early,
             seconds=dict(self.clock.seconds),
-            bytes_sent=self.rank.replica.synchronizer.bytes_sent,
+            bytes_sent=self.replica.synchronizer.bytes_sent,
             final=final,
         )
 
@@ -311,10 +294,10 @@ class _Training:
         return CallbackState(
             rank=self.comm.rank,
             world_size=self.comm.world_size,
-            epoch=self.rank.book.state.epoch,
-            step=self.rank.book.state.step,
+            epoch=self.book.state.epoch,
+            step=self.book.state.step,
             loss=self.step.loss,
-            model=self.rank.replica.module,
+            model=self.replica.module,
         )
 
 

@@ -89,13 +89,8 @@ class RankState:
         buffers = dict(replica.module.named_buffers())
         for name, value in rank_state["buffers"].items():
             buffers[name].detach().copy_(value)
-        own = rank_state["own"]
-        if own is not None:
-            replica.number_format.load_state_dict(own["scaler"])
-            if replica.scheduler is not None and own["scheduler"] is not None:
-                replica.scheduler.load_state_dict(own["scheduler"])
-            if own["optimizer"] is not None:
-                replica.synchronizer.optimizer.load_state_dict(own["optimizer"])
+        if rank_state["own"] is not None:
+            replica.load_state_dict(rank_state["own"])
         self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])

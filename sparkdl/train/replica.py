@@ -79,9 +79,11 @@ class Replica:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self.module.load_state_dict(state["model"])
-        self.synchronizer.optimizer.load_state_dict(state["optimizer"])
+        """Restore what `state_dict` gave, or a part of it without model or optimizer."""
+        if "model" in state:
+            self.module.load_state_dict(state["model"])
+        if state["optimizer"] is not None:
+            self.synchronizer.optimizer.load_state_dict(state["optimizer"])
         self.number_format.load_state_dict(state["scaler"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

@@ -128,9 +128,17 @@ class RoundReplica:
                 observer.step(
                     epoch=part.epoch + 1, step=number + 1, loss=step.loss, rows=batch.num_rows
                 )
-                self._call_callbacks(
-                    rank=shard_id, epoch=part.epoch, step=number + 1, loss=step.loss
-                )
+                if config.callbacks:
+                    seen = CallbackState(
+                        rank=shard_id,
+                        world_size=replica.plan.world_size,
+                        epoch=part.epoch,
+                        step=number + 1,
+                        loss=step.loss,
+                        model=replica.module,
+                    )
+                    for callback in config.callbacks:
+                        callback.on_step_end(seen)
                 clock.lap("other")
         loss_sum, weight = synchronizer.round_sums.tolist()
         return RoundOutcome(
@@ -162,16 +170,3 @@ class RoundReplica:
         with in_memory_format(replica.module, replica.config.memory_format):
             sums = measure(replica, sequential_batches(validation, replica.plan))
         return tuple(sums.tolist()), replica.metrics.states()
-
-    def _call_callbacks(self, *, rank: int, epoch: int, step: int, loss: float) -> None:
-        if self._replica.config.callbacks:
-            seen = CallbackState(
-                rank=rank,
-                world_size=self._replica.plan.world_size,
-                epoch=epoch,
-                step=step,
-                loss=loss,
-                model=self._replica.module,
-            )
-            for callback in self._replica.config.callbacks:
-                callback.on_step_end(seen)

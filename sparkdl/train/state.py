@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import TrainPlan
-from sparkdl.train.callbacks import EarlyStopper, make_stopper
+from sparkdl.errors import ConfigError
 from sparkdl.train.objective.divergence import diverged
 from sparkdl.train.objective.label_losses import loss_record
 
@@ -36,7 +36,7 @@ class TrainState:
     """One record per epoch."""
     stopped_early: bool = False
     early_stopping: dict[str, Any] = field(default_factory=dict)
-    """What `callbacks.EarlyStopper` must remember."""
+    """``best``: the best value so far; ``num_epochs_without``: epochs since then."""
 
     def is_complete(self, epochs: int, max_steps: int) -> bool:
         """True if nothing is left to train; ``max_steps`` of -1 is no limit."""
@@ -51,6 +51,17 @@ class TrainState:
         """Append an epoch's record; it replaces the one that an earlier limit cut short."""
         self.history = [old for old in self.history if old["epoch"] != record["epoch"]]
         self.history.append(record)
+
+    def is_best(self, record: Record, stopping: EarlyStopping) -> bool:
+        """Take note of an epoch; True if it is the best so far. NaN is never an improvement."""
+        value, best = record[stopping.monitor], self.early_stopping.get("best")
+        if math.isfinite(value) and (best is None or _gain(value, best, stopping) > 0):
+            self.early_stopping = {"best": value, "num_epochs_without": 0}
+            return True
+        num_without = self.early_stopping.get("num_epochs_without", 0) + 1
+        self.early_stopping = {"best": best, "num_epochs_without": num_without}
+        self.stopped_early = num_without >= stopping.patience
+        return False
 
     def begin_epoch_anew(self) -> None:
         """Forget how far the epoch has come: other shards cannot tell which rows were used."""
@@ -74,6 +85,31 @@ class TrainState:
         return cls(**copy.deepcopy(state))
 
 
+def _gain(value: float, best: float, stopping: EarlyStopping) -> float:
+    return (best - value if stopping.mode == "min" else value - best) - stopping.min_delta
+
+
+def check_monitored(config: TrainConfig, *, has_validation: bool) -> None:
+    """Refuse metrics without rows for them, and early stopping by a value that is not there.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    keys = ["loss", "learning_rate"]
+    if has_validation:
+        keys += ["val_loss", *(f"val_{name}" for name in config.metrics)]
+    elif config.metrics:
+        raise ConfigError(
+            f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
+            "none; name a validation column or fraction, or leave metrics out"
+        )
+    if config.early_stopping is not None and config.early_stopping.monitor not in keys:
+        raise ConfigError(
+            f"early stopping monitors {config.early_stopping.monitor!r}, but the history has only "
+            f"{', '.join(keys)}; values that begin with 'val_' need validation rows"
+        )
+
+
 class EpochBook:
     """Counters, history, early stopping and the best weights of a run.
 
@@ -95,10 +131,8 @@ class EpochBook:
         self.best_model: dict[str, Any] | None = None
         self.is_checkpoint_due = False
         self._plan = plan
-        self._stopper: EarlyStopper | None = make_stopper(
-            config, has_validation=plan.num_validation_rows > 0
-        )
-        self._keeps_best = config.early_stopping is not None and config.early_stopping.restore_best
+        self._stopping = config.early_stopping
+        check_monitored(config, has_validation=plan.num_validation_rows > 0)
 
     @property
     def is_complete(self) -> bool:
@@ -176,13 +210,11 @@ class EpochBook:
         """
         state, is_kept = self.state, True
         state.add_record(record)
-        if self._stopper is not None:
-            is_best = self._stopper.is_best(record)
-            if self._keeps_best:
-                is_kept = is_best
-                if is_best:
-                    self.best_model = weights()
-            state.stopped_early = self._stopper.should_stop
+        if self._stopping is not None:
+            is_best = state.is_best(record, self._stopping)
+            is_kept = is_best or not self._stopping.restore_best
+            if is_best and self._stopping.restore_best:
+                self.best_model = weights()
         if state.step_in_epoch == self._plan.steps_per_epoch:
             state.epoch += 1
             state.step_in_epoch = 0
@@ -190,13 +222,9 @@ class EpochBook:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of it."""
-        if self._stopper is not None:
-            self.state.early_stopping = self._stopper.state_dict()
         return {"state": self.state.state_dict(), "best_model": self.best_model}
 
     def load_state_dict(self, shared: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
         self.state = TrainState.from_state_dict(shared["state"])
         self.best_model = shared["best_model"]
-        if self._stopper is not None:
-            self._stopper.load_state_dict(self.state.early_stopping)

@@ -22,7 +22,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.divergence import LossWatch
-from sparkdl.train.objective.label_losses import sums_of
+from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.training_step import run
 from sparkdl.train.replica import Replica
 from sparkdl.train.time_spent import Clock
@@ -87,21 +87,13 @@ class TrainStep:
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
         """
-        config, synchronizer = replica.config, replica.synchronizer
-        self._synchronizer = synchronizer
-        self._loss = replica.loss
-        self._num_labels = len(replica.labels)
-        self._augment = config.augmentation
-        self._format = replica.number_format
-        self._schedule = replica.schedule
-        self._device = replica.device
-        self._num_micro_batches = config.gradient_accumulation_steps
-        self._clip_norm = config.gradient_clip_norm
+        self._replica, self._config = replica, replica.config
+        self._synchronizer, self._format = replica.synchronizer, replica.number_format
         self._talks_within = talks_within
-        self._parameters = [p for p in synchronizer.model.parameters() if p.requires_grad]
+        self._parameters = [p for p in self._synchronizer.model.parameters() if p.requires_grad]
         self._clock = clock
         self.loss = math.nan
-        self.watch = LossWatch(config.divergence_factor)
+        self.watch = LossWatch(self._config.divergence_factor)
 
     def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
         """Train on ``batch``, which may be empty; every rank calls.
@@ -124,7 +116,7 @@ class TrainStep:
             local[:2].clone(), float(global_rows)
         )
         self._clock.lap("communication")
-        if self._device.type == "cpu" or step % READ_EVERY == 0:
+        if self._replica.device.type == "cpu" or step % READ_EVERY == 0:
             self._read(shared, step)
         if divisor == 0 or (batch.num_rows == 0 and self._synchronizer.trains_apart):
             self._advance_schedule(step)  # nothing to learn from; momentum alone must not move it
@@ -136,10 +128,11 @@ class TrainStep:
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
-        sums = torch.zeros(2 + self._num_labels, dtype=torch.float64, device=self._device)
-        if self._augment is not None and batch.num_rows > 0:
-            batch = augmented(batch, self._augment)
-        num_parts = self._num_micro_batches
+        loss = self._replica.loss
+        sums = no_sums(loss, self._replica.device)
+        if self._config.augmentation is not None and batch.num_rows > 0:
+            batch = augmented(batch, self._config.augmentation)
+        num_parts = self._config.gradient_accumulation_steps
         if not self._talks_within:
             num_parts = min(num_parts, batch.num_rows)
         for part in range(num_parts):
@@ -149,9 +142,9 @@ class TrainStep:
             is_last = part == num_parts - 1
             with contextlib.nullcontext() if is_last else self._synchronizer.no_sync():
                 with self._format.autocast():
-                    output = run(self._loss, self._synchronizer.model, micro_batch)
+                    output = run(loss, self._synchronizer.model, micro_batch)
                 loss_sum, weight_sum, parts = sums_of(
-                    self._loss, output, micro_batch.target, micro_batch.weight
+                    loss, output, micro_batch.target, micro_batch.weight
                 )
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
                     sums += self._added(loss_sum, weight_sum, parts)
@@ -168,10 +161,10 @@ class TrainStep:
     ) -> torch.Tensor:
         """The sums of a micro-batch, as in `StepSums.local`."""
         values = (loss_sum, weight_sum, *parts)
-        if self._device.type == "cpu":  # numbers take a tenth of the time of small tensors
+        if self._replica.device.type == "cpu":  # numbers take a tenth of the time of small tensors
             numbers = [v.item() if isinstance(v, torch.Tensor) else v for v in values]
             return torch.tensor(numbers, dtype=torch.float64)
-        sums = torch.zeros(len(values), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(len(values), dtype=torch.float64, device=self._replica.device)
         for place, value in enumerate(values):
             sums[place] += value.detach() if isinstance(value, torch.Tensor) else value
         return sums
@@ -180,24 +173,25 @@ class TrainStep:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        if self._config.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
         was_stepped = self._format.step(optimizer)
         if was_stepped:
             self._advance_schedule(step)
         return was_stepped
 
     def _advance_schedule(self, step: int) -> None:
-        if self._schedule is not None and (step + 1) % self._schedule.every == 0:
+        schedule = self._replica.schedule
+        if schedule is not None and (step + 1) % schedule.every == 0:
             with warnings.catch_warnings():
                 # torch wants an optimizer's step first; a replica without samples takes none.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self._schedule.scheduler.step()
+                schedule.scheduler.step()
 
     def _divide_by_weights(self, shared: torch.Tensor, divisor: float) -> None:
         """Turn the sum of losses by ``divisor`` into the mean that the weights ask for."""
         factor: torch.Tensor | float
-        if self._device.type == "cpu":
+        if self._replica.device.type == "cpu":
             weight_sum = shared[1].item()
             factor = divisor / weight_sum if weight_sum > 0 else 0.0
             if factor == 1.0:

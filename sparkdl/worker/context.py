@@ -14,7 +14,7 @@ from sparkdl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from sparkdl.worker.loader import Loader, LocalSet
+    from sparkdl.worker.loader import DataSet, Loader
 
 Save = Callable[[int, dict[str, Any]], None]
 """``save(number, state)`` writes a checkpoint; on rank 0 only."""
@@ -72,7 +72,7 @@ class Context:
         nodes: tuple[int, ...],
         device: torch.device,
         num_restarts: int,
-        sets: Mapping[str, LocalSet],
+        sets: Mapping[str, DataSet],
         resumed: Mapping[str, Any] | None,
         save: Save | None,
         show: Callable[[dict[str, float]], None],
@@ -84,7 +84,7 @@ class Context:
             nodes: number of each rank's host.
             device: where to compute.
             num_restarts: restarts so far.
-            sets: the data sets, as this rank has them.
+            sets: the data sets.
             resumed: what ``save`` got last, or None.
             save: writes checkpoints; None: they have no place, or this is not rank 0.
             show: shows a record of metrics.
@@ -136,6 +136,9 @@ class Context:
             raise ConfigError(f"there is no data set {name!r}; there are {known}")
         return Loader(
             self._sets[name],
+            name=name,
+            rank=self.rank,
+            world_size=self.world_size,
             device=self.device,
             batch_size=batch_size,
             columns=columns,

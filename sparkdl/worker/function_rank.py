@@ -29,13 +29,15 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    deliver,
     live,
-    say_what_differs,
+    resumed,
 )
 
 if TYPE_CHECKING:
     import torch
 
+    from sparkdl.comm.communicator import Communicator
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
     from sparkdl.storage.storage import Storage
     from sparkdl.worker.context import Context, Save
@@ -94,7 +96,7 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
 
 
 def _call(order: FunctionOrder, member: Member) -> Results:
-    from sparkdl.worker.context import entered
+    from sparkdl.worker.context import Context, entered
 
     function = _loaded(order, member)
     comm, reporter = member.comm, member.reporter
@@ -113,7 +115,16 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                 )
             )
             save = partial(manager.save, rank_state={})
-        place = _context(order, member, storage, save)
+        place = Context(
+            rank=comm.rank,
+            nodes=member.nodes,
+            device=member.device,
+            num_restarts=order.attempt,
+            sets=order.sets,
+            resumed=_resumed(order, storage, member.comm),
+            save=save,
+            show=reporter.epoch,
+        )
         stack.enter_context(environment_variables(place))
         stack.enter_context(entered(place))
         reporter.phase("train")
@@ -122,7 +133,8 @@ def _call(order: FunctionOrder, member: Member) -> Results:
         reporter.phase("finish")
     if comm.rank != 0 and order.results == "first":
         return []
-    return _deliver(member, {"value": value, "history": place.history})
+    data = pickled({"value": value, "history": place.history})
+    return deliver(member, "value", VALUE.format(comm.rank), [data])
 
 
 def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
@@ -150,47 +162,17 @@ def called(function: Callable[[], Any]) -> Any:
         return None
 
 
-def _context(
-    order: FunctionOrder, member: Member, storage: Storage | None, save: Save | None
-) -> Context:
-    from sparkdl.worker.context import Context
-    from sparkdl.worker.loader import LocalSet
-
-    rank = member.comm.rank
-    return Context(
-        rank=rank,
-        nodes=member.nodes,
-        device=member.device,
-        num_restarts=order.attempt,
-        sets={
-            name: LocalSet(name=name, data=data, rank=rank, world_size=len(member.nodes))
-            for name, data in order.sets.items()
-        },
-        resumed=_resumed(order, storage, member),
-        save=save,
-        show=member.reporter.epoch,
-    )
-
-
 def _resumed(
-    order: FunctionOrder, storage: Storage | None, member: Member
+    order: FunctionOrder, storage: Storage | None, comm: Communicator
 ) -> Mapping[str, Any] | None:
-    """The state of the newest checkpoint, which rank 0 reads and all ranks get."""
-    from sparkdl.storage import checkpoint_format as layout
-
-    if order.resume_path is None:
+    """The state of the newest checkpoint."""
+    found = resumed(order, storage, comm, versions())
+    if found is None:
         return None
-    data = None
-    place = order.resume_path
-    if member.comm.rank == 0:
-        assert storage is not None
-        info = layout.read_manifest(storage, order.resume_path)
-        say_what_differs(info.environment, versions())
-        data = layout.read_file(info, layout.SHARED)
-    found = layout.decode(member.comm.broadcast_bytes(data), place)
-    if not isinstance(found, dict) or not {"checkpoint", "history", "number"} <= set(found):
-        raise CheckpointError(f"{place} is no checkpoint of a TorchRunner; use another folder")
-    return found
+    info, state = found
+    if not isinstance(state, dict) or not {"checkpoint", "history", "number"} <= set(state):
+        raise CheckpointError(f"{info.path} is no checkpoint of a TorchRunner; use another folder")
+    return state
 
 
 _LOST_PEER = (
@@ -281,15 +263,6 @@ def environment_variables(place: Context) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _deliver(member: Member, value: Any) -> Results:
-    """Send what the function returned: over the driver's channel, else as rows."""
-    data = pickled(value)
-    if member.files is None:
-        return [("value", data)]
-    member.files.write(VALUE.format(member.comm.rank), data)
-    return []
 
 
 def pickled(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.storage.checkpoint_format import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,6 @@ class GangOrder:
 class Member:
     """A rank that has met its peers, and what it can use."""
 
-    environment: WorkerEnvironment
     nodes: tuple[int, ...]
     """Number of each rank's node."""
     comm: Communicator
@@ -92,16 +92,14 @@ def live(
     Yields:
         ``("error", JSON)`` alone, or what the work gave.
     """
-    scope = f"{order.run_id}/{order.attempt}/"
-    client = ChannelClient(environment.channel, scope=scope)
+    client = ChannelClient(environment.channel, scope=f"{order.run_id}/{order.attempt}/")
+    rank = GangRank(environment, order, client)
     reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
     with contextlib.closing(client):
-        results = reported(
-            reporter, environment.rank, lambda: _work(environment, order, work, client, reporter)
-        )
+        results = reported(reporter, environment.rank, lambda: _work(rank, work, reporter))
         if results and results[0][0] == "error":
             with contextlib.suppress(CommunicationError):  # then rank 0 is gone too
-                _sign_off(environment, order, client)
+                rank.sign_off()
     yield from results
 
 
@@ -122,15 +120,10 @@ def reported(reporter: Reporter, rank: int, work: Callable[[], Results]) -> Resu
             return [("error", json.dumps(failure).encode())]
 
 
-def _work(
-    environment: WorkerEnvironment,
-    order: GangOrder,
-    work: Callable[[Member], Results],
-    client: ChannelClient,
-    reporter: Reporter,
-) -> Results:
+def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter) -> Results:
     """Everything between the start of the process's part and its results."""
-    nodes = meet(environment, order, client)
+    environment, order = rank.environment, rank.order
+    nodes = rank.meet()
     with contextlib.ExitStack() as stack:
         stack.enter_context(tuned_allocator())
         import torch  # after the allocator, so that torch's first blocks are tuned too
@@ -143,7 +136,7 @@ def _work(
             torch.cuda.set_device(device)
         reporter.send({"kind": "hardware", "hardware": hardware(device, order.threads)})
         stack.enter_context(torch_threads(order.threads))
-        comm = stack.enter_context(_communicator(environment, order, client, device, nodes))
+        comm = stack.enter_context(rank.communicator(device, nodes))
         files = None
         if order.driver_hosts_channel:
             seconds = order.collective_timeout_seconds
@@ -151,55 +144,118 @@ def _work(
             stack.enter_context(contextlib.closing(files))
         results = work(
             Member(
-                environment=environment,
                 nodes=nodes,
                 comm=comm,
                 device=device,
-                client=client,
+                client=rank.client,
                 files=files,
                 reporter=reporter,
             )
         )
-        _leave(environment, order, client)
+        rank.leave()
         return results
 
 
-def _leave(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
-    """A rank 0 that hosts the channel leaves last: the others need it to the end.
+@dataclass(frozen=True)
+class GangRank:
+    """A rank that meets its peers and leaves them, through the channel."""
 
-    Not by a collective: the user's function may have ended torch's process group. It waits as long
-    as the others report, for their work may well take longer than its own.
+    environment: WorkerEnvironment
+    order: GangOrder
+    client: ChannelClient
 
-    Raises:
-        CommunicationError: a rank is silent.
-    """
-    if order.driver_hosts_channel or environment.rank != 0:
-        _sign_off(environment, order, client)
-        return
-    for rank in range(1, environment.world_size):
-        while True:
-            try:
-                client.wait([_signed_off(rank)], _LISTEN_SECONDS)
-                break
-            except TimeoutError as error:
-                silence = client.seconds_since_report(attempt=order.attempt, rank=rank)
-                if silence is None or silence > order.collective_timeout_seconds:
-                    raise CommunicationError(
-                        f"rank {rank} has not reported for {order.collective_timeout_seconds:g} s"
-                    ) from error
+    def meet(self) -> tuple[int, ...]:
+        """Wait for all ranks, compare versions, and find out who shares a node.
 
+        Returns:
+            Number of each rank's node.
 
-def _sign_off(environment: WorkerEnvironment, order: GangOrder, client: ChannelClient) -> None:
-    """Tell the rank that hosts the channel that this one needs it no more, whatever became of it.
+        Raises:
+            ClusterError: a worker runs other versions than the driver.
+            CommunicationError: not all ranks came in time.
+        """
+        address = self.environment.address
+        require_same_versions(self.order.versions, f"rank {self.environment.rank} on {address}")
+        keys = self._gather("hello", f"{address}/{socket.gethostname()}".encode())
+        return numbered([(self.client.get(key) or b"").decode() for key in keys])
 
-    A failed rank too, or its error would reach the driver only when rank 0 had given it up.
-    """
-    if environment.rank != 0 and not order.driver_hosts_channel:
-        client.set(_signed_off(environment.rank), b"")
+    @contextlib.contextmanager
+    def communicator(self, device: torch.device, nodes: tuple[int, ...]) -> Iterator[Communicator]:
+        """Torch's process group of all ranks, which have numbers of ``nodes``.
 
+        Raises:
+            CommunicationError: not all ranks came in time.
+        """
+        from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
+        from sparkdl.comm.process_group import process_group
+        from sparkdl.comm.rendezvous_store import ChannelStore
 
-def _signed_off(rank: int) -> str:
-    return f"bye/{rank}"
+        environment, order = self.environment, self.order
+        if environment.world_size == 1:
+            yield LocalCommunicator()
+            return
+        with process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=ChannelStore(self.client, timeout_seconds=order.start_timeout_seconds),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout_seconds=order.collective_timeout_seconds,
+            address=environment.address,
+        ) as options:
+            # A rank that is done before its peer has opened all connections would close them on it.
+            self._gather("met", b"")
+            yield ProcessGroupCommunicator(
+                nodes=nodes,
+                device=str(device),
+                options=options,
+                timeout_seconds=order.collective_timeout_seconds,
+                address=environment.address,
+            )
+
+    def leave(self) -> None:
+        """A rank 0 that hosts the channel leaves last: the others need it to the end.
+
+        Not by a collective: the user's function may have ended torch's process group. It waits as
+        long as the others report, for their work may well take longer than its own.
+
+        Raises:
+            CommunicationError: a rank is silent.
+        """
+        self.sign_off()
+        if self.order.driver_hosts_channel or self.environment.rank != 0:
+            return
+        patience = self.order.collective_timeout_seconds
+        for rank in range(1, self.environment.world_size):
+            while True:
+                try:
+                    self.client.wait([f"bye/{rank}"], _LISTEN_SECONDS)
+                    break
+                except TimeoutError as error:
+                    silence = self.client.seconds_since_report(
+                        attempt=self.order.attempt, rank=rank
+                    )
+                    if silence is None or silence > patience:
+                        raise CommunicationError(
+                            f"rank {rank} has not reported for {patience:g} s"
+                        ) from error
+
+    def sign_off(self) -> None:
+        """Tell the rank that hosts the channel that this one needs it no more, whatever happened.
+
+        A failed rank too, or its error would reach the driver only when rank 0 had given it up.
+        """
+        if self.environment.rank != 0 and not self.order.driver_hosts_channel:
+            self.client.set(f"bye/{self.environment.rank}", b"")
+
+    def _gather(self, what: str, value: bytes) -> list[str]:
+        """Set this rank's key and wait for those of all ranks, which it returns."""
+        self.client.set(f"{what}/{self.environment.rank}", value)
+        keys = [f"{what}/{rank}" for rank in range(self.environment.world_size)]
+        try:
+            self.client.wait(keys, self.order.start_timeout_seconds)
+        except TimeoutError as error:
+            raise CommunicationError(f"not all workers started in time: {error}") from error
+        return keys
 
 
 def describe_failure(
@@ -243,6 +299,25 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
     return Subfolder(files, RELAYED, without_password(order.storage_url))
 
 
+def deliver(member: Member, kind: str, name: str, data: Iterable[bytes | memoryview]) -> Results:
+    """Send a result to the driver: as a file over its channel, else as a row."""
+    if member.files is None:
+        return [(kind, b"".join(data))]
+    member.files.write(name, data)
+    return []
+
+
+def require_same_versions(expected: Mapping[str, str], where: str) -> None:
+    """Compare this worker with the driver.
+
+    Raises:
+        ClusterError: the versions differ.
+    """
+    problem = difference(expected, versions(), where)
+    if problem is not None:
+        raise ClusterError(problem)
+
+
 def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Warn that the bits of a resumed run will be others than those of an undisturbed one."""
     changed = [f"{k}: {v} -> {now.get(k)}" for k, v in before.items() if now.get(k) != v]
@@ -254,79 +329,24 @@ def say_what_differs(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         )
 
 
-def meet(
-    environment: WorkerEnvironment, order: GangOrder, client: ChannelClient
-) -> tuple[int, ...]:
-    """Wait for all ranks, compare versions, and find out who shares a node.
+def resumed(
+    order: GangOrder, storage: Storage | None, comm: Communicator, now: Mapping[str, str]
+) -> tuple[CheckpointInfo, Any] | None:
+    """The checkpoint to go on from, and its shared part, which rank 0 reads and all ranks get.
 
-    Returns:
-        Number of each rank's node.
-
-    Raises:
-        ClusterError: a worker runs other versions than the driver.
-        CommunicationError: not all ranks came in time.
+    Args:
+        order: names the checkpoint, if there is one.
+        storage: where it lies.
+        comm: all ranks call this.
+        now: what the bits of this run depend on.
     """
-    host = f"{environment.address}/{socket.gethostname()}"
-    where = f"rank {environment.rank} on {environment.address}"
-    problem = difference(order.versions, versions(), where)
-    if problem is not None:
-        raise ClusterError(problem)
-    keys = _gather("hello", host.encode(), environment, order, client)
-    hosts = [(client.get(key) or b"").decode() for key in keys]
-    return numbered(hosts)
+    from sparkdl.storage import checkpoint_format as layout
 
-
-def _gather(
-    what: str,
-    value: bytes,
-    environment: WorkerEnvironment,
-    order: GangOrder,
-    client: ChannelClient,
-) -> list[str]:
-    """Set this rank's key and wait for those of all ranks, which it returns.
-
-    Raises:
-        CommunicationError: not all ranks came in time.
-    """
-    client.set(f"{what}/{environment.rank}", value)
-    keys = [f"{what}/{rank}" for rank in range(environment.world_size)]
-    try:
-        client.wait(keys, order.start_timeout_seconds)
-    except TimeoutError as error:
-        raise CommunicationError(f"not all workers started in time: {error}") from error
-    return keys
-
-
-@contextlib.contextmanager
-def _communicator(
-    environment: WorkerEnvironment,
-    order: GangOrder,
-    client: ChannelClient,
-    device: torch.device,
-    nodes: tuple[int, ...],
-) -> Iterator[Communicator]:
-    from sparkdl.comm.communicator import LocalCommunicator, ProcessGroupCommunicator
-    from sparkdl.comm.process_group import process_group
-    from sparkdl.comm.rendezvous_store import ChannelStore
-
-    if environment.world_size == 1:
-        yield LocalCommunicator()
-        return
-    store = ChannelStore(client, timeout_seconds=order.start_timeout_seconds)
-    with process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout_seconds=order.collective_timeout_seconds,
-        address=environment.address,
-    ) as options:
-        # A rank that is done before its peer has opened all connections would close them on it.
-        _gather("met", b"", environment, order, client)
-        yield ProcessGroupCommunicator(
-            nodes=nodes,
-            device=str(device),
-            options=options,
-            timeout_seconds=order.collective_timeout_seconds,
-            address=environment.address,
-        )
+    if order.resume_path is None:
+        return None
+    assert storage is not None
+    info = layout.read_manifest(storage, order.resume_path)
+    if comm.rank == 0:
+        say_what_differs(info.environment, now)
+    data = comm.broadcast_bytes(layout.read_file(info, layout.SHARED) if comm.rank == 0 else None)
+    return info, layout.decode(data, f"{info.path}/{layout.SHARED}")

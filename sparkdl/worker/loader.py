@@ -49,24 +49,6 @@ class DataSet:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalSet:
-    """A data set as one rank has it."""
-
-    name: str
-    data: DataSet
-    rank: int
-    world_size: int
-
-    def open(self, plan: TrainPlan) -> ShardRows:
-        """This rank's rows.
-
-        Raises:
-            ShardLost: they are not on this host.
-        """
-        return self.data.source.open(plan, plan.shards_of(self.rank), "train")
-
-
 class Loader:
     """Batches of one rank's rows; iterate once per epoch. Made by `Context.loader`.
 
@@ -79,8 +61,11 @@ class Loader:
 
     def __init__(
         self,
-        local: LocalSet,
+        data: DataSet,
         *,
+        name: str,
+        rank: int,
+        world_size: int,
         device: torch.device,
         batch_size: int,
         columns: Sequence[str] | None,
@@ -88,8 +73,10 @@ class Loader:
         seed: int,
     ) -> None:
         """See `Context.loader`."""
-        self._plan = local.data.plan(local.world_size, batch_size)
-        self._local = local
+        self._plan = data.plan(world_size, batch_size)
+        self._data = data
+        self._name = name
+        self._rank = rank
         self._device = device
         self._columns = None if columns is None else tuple(columns)
         self._shuffle = shuffle
@@ -104,7 +91,7 @@ class Loader:
         """Batches of an epoch; with shuffling the same number on all ranks."""
         if self._shuffle:
             return self._plan.steps_per_epoch
-        shards = self._plan.shards_of(self._local.rank)
+        shards = self._plan.shards_of(self._rank)
         return sum(-(-shard.num_rows // self._plan.batch_size) for shard in shards)
 
     @property
@@ -135,7 +122,8 @@ class Loader:
         epoch, start = self._epoch, self._start
         self._epoch, self._start = epoch + 1, 0
         if self._rows is None:
-            self._rows = self._local.open(self._plan)
+            shards = self._plan.shards_of(self._rank)
+            self._rows = self._data.source.open(self._plan, shards, "train")
         batches = self._batches(self._rows, epoch, start)
         with contextlib.closing(batches):
             for batch in batches:
@@ -148,7 +136,7 @@ class Loader:
         batches = Batches(
             rows,
             self._plan,
-            self._local.rank,
+            self._rank,
             seed=self._seed,
             epoch=epoch,
             start_step=start,
@@ -172,11 +160,11 @@ class Loader:
         return value.to(self._device, non_blocking=True)
 
     def _check_columns(self) -> None:
-        known = self._local.data.names
+        known = self._data.names
         unknown = [name for name in self._columns or () if name not in known]
         if unknown:
             raise ConfigError(
-                f"data set {self._local.name!r} has no column {unknown[0]!r}; it has "
+                f"data set {self._name!r} has no column {unknown[0]!r}; it has "
                 f"{', '.join(map(repr, known))}"
             )
 
@@ -190,12 +178,12 @@ class Loader:
         rows = [plan.rows_of(rank) for rank in range(plan.world_size)]
         if min(rows) == 0:
             raise DataError(
-                f"data set {self._local.name!r} has {plan.num_rows} rows, and none of them for "
+                f"data set {self._name!r} has {plan.num_rows} rows, and none of them for "
                 f"rank {rows.index(0)}; use fewer workers, more rows, or shuffle=False"
             )
         if min(rows) < plan.steps_per_epoch:
             raise DataError(
-                f"data set {self._local.name!r} has {min(rows)} rows for rank "
+                f"data set {self._name!r} has {min(rows)} rows for rank "
                 f"{rows.index(min(rows))}, but an epoch has {plan.steps_per_epoch} batches; use "
                 "fewer workers or a larger batch_size"
             )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.data.plan import RoundPart, Shard
 from sparkdl.errors import TrainingDiverged
-from sparkdl.worker.round_task import Results, Warm
+from sparkdl.worker.lifecycle import Results
+from sparkdl.worker.round_task import Warm
 
 if TYPE_CHECKING:
     from sparkdl.worker.reporter import Reporter

@@ -56,7 +56,8 @@ class Reporter:
         self._seconds: Mapping[str, float] = {}
         self._events: deque[dict[str, Any]] = deque()
         self._lines: deque[Line] = deque(maxlen=_MAX_LINES)
-        self._num_lines = 0
+        self._num_lines, self._num_sent = 0, 0
+        """Lines that were queued, and those that were sent or dropped."""
         self._failures = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -122,45 +123,38 @@ class Reporter:
         return min(_INTERVAL_SECONDS * 2.0 ** min(self._failures, 10), _MAX_PAUSE_SECONDS)
 
     def _flush(self) -> None:
+        """Send what waits; it waits on if the driver does not get it."""
         assert self._client is not None
-        events, lines, num_lines = self._take()
-        report = [self._now(), *events, *_log_event(lines, num_lines - len(lines))]
+        with self._lock:
+            events, lines, num_lines = list(self._events), list(self._lines), self._num_lines
+        dropped = num_lines - self._num_sent - len(lines)
         try:
             self.is_shown = self._client.report(
-                attempt=self._attempt, rank=self._rank, events=report
+                attempt=self._attempt,
+                rank=self._rank,
+                events=[self._now(), *events, *_log_event(lines, dropped)],
             )
-            self._failures = 0
         except CommunicationError as error:
-            self._put_back(events, lines, num_lines)
             self._failures += 1
             if self._failures == _SILENT_FAILURES + 1:
                 sys.__stderr__.write(  # type: ignore[union-attr] # our own handler would recurse
                     f"sparkdl rank {self._rank}: the driver does not answer; training goes on, "
                     f"progress and logs wait for it ({error})\n"
                 )
+            return
+        self._failures = 0
+        with self._lock:
+            for _ in events:
+                self._events.popleft()
+            self._num_sent = num_lines
+            while len(self._lines) > self._num_lines - num_lines:
+                self._lines.popleft()
 
     def _now(self) -> dict[str, Any]:
         if not self._seconds:
             return self._progress
         spent = {name: round(seconds, 6) for name, seconds in self._seconds.items()}
         return {**self._progress, "seconds": spent}
-
-    def _take(self) -> tuple[list[dict[str, Any]], list[Line], int]:
-        """What waits: events, lines, and the number of lines with those already dropped."""
-        with self._lock:
-            events, lines, num_lines = list(self._events), list(self._lines), self._num_lines
-            self._events.clear()
-            self._lines.clear()
-            self._num_lines = 0
-        return events, lines, num_lines
-
-    def _put_back(self, events: list[dict[str, Any]], lines: list[Line], num_lines: int) -> None:
-        """Keep for the next time what the driver did not get."""
-        with self._lock:
-            self._events.extendleft(reversed(events))
-            room = _MAX_LINES - len(self._lines)
-            self._lines.extendleft(reversed(lines[max(0, len(lines) - room) :]))
-            self._num_lines += num_lines
 
 
 def _log_event(lines: list[Line], dropped: int) -> list[dict[str, Any]]:

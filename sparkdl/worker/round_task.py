@@ -12,9 +12,9 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -22,12 +22,11 @@ from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
-from sparkdl.errors import ClusterError, DataError, ShardLost
+from sparkdl.errors import DataError, ShardLost
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
-from sparkdl.runtime.versions import difference, versions
 from sparkdl.worker.kept import KEPT
-from sparkdl.worker.lifecycle import reported
+from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -38,26 +37,9 @@ if TYPE_CHECKING:
 _SILENT_SECONDS = 5.0
 """A task that works says so several times a second."""
 
-
-Results = list[tuple[str, bytes]]
-"""(kind, payload) of what a task yields."""
-
-
-class RoundWork(Protocol):
-    """One shard's part of a job; a function of a module, so that it can be pickled by its name."""
-
-    def __call__(
-        self, warm: Warm, shard: Shard, part: RoundPart | None, state: bytes, reporter: Reporter
-    ) -> Results:
-        """Train the steps of ``part`` from ``state``, or measure it if there is no part.
-
-        Args:
-            warm: the process's replica and data.
-            shard: the shard.
-            part: the steps to train; None: measure on the validation rows.
-            state: the bytes that the driver sends.
-            reporter: gets each step.
-        """
+RoundWork = Callable[["Warm", Shard, RoundPart | None, bytes, Reporter], Results]
+"""One shard's part of a job; a function of a module, so that it can be pickled by its name. What it
+gets and gives says `train_or_evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,15 +170,13 @@ class Warm:
         import os
 
         from sparkdl.runtime.hardware import choose_device
-        from sparkdl.serialization.packed_module import PackedModule, unpack
+        from sparkdl.serialization.packed_module import unpack
         from sparkdl.train.round_replica import RoundReplica
 
-        problem = difference(order.versions, versions(), f"shard {place.shard.shard_id}'s worker")
-        if problem is not None:
-            raise ClusterError(problem)
+        require_same_versions(order.versions, f"shard {place.shard.shard_id}'s worker")
         config, skeleton, tensors = cloudpickle.loads(zlib.decompress(order.payload))
         device = choose_device(config.device, place.gpu_addresses, 0, os.environ)
-        module = unpack(PackedModule(digest="", skeleton=skeleton, tensors=tensors))
+        module = unpack(skeleton, tensors)
         self.hardware = hardware(device, order.threads)
         self.run_id = order.run_id
         self.gpu_addresses = place.gpu_addresses

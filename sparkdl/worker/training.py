@@ -18,7 +18,6 @@ import cloudpickle
 
 from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.worker_environment import WorkerEnvironment
-from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource
@@ -31,8 +30,9 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    deliver,
     live,
-    say_what_differs,
+    resumed,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
 
 def _train(order: WorkOrder, member: Member) -> Results:
+    from sparkdl.storage.checkpoint_format import encode
+    from sparkdl.storage.checkpoint_writer import CheckpointManager
+    from sparkdl.storage.tensor_tree import snapshot
     from sparkdl.train.loop import train
 
     config, structure = cloudpickle.loads(order.payload)
@@ -82,7 +85,18 @@ def _train(order: WorkOrder, member: Member) -> Results:
         storage = checkpoint_storage(order, files)
         checkpoints = None
         if storage is not None:
-            checkpoints = stack.enter_context(_checkpoints(order, config, storage, member))
+            checkpoints = stack.enter_context(
+                CheckpointManager(
+                    storage,
+                    config.checkpoint,
+                    rank=comm.rank,
+                    world_size=comm.world_size,
+                    run_key=order.run_key,
+                    environment=_bits_depend_on(order),
+                    signal=member.client,
+                    timeout_seconds=order.collective_timeout_seconds,
+                )
+            )
         outcome = train(
             module=module,
             config=config,
@@ -102,7 +116,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
         if comm.rank == 0:
-            results += _deliver(module, files)
+            weights = encode(snapshot(module.state_dict()))
+            results += deliver(member, "weights", FINAL, weights)
     return results
 
 
@@ -110,29 +125,12 @@ def initial_module(
     weights: bytes | None, structure: bytes, files: ChannelStorage | None, comm: Communicator
 ) -> nn.Module:
     """The module with its initial weights, which rank 0 reads unless all have them."""
-    from sparkdl.serialization.packed_module import PackedModule, unpack
+    from sparkdl.serialization.packed_module import unpack
 
     if weights is None:
         assert files is not None
         weights = comm.broadcast_bytes(files.read(INITIAL) if comm.rank == 0 else None)
-    return unpack(PackedModule(digest="", skeleton=structure, tensors=weights))
-
-
-def _checkpoints(
-    order: WorkOrder, config: TrainConfig, storage: Storage, member: Member
-) -> CheckpointManager:
-    from sparkdl.storage.checkpoint_writer import CheckpointManager
-
-    return CheckpointManager(
-        storage,
-        config.checkpoint,
-        rank=member.comm.rank,
-        world_size=member.comm.world_size,
-        run_key=order.run_key,
-        environment=_bits_depend_on(order),
-        signal=member.client,
-        timeout_seconds=order.collective_timeout_seconds,
-    )
+    return unpack(structure, weights)
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
@@ -151,23 +149,20 @@ def _bits_depend_on(order: WorkOrder) -> dict[str, str]:
 def _resume_point(
     order: WorkOrder, storage: Storage | None, comm: Communicator
 ) -> ResumePoint | None:
-    """The checkpoint to go on from; rank 0 reads the shared part and all ranks get it."""
-    from sparkdl.storage import checkpoint_format as layout
+    """The checkpoint to go on from."""
+    from sparkdl.storage.checkpoint_format import load_rank
     from sparkdl.train.rank_state import ResumePoint
 
-    if order.resume_path is None:
-        return None
-    assert storage is not None
-    info = layout.read_manifest(storage, order.resume_path)
     now = _bits_depend_on(order)
-    if comm.rank == 0:
-        say_what_differs(info.environment, now)
-    data = comm.broadcast_bytes(layout.read_file(info, layout.SHARED) if comm.rank == 0 else None)
+    found = resumed(order, storage, comm, now)
+    if found is None:
+        return None
+    info, shared = found
     same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
     return ResumePoint(
         step=info.step,
-        shared=layout.decode(data, f"{info.path}/{layout.SHARED}"),
-        rank_state=layout.load_rank(info, comm.rank) if same_shards else None,
+        shared=shared,
+        rank_state=load_rank(info, comm.rank) if same_shards else None,
     )
 
 
@@ -186,15 +181,3 @@ def _report(
         "rows_per_second": rows / busy if busy > 0 else 0.0,
         "bytes_sent": outcome.bytes_sent,
     }
-
-
-def _deliver(module: nn.Module, files: ChannelStorage | None) -> Results:
-    """Send the trained weights to the driver: over its channel, else as rows."""
-    from sparkdl.storage.checkpoint_format import encode
-    from sparkdl.storage.tensor_tree import snapshot
-
-    chunks = encode(snapshot(module.state_dict()))
-    if files is None:
-        return [("weights", b"".join(chunks))]
-    files.write(FINAL, chunks)
-    return []

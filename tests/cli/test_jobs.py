@@ -17,7 +17,6 @@ from sparkdl.cli.job_files.job_file import (
     EvaluateJob,
     EvaluateOutput,
     EvaluationSection,
-    ExplainSection,
     ObjectRef,
     PredictJob,
     PredictOutput,
@@ -37,6 +36,7 @@ from sparkdl.cli.jobs import (
     run_predict,
     run_train,
 )
+from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
 from sparkdl.estimator import TorchEstimator
@@ -159,20 +159,19 @@ def test_a_job_says_how_much_is_measured(spark: SparkSession, tmp_path: Path) ->
         "explain.count_seconds=50", "explain.calibrate=false", "explain.num_workers=[64]",
     ]  # fmt: skip
     job = load_job(TrainJob, None, settings)
-    assert job.explain.given == {
-        "num_rows": 70_000, "count_seconds": 50, "calibrate": False, "num_workers": (64,)
-    }  # fmt: skip
+    assert job.explain == ExplainOptions(
+        num_rows=70_000, count_seconds=50, calibrate=False, num_workers=(64,)
+    )
     found = run_explain(job, spark)
     assert found.plan.rows == 70_000
     assert found.scaling == ()
-    wrong = replace(job, explain=ExplainSection(num_rows=0))
-    with pytest.raises(ConfigError, match="num_rows must be at least 1"):
-        run_explain(wrong, spark)
+    with pytest.raises(ConfigError, match=r"\[explain\] num_rows must be at least 1"):
+        load_job(TrainJob, None, [*settings, "explain.num_rows=0"])
 
 
 def test_the_section_has_all_options_of_explain() -> None:
     given = set(inspect.signature(TorchEstimator.explain).parameters)
-    assert {item.name for item in fields(ExplainSection)} == given - {"self", "dataset"}
+    assert {item.name for item in fields(ExplainOptions)} == given - {"self", "dataset"}
 
 
 def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sparkdl.spark.cluster.cluster_info import (
     slots_per_executor,
     wait_for_slots,
 )
-from sparkdl.spark.cluster.gang import launch
+from sparkdl.spark.cluster.gang import GangTask, launch
 from sparkdl.spark.cluster.slots import make_profile
 from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest
@@ -73,7 +73,7 @@ def gang(
     spark: SparkSession, server: ChannelServer, workers: int, profile: ResourceProfile | None
 ) -> list[dict[str, Any]]:
     table = spark.range(0, workers, 1, workers)
-    rows = launch(table, tell, workers, channel=server.address, profile=profile)
+    rows = launch(table, GangTask(work=tell, order=workers, channel=server.address), profile)
     return [json.loads(payload) for _, _, payload in sorted(rows)]
 
 

@@ -12,10 +12,15 @@ import pytest
 from PIL import Image as pillow
 
 from sparkdl.data.arrow_arrays import NotUniform
-from sparkdl.data.images import decode_rows, encoded, read_images
+from sparkdl.data.images import decode_rows, read_images
 from sparkdl.inputs import Image
 
 RGB = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+
+
+def read(*arguments: Any, **options: Any) -> Any:
+    rows, _, _ = read_images(*arguments, **options)
+    return rows
 
 
 def png(pixels: np.ndarray, form: str = "PNG") -> bytes:
@@ -35,33 +40,33 @@ def spark_image(pixels: np.ndarray, **changes: Any) -> dict[str, Any]:
 
 def refused(array: pa.Array, specification: Image) -> str:
     with pytest.raises(NotUniform) as caught:
-        read_images(array, specification, where=" of partition 1", first_row=5)
+        read(array, specification, where=" of partition 1", first_row=5)
     assert caught.value.findings is not None
     return caught.value.findings.message("photo")
 
 
 def test_encoded_and_spark_images_give_the_same_pixels() -> None:
     wanted = RGB.transpose(2, 0, 1)[None]
-    assert (read_images(pa.array([png(RGB)]), Image("x")) == wanted).all()
-    assert (read_images(pa.array([spark_image(RGB)]), Image("x")) == wanted).all()
+    assert (read(pa.array([png(RGB)]), Image("x")) == wanted).all()
+    assert (read(pa.array([spark_image(RGB)]), Image("x")) == wanted).all()
 
 
 def test_channels_and_sizes_are_converted() -> None:
     for array in (pa.array([png(RGB)]), pa.array([spark_image(RGB)])):
-        grey = read_images(array, Image("x", size=(5, 3), channels=1))
+        grey = read(array, Image("x", size=(5, 3), channels=1))
         assert grey.shape == (1, 1, 5, 3) and grey.dtype == np.uint8
     clear = np.dstack([RGB, np.full((2, 4), 9, np.uint8)])
     both = [png(clear)], [spark_image(clear)]
-    found = [read_images(pa.array(rows), Image("x", channels=4)) for rows in both]
+    found = [read(pa.array(rows), Image("x", channels=4)) for rows in both]
     assert (found[0] == found[1]).all() and (found[0][0, 3] == 9).all()
 
 
 def test_kept_images_are_decoded_later() -> None:
     array = pa.array([png(RGB), png(RGB[::-1])])
-    rows = encoded(array, Image("x", decode="batch"))
+    rows = read(array, Image("x", decode="batch"))
     assert rows.shape == (3, 2, 4) and rows.num_bytes == sum(len(v.as_py()) for v in array)
     later = decode_rows(rows[1:], Image("x", decode="batch"), (3, 2, 4))
-    assert (later == read_images(array, Image("x"))[1:]).all()
+    assert (later == read(array, Image("x"))[1:]).all()
 
 
 def test_bad_images_are_counted_by_cause() -> None:
@@ -78,7 +83,7 @@ def test_bad_images_are_counted_by_cause() -> None:
 def test_grey_of_16_bits_keeps_its_upper_8(form: str) -> None:
     deep = np.array([[0, 255, 256, 30000, 65535]], dtype=np.uint16)
     for channels in (1, 3):
-        found = read_images(pa.array([png(deep, form)]), Image("x", channels=channels))
+        found = read(pa.array([png(deep, form)]), Image("x", channels=channels))
         assert found[0, -1].tolist() == [[0, 0, 1, 117, 255]]
 
 
@@ -109,7 +114,7 @@ def test_a_lack_of_memory_is_not_the_images_fault(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(pillow, "open", decode)
     with pytest.raises(MemoryError):
-        read_images(pa.array([b"a file"]), Image("x"))
+        read(pa.array([b"a file"]), Image("x"))
 
 
 @pytest.mark.parametrize("field", ["height", "width", "nChannels"])

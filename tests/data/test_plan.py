@@ -50,14 +50,17 @@ def plan(rows: list[int], *, world_size: int, batch_size: int = 4, epochs: int =
 )
 def test_every_row_once_and_no_batch_too_large(rows: list[int], world_size: int) -> None:
     made = plan(rows, world_size=world_size)
+    global_rows = [0] * made.steps_per_epoch
     for rank in range(world_size):
         bounds = [made.bounds(rank, step) for step in range(made.steps_per_epoch)]
+        global_rows = [
+            n + stop - start for n, (start, stop) in zip(global_rows, bounds, strict=True)
+        ]
         assert bounds[0][0] == 0
         assert bounds[-1][1] == made.rows_of(rank)
         for before, after in pairwise(bounds):
             assert before[1] == after[0]
         assert all(0 <= stop - start <= made.batch_size for start, stop in bounds)
-    global_rows = [made.global_batch_rows(step) for step in range(made.steps_per_epoch)]
     assert sum(global_rows) == made.num_rows == sum(rows)
     assert min(global_rows) >= 1
 

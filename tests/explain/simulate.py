@@ -31,8 +31,6 @@ class Cluster:
     network: Network
     layout: Layout
     stages: Stages | None = None
-    num_slots: int | None = None
-    """Tasks at a time, of rounds on Spark's stages; None: all."""
 
 
 def simulate(
@@ -139,10 +137,10 @@ class _Run:
         per_node = layout.ranks_per_node
         share = num_bytes
         if not self._pattern.between_nodes and per_node > 1:
-            inside = network.shared if self._pattern.in_place else network.staged
-            assert inside is not None
-            nodes += inside.seconds(num_bytes) * max(1.0, per_node / network.shared_ranks)
-            share = num_bytes / per_node if layout.is_even else num_bytes
+            assert network.shared is not None
+            nodes += network.shared.seconds(num_bytes) * max(1.0, per_node / network.shared_ranks)
+            is_even = layout.world_size % layout.num_nodes == 0
+            share = num_bytes / per_node if is_even else num_bytes
         if layout.num_nodes > 1:
             nodes = _ring(nodes, network.messages, share / layout.num_nodes)
         return np.asarray(nodes[node_of])
@@ -179,11 +177,10 @@ class _Run:
         """A job per round: tasks take the next free slot; the driver merges."""
         stages, period = self._cluster.stages, self._pattern.period
         assert stages is not None
-        slots = self._cluster.num_slots or self._world_size
         now = 0.0
         for _ in range(num_steps // round(period)):
             took = sum(self._steps() for _ in range(round(period)))
-            free = [now] * slots
+            free = [now] * self._cluster.layout.at_once
             for seconds in np.asarray(took).tolist():
                 heapq.heapreplace(free, free[0] + seconds)
             now = max(free) + stages.fixed_seconds

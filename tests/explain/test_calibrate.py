@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from sparkdl.explain.calibrate import found_by, spreads
-from sparkdl.explain.cost_model import Layout, ring_seconds, shared_seconds
+from sparkdl.explain.cost_model import Layout, ring_seconds
 from sparkdl.explain.cost_model import Link as LinkCost
+
+PLACES = ((2, 1), (1, 2))
+"""Workers of a machine at work, and their threads."""
 
 
 def step(rows: int, seconds: float, spread: float, generator: random.Random) -> dict[str, Any]:
@@ -24,21 +27,17 @@ def report(rank: int, *, world_size: int = 2, **changes: Any) -> dict[str, Any]:
     message = LinkCost(latency_seconds=1e-4, byte_seconds=1e-9)
     memory = LinkCost(latency_seconds=1e-5, byte_seconds=1e-10)
     sizes = (8, 64 << 10, 1 << 20, 8 << 20)
-    both = [step(rows, 2 * (0.01 + 0.001 * rows), 0.05, generator) for rows in (64, 32, 16)]
+    full = [step(rows, 2 * (0.01 + 0.001 * rows), 0.05, generator) for rows in (64, 32, 16)]
     alone = [step(64, 0.01 + 0.001 * 64, 0.05, generator)] if rank == 0 else []
     values = {
         "node": 0,
         "device": "cpu",
-        "levels": [
-            {"ranks_per_node": 2, "threads": 1, "steps": both},
-            {"ranks_per_node": 1, "threads": 2, "steps": alone},
-        ],
-        "state": {"model": 1000, "optimizer": 500},
+        "levels": [full, alone],
+        "optimizer_bytes": 500,
         "peak_bytes": 1 << 20,
         "topology": "shared",
         "ring": [[n, ring_seconds(message, n, world_size)] for n in sizes],
-        "in_place": [[n, shared_seconds(memory, n, 2, 2)] for n in sizes],
-        "staged": [[n, 3 * shared_seconds(memory, n, 2, 2)] for n in sizes],
+        "shared": [[n, memory.seconds(n)] for n in sizes],
         "codecs": {"BF16Compression": 0.002 + 1e-5},
         "copy": 1e-10,
         "seconds": 3.0 + rank,
@@ -47,14 +46,14 @@ def report(rank: int, *, world_size: int = 2, **changes: Any) -> dict[str, Any]:
 
 
 def test_levels_and_links_come_back() -> None:
-    found = found_by([report(0), report(1)], gradient_bytes=8 << 20)
-    both, alone = found.levels
-    assert (both.ranks_per_node, both.threads) == (2, 1)
-    assert both.compute.fixed_seconds == pytest.approx(0.02, rel=0.2)
-    assert both.compute.row_seconds == pytest.approx(0.002, rel=0.05)
-    assert both.compute.step_spread == pytest.approx(0.05, rel=0.3)
-    assert alone.compute.median_seconds(64) == pytest.approx(0.074, rel=0.03)
-    assert alone.compute.median_seconds(16) == pytest.approx(0.026, rel=0.15)
+    found = found_by([report(0), report(1)], PLACES, 6.5)
+    both, alone = found.levels[2, 1], found.levels[1, 2]
+    assert (both.threads, alone.threads) == (1, 2)
+    assert both.fixed_seconds == pytest.approx(0.02, rel=0.2)
+    assert both.row_seconds == pytest.approx(0.002, rel=0.05)
+    assert both.step_spread == pytest.approx(0.05, rel=0.3)
+    assert alone.median_seconds(64) == pytest.approx(0.074, rel=0.03)
+    assert alone.median_seconds(16) == pytest.approx(0.026, rel=0.15)
     network = found.network
     assert network is not None
     assert network.shared is not None
@@ -65,39 +64,27 @@ def test_levels_and_links_come_back() -> None:
         1e-5 + 1e-10 * (8 << 20), rel=0.01
     )
     assert found.codec_seconds["BF16Compression"] == pytest.approx(0.002)
-    assert (found.optimizer_bytes, found.worker_seconds) == (500, 4.0)
+    assert (found.optimizer_bytes, found.launch_seconds) == (500, 2.5)
 
 
 def test_a_rank_without_rows_says_nothing_of_steps() -> None:
-    empty = [
-        {"ranks_per_node": 2, "threads": 1, "steps": []},
-        {"ranks_per_node": 1, "threads": 2, "steps": []},
-    ]
-    found = found_by([report(0), report(1, levels=empty, state={})], gradient_bytes=8)
-    assert found.levels[0].compute.row_seconds == pytest.approx(0.002, rel=0.1)
-    assert found.levels[0].compute.rank_spread == 0
-
-
-def test_a_level_at_which_nobody_has_rows_is_left_out() -> None:
-    both = report(0)["levels"][0]
-    alone = {"ranks_per_node": 1, "threads": 2, "steps": []}
-    found = found_by([report(0, levels=[both, alone]), report(1)], gradient_bytes=8)
-    assert [level.ranks_per_node for level in found.levels] == [2]
+    found = found_by([report(0), report(1, levels=[[], []], optimizer_bytes=0)], PLACES, 5.0)
+    assert found.levels[2, 1].row_seconds == pytest.approx(0.002, rel=0.1)
+    assert found.levels[2, 1].rank_spread == 0
+    assert found.optimizer_bytes == 500
 
 
 def test_one_rank_has_no_network() -> None:
     alone = report(0)
-    for name in ("ring", "in_place", "staged", "codecs", "topology"):
+    for name in ("ring", "shared", "codecs", "topology"):
         del alone[name]
-    found = found_by([alone], gradient_bytes=8)
+    found = found_by([alone], PLACES, 5.0)
     assert found.network is None
     assert found.codec_seconds == {}
 
 
 def test_machines_apart_have_no_shared_memory() -> None:
-    found = found_by(
-        [report(0, topology="ring"), report(1, node=1, topology="ring")], gradient_bytes=8
-    )
+    found = found_by([report(0, topology="ring"), report(1, node=1, topology="ring")], PLACES, 5.0)
     assert found.num_nodes == 2
     assert found.network is not None
     assert found.network.shared is None

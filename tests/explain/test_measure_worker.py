@@ -47,8 +47,7 @@ def timer(rows: Sequence[int], rank: int = 0, **changes: Any) -> StepTimer:
 )
 def test_steps_are_timed_however_few_the_rows(rows: int, batch_size: int) -> None:
     steps = timer([rows])
-    steps.warm_up(batch_size)
-    found = steps.measure(batch_size)
+    found = steps.measure(batch_size, steps.warm_up(batch_size))
     assert len(found["seconds"]) >= 2
     assert all(seconds > 0 for seconds in found["seconds"])
     assert 0.6 * batch_size < found["rows"] <= batch_size
@@ -56,14 +55,12 @@ def test_steps_are_timed_however_few_the_rows(rows: int, batch_size: int) -> Non
 
 def test_one_row_in_place_of_a_large_batch() -> None:
     steps = timer([1])
-    steps.warm_up(4096)
-    assert steps.measure(4096)["rows"] == 16  # 64 rows in four steps
+    assert steps.measure(4096, steps.warm_up(4096))["rows"] == 16  # 64 rows in four steps
 
 
 def test_each_rank_reads_its_own_shard() -> None:
     steps = timer([7, 20], rank=1)
-    steps.warm_up(4)
-    assert steps.measure(4)["rows"] == 4
+    assert steps.measure(4, steps.warm_up(4))["rows"] == 4
 
 
 def test_those_that_have_rows_work_first() -> None:

@@ -14,14 +14,14 @@ from tests.explain.test_recommend import predictor
 def test_tasks_of_an_evaluation_follow_each_other_as_those_of_steps_do(
     slots: int | None, waves: int
 ) -> None:
-    found = predictor()
-    found = dataclasses.replace(found, places=dataclasses.replace(found.places, slots=slots))
-    validated = dataclasses.replace(
-        found, workload=dataclasses.replace(found.workload, num_validation_rows=8000)
-    )
+    found = dataclasses.replace(predictor(), slots=slots)
+    shards = [dataclasses.replace(one, num_validation_rows=1000) for one in found.plan.shards]
+    plan = dataclasses.replace(found.plan, shards=tuple(shards))
     strategy = ParameterAveraging(averaging_period=16)
-    without, with_it = (one.prediction(strategy, 8, in_rounds=True) for one in (found, validated))
-    spooled = with_it.spool_seconds - without.spool_seconds
+    without, with_it = (
+        one.predict(strategy, 8, in_rounds=True)
+        for one in (found, dataclasses.replace(found, plan=plan))
+    )
     each = 0.4 * 8000 / 8 * 1e-3
-    more = with_it.total_seconds - without.total_seconds - spooled
+    more = with_it.total_seconds - without.total_seconds
     assert more == pytest.approx(3 * waves * each)  # three epochs

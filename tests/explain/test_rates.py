@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.explain.cost_model import Calibration, Compute, Layout, Level, Stages, interpolated
+from sparkdl.explain.cost_model import Calibration, Compute, Layout, Stages, interpolated
 
-ONE = Compute(fixed_seconds=0.1, row_seconds=0.001, step_spread=0.0, rank_spread=0.2)
-FOUR = Compute(fixed_seconds=0.4, row_seconds=0.004, step_spread=0.3, rank_spread=0.2)
-CALIBRATION = Calibration(
-    levels=(
-        Level(ranks_per_node=4, threads=1, compute=FOUR),
-        Level(ranks_per_node=1, threads=4, compute=ONE),
-    ),
-    network=None,
-    stages={
-        4: Stages(fixed_seconds=0.4, byte_seconds=2e-9),
-        1: Stages(fixed_seconds=0.1, byte_seconds=1e-9),
-    },
-)
+ONE = Compute(threads=4, fixed_seconds=0.1, row_seconds=0.001, step_spread=0.0, rank_spread=0.2)
+FOUR = Compute(threads=1, fixed_seconds=0.4, row_seconds=0.004, step_spread=0.3, rank_spread=0.2)
 
 
 @pytest.mark.parametrize(
@@ -36,25 +25,17 @@ def test_fewer_than_were_measured_are_like_the_fewest() -> None:
     assert interpolated({4: FOUR, 8: ONE}, 2) == FOUR
 
 
-def test_a_step_by_the_workers_of_a_machine() -> None:
-    layout = Layout(world_size=6, num_nodes=2)
-    assert CALIBRATION.compute(layout, "sum").fixed_seconds == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize(
-    ("workers", "slots", "fixed", "each"),
-    [
-        (1, None, 0.1, 1e-9),
-        (1, 4, 0.1, 1e-9),
-        (3, None, 0.3, 1e-9 * 5 / 3),
-        (3, 1, 0.1, 1e-9),
-        (8, 4, 0.4, 2e-9),
-        (8, None, 0.4, 2e-9),
-    ],
+    ("slots", "in_rounds", "expected"), [(None, False, 0.3), (None, True, 0.4), (2, True, 0.1)]
 )
-def test_a_round_by_the_tasks_that_run_at_a_time(
-    workers: int, slots: int | None, fixed: float, each: float
+def test_a_step_by_the_workers_that_run_on_a_machine(
+    slots: int | None, in_rounds: bool, expected: float
 ) -> None:
-    layout = Layout(world_size=workers, num_nodes=1)
-    found = CALIBRATION.round_seconds(1e6, layout, slots)
-    assert found == pytest.approx(fixed + workers * 1e6 * each)
+    calibration = Calibration(
+        gang=None,
+        levels={4: FOUR, 1: ONE},
+        task_levels={3: FOUR, 1: ONE},
+        stages=Stages(fixed_seconds=0.4, byte_seconds=2e-9),
+    )
+    layout = Layout(world_size=6, num_nodes=2, num_slots=slots)
+    assert calibration.compute(layout, in_rounds=in_rounds).fixed_seconds == pytest.approx(expected)

@@ -9,13 +9,22 @@ import math
 import pytest
 
 from sparkdl.config import CheckpointConfig, TrainConfig
-from sparkdl.explain.comparison import Places, Predictor, world_sizes
-from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level, Link, Network, Stages
-from sparkdl.explain.explanation import Explanation, PlanFacts
-from sparkdl.explain.predict_times import Workload
-from sparkdl.explain.recommend import Recommendation, recommend, seconds_text
+from sparkdl.data.plan import Shard, make_plan
+from sparkdl.explain.comparison import (
+    ladder,
+    option,
+    recommend,
+    scaling,
+    strategies,
+    world_sizes,
+)
+from sparkdl.explain.cost_model import Calibration, Compute, Gang, Link, Network, Stages
+from sparkdl.explain.explanation import Explanation, PlanFacts, Recommendation, seconds_text
+from sparkdl.explain.predict_times import Predictor
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.gradients.allreduce import AllReduce
+from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.modules import sync_batch_norm
 
 GIGABIT, SLOW = 1 / 110e6, 1 / 11e6
 """Seconds per byte of networks of 1 Gbit/s and of 100 Mbit/s."""
@@ -27,44 +36,42 @@ def predictor(
     start_seconds: float = 5.0,
 ) -> Predictor:  # fmt: skip
     """A cluster of machines with one worker each; a step on 64 rows takes 64 ms by default."""
-    compute = Compute(fixed_seconds=0.0, row_seconds=row_seconds, step_spread=0.05)
-    level = Level(ranks_per_node=1, threads=8, compute=compute)
+    compute = Compute(threads=8, fixed_seconds=0.0, row_seconds=row_seconds, step_spread=0.05)
+    messages = Link(latency_seconds=latency_seconds, byte_seconds=byte_seconds)
+    gang = Gang(
+        levels={},
+        network=Network(messages=messages),
+        codec_seconds={"BF16Compression": 1e-4},
+        launch_seconds=start_seconds,
+    )
+    shards = [
+        Shard(shard_id=i, num_rows=math.ceil(rows / nodes), num_validation_rows=0, fingerprint="")
+        for i in range(nodes)
+    ]
     return Predictor(
         calibration=Calibration(
-            levels=(level,) if can_gang else (),
-            stage_levels=(level,),
-            network=Network(
-                messages=Link(latency_seconds=latency_seconds, byte_seconds=byte_seconds)
-            ),
-            codec_seconds={"BF16Compression": 1e-4},
-            stages={nodes: Stages(fixed_seconds=0.3, byte_seconds=2e-9)},
-            fixed=Fixed(start_seconds=start_seconds, stage_start_seconds=start_seconds),
+            gang=gang if can_gang else None,
+            levels={1: compute},
+            task_levels={1: compute},
+            stages=Stages(fixed_seconds=0.3, byte_seconds=2e-9, first_seconds=start_seconds),
         ),
-        workload=Workload(
-            num_rows=rows,
-            num_validation_rows=0,
-            batch_size=64,
-            epochs=3,
-            max_steps=-1,
-            largest_rows=lambda world_size: math.ceil(rows / world_size),
-            checkpoint_interval=-1,
-            checkpoint_bytes=0,
-        ),
+        plan=make_plan(columns=(), shards=shards, world_size=nodes, batch_size=64, epochs=3),
         size=ModelSize(
             shapes=((parameters,),), element_size=4, replica_bytes=4 * parameters,
             buffer_bytes=0, optimizer_bytes=0,
         ),
-        places=Places(num_nodes=nodes, slots=nodes),
+        num_nodes=nodes,
+        slots=nodes,
         config=TrainConfig(checkpoint=CheckpointConfig(interval=-1)),
-        can_gang=can_gang,
-        has_dataframe=True,
+        largest_rows=lambda world_size: math.ceil(rows / world_size),
+        check=lambda strategy, world_size: None,
     )  # fmt: skip
 
 
 def recommended(found: Predictor) -> Recommendation:
-    sizes = world_sizes(found.places.slots, 8, 8, ())
-    planned = found.option(AllReduce(), sizes, in_rounds=False)
-    return recommend(found.ladder(sizes), planned, 8)
+    sizes = world_sizes(found.slots, 8, 8, ())
+    planned = option(found, AllReduce(), sizes, in_rounds=False)
+    return recommend(ladder(found, sizes), planned, 8)
 
 
 def test_a_good_network_wants_all_reduce_on_all_machines() -> None:
@@ -87,8 +94,7 @@ def test_a_slow_network_wants_rounds_of_five_per_cent() -> None:
     assert best.strategy.startswith("LocalSGD(averaging_period=")
     assert best.averaging_period is not None
     assert best.averaging_period > 20
-    ladder = found.ladder([8])
-    assert ladder[2].best.step.exchange_share == pytest.approx(0.05, abs=0.005)
+    assert ladder(found, [8])[2].best.exchange_share == pytest.approx(0.05, abs=0.005)
 
 
 def test_little_data_wants_one_machine() -> None:
@@ -114,27 +120,30 @@ def test_where_no_gang_can_run_there_are_rounds() -> None:
 
 def test_tables_have_a_row_for_each() -> None:
     found = predictor()
-    scaling = found.scaling(AllReduce(), (1, 2, 8, 64, 1000), in_rounds=False, planned=8)
-    assert [row.workers for row in scaling] == [1, 2, 8, 64, 1000]
-    assert [row.nodes for row in scaling] == [1, 2, 8, 64, 1000]
-    assert scaling[0].speedup == 1
-    assert all(row.same_global_batch_seconds is not None for row in scaling[:4])
-    assert scaling[4].same_global_batch_seconds is None  # 512 samples for 1,000 workers
-    rows = found.strategies(AllReduce(), 8, in_rounds=False)
+    sizes = scaling(found, AllReduce(), (1, 2, 8, 64, 1000), in_rounds=False)
+    assert [row.workers for row in sizes] == [1, 2, 8, 64, 1000]
+    assert [row.nodes for row in sizes] == [1, 2, 8, 64, 1000]
+    assert sizes[0].speedup == 1
+    assert all(row.same_global_batch_seconds is not None for row in sizes[:4])
+    assert sizes[4].same_global_batch_seconds is None  # 512 samples for 1,000 workers
+    rows = strategies(found, AllReduce(), 8, in_rounds=False)
     assert rows[0].strategy == "AllReduce()"
     assert len({(row.strategy, row.mode) for row in rows}) == len(rows)
-    refused = [row for row in predictor(can_gang=False).strategies(AllReduce(), 8, in_rounds=False)
-               if row.why_not is not None]  # fmt: skip
+    found = predictor(can_gang=False)
+    refused = [row for row in strategies(found, AllReduce(), 8, in_rounds=False) if row.why_not]
     assert refused[0].step_seconds is None
     assert "gang" in str(refused[0].why_not)
 
 
 def test_sync_batch_norm_wants_strategies_in_step() -> None:
+    def check(strategy: SyncStrategy, world_size: int) -> None:
+        sync_batch_norm.check_strategy(strategy, world_size)
+
     slow = predictor(byte_seconds=SLOW, parameters=5_000_000)
-    found = dataclasses.replace(slow, config=dataclasses.replace(slow.config, sync_batch_norm=True))
+    found = dataclasses.replace(slow, check=check)
     best = recommended(found)
     assert best.strategy.startswith("AllReduce(")
-    rows = {row.strategy: row.why_not for row in found.strategies(AllReduce(), 8, in_rounds=False)}
+    rows = {row.strategy: row.why_not for row in strategies(found, AllReduce(), 8, in_rounds=False)}
     assert rows["AllReduce()"] is None
     assert "syncBatchNorm" in str(rows["LocalSGD(averaging_period=16)"])
     assert "syncBatchNorm" in str(rows["ParameterAveraging(averaging_period='auto')"])
@@ -166,8 +175,8 @@ def explanation(found: Predictor) -> Explanation:
     )  # fmt: skip
     return Explanation(
         plan=plan,
-        scaling=found.scaling(AllReduce(), (1, 8), in_rounds=False, planned=8),
-        strategies=found.strategies(AllReduce(), 8, in_rounds=False),
+        scaling=scaling(found, AllReduce(), (1, 8), in_rounds=False),
+        strategies=strategies(found, AllReduce(), 8, in_rounds=False),
         recommendation=recommended(found),
         notes=("a <note>",),
         measured=(("step", "1 ms"),),

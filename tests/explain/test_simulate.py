@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdl.explain.cost_model import Calibration, Compute, Layout, Level, Link, Network, Stages
+from sparkdl.explain.cost_model import (
+    Calibration,
+    Compute,
+    Gang,
+    Layout,
+    Link,
+    Network,
+    Stages,
+)
 from sparkdl.explain.predict_times import Steps
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
@@ -18,11 +26,12 @@ from tests.explain.simulate import Cluster, simulate
 NETWORK = Network(
     messages=Link(latency_seconds=5e-5, byte_seconds=1 / 1.2e9),
     shared=Link(latency_seconds=2e-5, byte_seconds=1 / 8e9),
-    staged=Link(latency_seconds=4e-5, byte_seconds=1 / 3e9),
     shared_ranks=8,
 )
 STAGES = Stages(fixed_seconds=0.2, byte_seconds=1 / 500e6)
-COMPUTE = Compute(fixed_seconds=0.01, row_seconds=0.001, step_spread=0.1, rank_spread=0.03)
+COMPUTE = Compute(
+    threads=1, fixed_seconds=0.01, row_seconds=0.001, step_spread=0.1, rank_spread=0.03
+)  # fmt: skip
 ROWS = 64
 MIB = 1 << 20
 SIZE = ModelSize(
@@ -36,27 +45,23 @@ def compared(
     compute: Compute = COMPUTE, num_slots: int | None = None, num_steps: int = 48,
 ) -> float:  # fmt: skip
     """Seconds of a step by formula over those of the simulation, mean of some seeds."""
-    layout = Layout(world_size=world_size, num_nodes=num_nodes or world_size)
+    layout = Layout(world_size=world_size, num_nodes=num_nodes or world_size, num_slots=num_slots)
     pattern = replace(pattern, topology=topology)
     calibration = Calibration(
-        levels=(Level(ranks_per_node=1, threads=1, compute=compute),),
-        stage_levels=(Level(ranks_per_node=1, threads=1, compute=compute),),
-        network=NETWORK,
-        stages={world_size: STAGES},
+        gang=Gang(levels={}, network=NETWORK),
+        levels={1: compute},
+        task_levels={1: compute},
+        stages=STAGES,
     )
-    steps = Steps(
-        calibration=calibration, pattern=pattern, layout=layout, rows=ROWS, num_slots=num_slots
-    )
-    cluster = Cluster(
-        compute=compute, network=NETWORK, layout=layout, stages=STAGES, num_slots=num_slots
-    )
+    steps = Steps(calibration=calibration, pattern=pattern, layout=layout, rows=ROWS)
+    cluster = Cluster(compute=compute, network=NETWORK, layout=layout, stages=STAGES)
     if pattern.period == 1 and world_size > 100:  # many workers make up for few steps
         num_steps = 8 if pattern.num_messages > 1 else 16
     played = [
         simulate(cluster, pattern, topology, rows=ROWS, num_steps=num_steps, seed=seed)
         for seed in range(1 if world_size > 100 else 3)
     ]
-    return steps.time().seconds / (sum(played) / len(played))
+    return steps.seconds() / (sum(played) / len(played))
 
 
 @pytest.mark.parametrize("topology", ["ring", "tree"])

@@ -10,8 +10,8 @@ from sparkdl.explain.calibrate import shard_rows, shared_rows
 
 
 def test_rows_that_are_all_known_are_counted() -> None:
-    assert shard_rows([0, 1, 2, 3, 4], 5, 2, is_all=True) == [3, 2]
-    assert shard_rows([-1, -2], 2, 2, is_all=True) == [1, 1]
+    assert shard_rows([0, 1, 2, 3, 4], 5, 2) == [3, 2]
+    assert shard_rows([-1, -2], 2, 2) == [1, 1]
 
 
 @pytest.mark.parametrize("num_shards", [2, 8, 100])

@@ -22,10 +22,10 @@ from sparkdl.inference.evaluate_rows import (
     Part,
     chosen_curves,
     evaluation,
+    read_labels,
     row_losses,
     united,
 )
-from sparkdl.inference.evaluation_labels import read_label
 from sparkdl.inference.scores import Evaluation
 
 CPU = torch.device("cpu")
@@ -169,18 +169,17 @@ def test_a_loss_of_sums_is_added_up_and_has_no_rows() -> None:
     found = evaluated(measures, [40, 60], NUMBERS, NUMBERS + 1, None)
     assert found["loss"] == pytest.approx(0.5, abs=1e-12)
     assert list(found) == ["loss"]
-    assert row_losses(measures.make_loss(), NUMBERS, NUMBERS, measures) is None
+    with pytest.raises(ConfigError, match="single rows have no loss"):
+        row_losses(measures.make_loss(), NUMBERS, NUMBERS, measures)
 
 
 def test_the_losses_of_rows() -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]).double(), ignore_index=2)
     measures = Measures(task="classification", loss=loss, num_classes=3)
-    rows = row_losses(measures.make_loss(), LOGITS, LABELS, measures)
-    assert rows is not None
-    losses, counts = rows
+    losses = row_losses(measures.make_loss(), LOGITS, LABELS, measures).to_pylist()
     for row in range(20):
         expected = float(loss(LOGITS[row : row + 1], LABELS[row : row + 1]))
-        np.testing.assert_allclose(losses[row] / counts[row], expected, rtol=1e-12)  # or both NaN
+        assert losses[row] == (None if math.isnan(expected) else pytest.approx(expected, rel=1e-12))
 
 
 class Means(torchmetrics.Metric):
@@ -242,6 +241,15 @@ def test_without_weight_there_is_no_loss() -> None:
     measures = Measures(task="custom", loss="mse")
     found = evaluated(measures, [ROWS], NUMBERS, NUMBERS, torch.zeros(ROWS))
     assert math.isnan(found["loss"])
+    with pytest.raises(DataError, match="no row counts: all have weight 0"):
+        evaluated(Measures(task="regression", loss="mse"), [9], NUMBERS, NUMBERS, torch.zeros(ROWS))
+
+
+def test_equal_labels_have_no_variance_to_explain() -> None:
+    measures = Measures(task="regression", loss="mse")
+    found = evaluated(measures, [20, 80], NUMBERS, torch.ones(ROWS), None)
+    assert math.isnan(found["r2"])
+    assert found.to_dict()["r2"] is None
 
 
 def test_a_row_without_weight_may_be_anything() -> None:
@@ -289,21 +297,24 @@ def test_curves_of_other_classes_are_refused(curves: Any, num_classes: int, mess
 
 def test_labels_and_weights_are_checked() -> None:
     label = SpoolColumn(name="y", role="label", dtype="int64", as_classes=True)
-    assert read_label(label, pa.array([1.0, 2.0])).tolist() == [1, 2]
     number = SpoolColumn(name="y", role="label", dtype="float32")
     weight = SpoolColumn(name="w", role="weight", dtype="float64")
-    assert read_label(weight, pa.array([0.0, 2.0])).tolist() == [0, 2]
-    for column, values, message in (
-        (label, [1.5], '"y" has the label 1.5, which is no class number'),
-        (label, [-1.0], '"y" has the label -1.0'),
+    for asked, values in ((label, [1.0, 2.0]), (weight, [0.0, 2.0])):
+        column, rows = read_labels(pa.array(values), asked)
+        assert isinstance(rows, torch.Tensor) and rows.tolist() == values
+        assert (column.name, column.dtype, column.shape) == (asked.name, asked.dtype, ())
+    classes = r'"y" must hold whole, non-negative class indices \(.*\), but 1 row do not'
+    for asked, wrong, message in (
+        (label, [2.0, 1.5], rf"{classes} \(first: 1.5 in row 1 of a record batch\)"),
+        (label, [-1.0], rf"{classes} \(first: -1.0"),
         (label, [1.0, None], '"y" has 1 null row'),
-        (number, [1.0, math.nan], '"y" has the label nan, which is not finite'),
-        (weight, [-1.0], '"w" has the weight -1.0'),
-        (weight, [math.inf], '"w" has the weight inf'),
-        (weight, [math.nan], '"w" has the weight nan'),
+        (number, [1.0, math.nan], '"y" must hold finite numbers, .*first: nan'),
+        (weight, [-1.0], '"w" must hold finite numbers that are not negative, .*first: -1.0'),
+        (weight, [math.inf], '"w" must hold finite numbers .*first: inf'),
+        (weight, [math.nan], '"w" must hold finite numbers .*first: nan'),
     ):
         with pytest.raises(DataError, match=message):
-            read_label(column, pa.array(values))
+            read_labels(pa.array(wrong), asked)
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
@@ -326,14 +337,13 @@ def test_classes_that_the_module_does_not_know_have_an_infinite_loss(has_rows: b
         assert (result["loss"] == math.inf) == is_infinite
         assert math.isfinite(result["loss_other"]) and math.isfinite(result["loss_price"])
     if has_rows:
-        found = row_losses(several.make_loss(), output, target, several)
-        assert found is not None and torch.isinf(found[0]).tolist() == [False, True, False, False]
+        found = row_losses(several.make_loss(), output, target, several).to_pylist()
+        assert [math.isinf(loss) for loss in found] == [False, True, False, False]
 
 
 def test_nor_does_one_label_of_a_module_of_any_kind_fail_on_them() -> None:
     measures = Measures(task="custom", loss="cross_entropy")
     tags = torch.tensor([[0, 1], [0, 2], [-100, 1]])  # (batch, length), two classes
-    found = row_losses(measures.make_loss(), torch.zeros(3, 2, 2), tags, measures)
-    assert found is not None and torch.isinf(found[0]).tolist() == [False, True, False]
-    nothing = row_losses(measures.make_loss(), torch.zeros(0, 2), kinds := tags[:0, 0], measures)
-    assert nothing is not None and len(nothing[0]) == len(kinds) == 0
+    found = row_losses(measures.make_loss(), torch.zeros(3, 2, 2), tags, measures).to_pylist()
+    assert [math.isinf(loss) for loss in found] == [False, True, False]
+    assert len(row_losses(measures.make_loss(), torch.zeros(0, 2), tags[:0, 0], measures)) == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, children, find_layer, pick
 from sparkdl.serialization.json_objects import describe, restore
@@ -91,7 +92,7 @@ def test_rows_are_checked() -> None:
 
 def test_layers_are_seen_as_they_were_before_work_in_place() -> None:
     module, x = InPlace(), torch.randn(5, 3)
-    found = Forward(layers=("0", "1")).outputs(module, [x])
+    found = Forward(layers=("0", "1")).outputs(module, Arguments((x,)))
     assert torch.equal(found["0"], module[0](x))
     assert (found["0"] < 0).any()
     assert torch.equal(found["1"], module[0](x).relu())
@@ -101,7 +102,7 @@ def test_layers_are_seen_as_they_were_before_work_in_place() -> None:
 
 def test_a_layer_may_return_a_structure() -> None:
     module = nn.Sequential(nn.LSTM(3, 4, batch_first=True))
-    found = Forward(layers=("0",)).outputs(module, [torch.randn(2, 5, 3)])
+    found = Forward(layers=("0",)).outputs(module, Arguments((torch.randn(2, 5, 3),)))
     assert pick(found["0"], (1, 0), "it").shape == (1, 2, 4)
 
 
@@ -117,7 +118,7 @@ def test_a_layer_may_return_a_structure() -> None:
 def test_layers_that_do_not_do_are_named(layer: str, message: str) -> None:
     module = Twice()
     with pytest.raises(ConfigError, match=message):
-        Forward(layers=(layer,)).outputs(module, [torch.zeros(2, 3)])
+        Forward(layers=(layer,)).outputs(module, Arguments((torch.zeros(2, 3),)))
     assert not module.layer._forward_hooks
 
 
@@ -137,10 +138,13 @@ def test_processing_before_and_after() -> None:
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return a + b
 
-    assert torch.equal(forward.outputs(Add(), [ONE + 1])[None]["sum"], ONE + 3)
-    assert torch.equal(forward.module_output(Add(), [ONE + 1]), ONE + 3)
+    inputs = Arguments((ONE + 1,))
+    assert torch.equal(forward.outputs(Add(), inputs)[None]["sum"], ONE + 3)
+    assert torch.equal(forward.module_output(Add(), inputs), ONE + 3)
     one_argument = Forward(preprocessing=lambda a, b: a + b)
-    assert torch.equal(one_argument.module_output(nn.Identity(), [ONE, ONE + 1]), ONE + 1)
+    assert torch.equal(
+        one_argument.module_output(nn.Identity(), Arguments((ONE, ONE + 1))), ONE + 1
+    )
 
 
 def test_outputs_check_themselves_and_come_back_from_json() -> None:

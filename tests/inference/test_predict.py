@@ -11,23 +11,24 @@ from torch import nn
 from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inference import predict
-from sparkdl.inference.outputs import Forward, Source
+from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.predict import Leaf, Make, PredictTask
-from sparkdl.serialization.packed_module import SentByValue, pack
+from sparkdl.serialization.packed_module import pack
 
 ROWS = np.arange(21, dtype=np.float32).reshape(7, 3)
 FLOATS = pa.list_(pa.float32())
 
 
 def leaf(make: Make, arrow_type: pa.DataType, *path: Any, layer: str | None = None) -> Leaf:
-    return Leaf(name="x", source=Source(layer, path), make=make, arrow_type=arrow_type)
+    output = Output(key=path, layer=layer)
+    return Leaf(name="x", output=output, make=make, arrow_type=arrow_type)
 
 
 def task(module: nn.Module, *leaves: Leaf, batch_size: int = 3, **forward: Any) -> PredictTask:
     packed = pack(module)
     return PredictTask(
         digest=packed.digest,
-        fetch=SentByValue(packed),
+        fetch=lambda: packed,
         columns=(Column(name="features", role="feature", dtype="float32", shape=(3,)),),
         batch_size=batch_size,
         device="cpu",
@@ -183,12 +184,6 @@ def test_bad_rows_are_named() -> None:
     wrong = [pa.array([[1.0, 2.0, 3.0], None], FLOATS)]
     with pytest.raises(DataError, match='column "features" has 1 null row'):
         list(predict.predict(iter([wrong]), job))
-
-
-def test_an_unknown_device_is_refused() -> None:
-    assert predict.checked_device("cpu") == "cpu"
-    with pytest.raises(ConfigError, match="tpu"):
-        predict.checked_device("tpu")
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,10 +15,12 @@ import torch
 
 from sparkdl import PetastormSource, TorchClassifier
 from sparkdl.config import EarlyStopping
-from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
-from sparkdl.data.source import Contents, Wanted
+from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.source import Contents
 from sparkdl.errors import ConfigError, DataError
+from tests.data.sources import test_parquet
+from tests.data.sources.test_parquet import plan_of, wanted
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -75,22 +76,8 @@ def materialized(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) 
     return url
 
 
-def wanted(*columns: SpoolColumn) -> Wanted:
-    return Wanted(columns=columns, validation=None, num_shards=2, shares=None)
-
-
-def plan_of(contents: Contents) -> TrainPlan:
-    return make_plan(
-        columns=contents.columns, shards=contents.shards, world_size=2, batch_size=4, epochs=1
-    )
-
-
-def epoch_of(contents: Contents, rank: int, start_step: int = 0) -> list[Batch]:
-    plan = plan_of(contents)
-    reader = cloudpickle.loads(cloudpickle.dumps(contents.reader))
-    rows = reader.open(plan, plan.shards_of(rank), "train")
-    batches = Batches(rows, plan, rank, seed=3, epoch=1, start_step=start_step)
-    return [batch.map(torch.clone) for batch in batches]
+def epoch_of(contents: Contents, rank: int, **changes: Any) -> list[Batch]:
+    return test_parquet.epoch_of(contents, plan_of(contents), rank, **changes)
 
 
 def numbers(batches: Sequence[Batch]) -> list[int]:
@@ -108,7 +95,7 @@ def test_a_batch_reader_gives_every_row_once_and_resumes(plain: str) -> None:
         assert batch.inputs[0].dtype == torch.float32
         assert torch.equal(batch.target, batch.inputs[0][:, 0].long() % 3)
     for start in range(len(seen[1])):
-        assert numbers(epoch_of(contents, 1, start)) == numbers(seen[1][start:])
+        assert numbers(epoch_of(contents, 1, start_step=start)) == numbers(seen[1][start:])
 
 
 def test_a_fraction_is_held_out(plain: str) -> None:

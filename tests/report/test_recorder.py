@@ -12,10 +12,10 @@ import pytest
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.live.progress import Progress
-from sparkdl.report.record.run_folder import RunFolder, RunReader
+from sparkdl.report.live.progress import EpochCallback, Progress, View
+from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
-from sparkdl.report.recorder import Recorder, described, recording
+from sparkdl.report.recorder import described, recording
 from sparkdl.storage.storage import LocalStorage
 
 
@@ -62,7 +62,7 @@ def test_events_are_written_while_the_run_goes_on(
         assert (found.status, found.facts["workers"]) == ("running", 2)
         assert found.silence_seconds >= 30
         assert found.totals() == {"0": {"compute": 2.0}}
-        recorder.end(None, [{"epoch": 1, "loss": 0.5}])
+        recorder.succeeded([{"epoch": 1, "loss": 0.5}])
     ended = reader.read(name)
     assert ended is not None
     assert (ended.status, ended.history) == ("succeeded", [{"epoch": 1, "loss": 0.5}])
@@ -99,7 +99,6 @@ def test_a_storage_that_fails_later_is_one_warning(
     with start(Full(tmp_path, 1)) as recorder:
         until(lambda: "no space left" in caplog.text)
         time.sleep(0.1)
-        recorder.end(None)
     assert caplog.text.count("no space left") == 1
     assert recorder.page_path is None
     assert recorder.record().status == "succeeded"
@@ -116,7 +115,7 @@ def test_any_failure_of_the_report_leaves_the_run_alone(
             super().write(path, data)
 
     with start(Failing(tmp_path)) as recorder:
-        recorder.end(None)
+        pass
     assert "the run leaves no report: " in caplog.text
     assert str(error) in caplog.text
     assert recorder.page_path is None
@@ -126,9 +125,8 @@ def test_what_cannot_be_recorded_leaves_the_run_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start(LocalStorage(tmp_path)) as recorder:
-        for _ in range(3):
-            recorder.lap("train", "long")
-        recorder.end(None)
+        for number in (1, "2", "3"):  # what has no order
+            recorder.epoch({"report": number})
     assert caplog.text.count("leaves no report") == 1
 
 
@@ -136,7 +134,6 @@ def test_names_that_are_no_utf8_can_be_written(tmp_path: Path) -> None:
     """Python has them with lone surrogates, as a worker that warns of a file's name does."""
     with start(LocalStorage(tmp_path)) as recorder:
         recorder.log(0, "skipped caf\udce9.jpg", 30)
-        recorder.end(None)
     (path,) = tmp_path.glob("*/report.html")
     assert "skipped caf?.jpg" in path.read_text(encoding="utf-8")
 
@@ -177,30 +174,18 @@ def test_no_text_of_a_run_shows_passwords(tmp_path: Path) -> None:
     assert "secret" not in str(heard)
 
 
-def test_what_ended_well_stays_so_whatever_follows(tmp_path: Path) -> None:
-    """A press that is heard after the end, or a second end for any other reason."""
-    with pytest.raises(KeyboardInterrupt), start(LocalStorage(tmp_path)) as recorder:
-        recorder.end(None, [{"epoch": 1}])
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_what_the_user_has_interrupted_says_so(tmp_path: Path, is_interrupted: bool) -> None:
+    """Whatever the jobs raise that were cancelled for it."""
+    options = {"is_interrupted": lambda: is_interrupted}
+    with pytest.raises(TrainingFailed), start(LocalStorage(tmp_path), **options) as recorder:
+        recorder.succeeded([{"epoch": 1}])
+        raise TrainingFailed("cancelled")
     (path,) = tmp_path.glob("*/run.json")
     found = RunRecord.from_dict(json.loads(path.read_text()))
-    assert (found.status, found.error, found.history) == ("succeeded", None, [{"epoch": 1}])
-
-
-def test_an_end_that_is_torn_is_made_up_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = RunFolder.finish
-
-    def torn(*_: Any) -> None:
-        monkeypatch.setattr(RunFolder, "finish", finish)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(RunFolder, "finish", torn)
-    with pytest.raises(KeyboardInterrupt), start(LocalStorage(tmp_path)) as recorder:
-        recorder.end(None)
-    (path,) = tmp_path.glob("*/run.json")
-    assert json.loads(path.read_text())["status"] == "succeeded"
+    assert (found.status, found.history) == ("failed", [{"epoch": 1}])
+    assert found.error is not None
+    assert (found.error["type"] == "KeyboardInterrupt") == is_interrupted
 
 
 def test_an_interrupted_run_says_so() -> None:
@@ -216,9 +201,19 @@ def test_the_last_step_is_kept(
         recorder.progress(0, Progress(step=1, loss=3.0, rows=1))
         recorder.progress(0, Progress(step=heard, loss=1.0, rows=5))
         recorder.done(9)
-        recorder.end(None)
     steps = [entry[1:3] for entry in recorder.record().steps]
     assert (steps[0], steps[-1]) == ([1, 3.0], [9, loss])
+
+
+def test_a_phase_ends_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start() as recorder:
+        for now, phase in ((1.0, "preflight"), (2.0, "wait"), (4.0, "preflight"), (7.0, "train")):
+            monkeypatch.setattr(recorder, "_now", lambda now=now: now)
+            recorder.phase(phase)
+        assert recorder.end_phase() == {"preflight": 4.0, "wait": 2.0, "train": 0.0}
+        assert recorder.record().phase == "train"
+    assert recorder.record().laps == {"preflight": 4.0, "wait": 2.0, "train": 0.0}
+    assert recorder.record().phase == ""
 
 
 def test_a_round_is_begun_again_without_new_spans() -> None:
@@ -229,7 +224,6 @@ def test_a_round_is_begun_again_without_new_spans() -> None:
         recorder.failure("a worker was lost")
         recorder.begun_again(1, 40)
         recorder.spent(0, {"compute": 8.0})  # the same totals go on
-        recorder.end(None)
     found = recorder.record()
     assert found.restarts == 1
     assert found.attempts[1]["start_step"] == 40
@@ -244,7 +238,6 @@ def test_a_gang_that_fails_before_it_starts_counts_once() -> None:
         recorder.failure("spooling failed")
         recorder.begun_again(2, None)
         recorder.attempt(2, 40)
-        recorder.end(None)
     found = recorder.record()
     assert found.restarts == 2
     assert [a["start_step"] for a in found.attempts] == [0, None, 40]
@@ -264,7 +257,6 @@ def test_a_restart_begins_its_own_spans() -> None:
         recorder.failure("a worker was lost")
         recorder.attempt(1, 40)
         recorder.spent(0, {"compute": 3.0})
-        recorder.end(None)
     found = recorder.record()
     assert found.totals() == {"0": {"compute": 8.5}}
     assert found.attempts[1]["start_step"] == 40
@@ -278,7 +270,6 @@ def test_only_warnings_and_new_steps_are_kept() -> None:
         for step in (5, 5, 6):
             recorder.progress(0, Progress(step=step, loss=1.0, rows=step))
         recorder.progress(1, Progress(step=9, loss=1.0, rows=9))
-        recorder.end(None)
     found = recorder.record()
     assert [entry["line"] for entry in found.logs] == ["beware"]
     assert [step for _, step, _, _ in found.steps] == [5, 6]
@@ -289,7 +280,6 @@ def test_hardware_and_mistakes_come_as_facts() -> None:
         recorder.fact(1, {"kind": "hardware", "hardware": {"host": "a"}})
         recorder.fact(0, {"kind": "confusion", "epoch": 2, "counts": [[1]]})
         recorder.fact(0, {"kind": "of a later version"})
-        recorder.end(None)
     found = recorder.record()
     assert found.hardware == {"1": {"host": "a"}}
     assert found.confusion == {"epoch": 2, "counts": [[1]]}
@@ -314,14 +304,30 @@ def test_an_unexpected_error_comes_with_its_traceback() -> None:
         assert "test_recorder.py" in described(error)["traceback"]
 
 
-def test_a_recorder_fits_the_view() -> None:
-    from sparkdl.report.live.progress import SharedView, View
+def test_views_are_shown_what_is_recorded() -> None:
+    seen: list[Any] = []
+
+    class Watching(View):
+        def epoch(self, record: Any) -> None:
+            seen.append(record["loss"])
+
+        def done(self, steps: int) -> None:
+            seen.append(steps)
 
     with start() as recorder:
-        assert isinstance(recorder, Recorder)
-        view: View = SharedView(recorder, recorder)
-        view.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
-        view.done(3)
-        view.close()
-        recorder.end(None)
+        for _ in range(2):
+            recorder.show(Watching())
+        recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
+        recorder.done(3)
     assert recorder.record().history == [{"epoch": 1, "steps": 4, "loss": 2.0}]
+    assert seen == [2.0, 2.0, 3, 3]
+
+
+def test_what_is_asked_to_end_the_run_at_an_epoch_ends_it() -> None:
+    def stop(record: Any) -> None:
+        raise TrainingFailed("pruned")
+
+    with pytest.raises(TrainingFailed), start() as recorder:
+        recorder.show(EpochCallback(stop))
+        recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
+    assert recorder.record().status == "failed"

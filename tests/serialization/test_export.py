@@ -16,8 +16,8 @@ from sparkdl.errors import ConfigError, SparkDLError, StorageError
 from sparkdl.models.demo import DigitsNet
 from sparkdl.serialization.export import export_saved
 from sparkdl.serialization.load import column_as_json
-from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
+from tests.serialization.saving import save_module
 
 IMAGE = Column(name="image", role="feature", dtype="uint8", shape=(1, 8, 8))
 

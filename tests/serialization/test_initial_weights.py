@@ -11,8 +11,8 @@ from torch import nn
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.initial_weights import InitialWeights, load_initial_weights
-from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
+from tests.serialization.saving import save_module
 
 
 def make(classes: int = 2, seed: int = 0) -> nn.ModuleDict:

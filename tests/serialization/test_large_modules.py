@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
+from tests.serialization.saving import save_module
 
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 2_300_000

@@ -20,9 +20,9 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import StorageError
 from sparkdl.inputs import Sequence
 from sparkdl.serialization.load import column_as_json, load_module, load_signature
-from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage, open_storage
 from tests.describable import NeedsWidth, make_net, tokenize
+from tests.serialization.saving import save_module
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-1, 1, 6).reshape(2, 3)

@@ -13,8 +13,8 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError
 from sparkdl.serialization import onnx_export
 from sparkdl.serialization.onnx_export import export_onnx
-from sparkdl.serialization.saved_module import save_module
 from sparkdl.storage.storage import LocalStorage
+from tests.serialization.saving import save_module
 
 # onnxruntime is asked for first: the others do without it only half of the work.
 onnxruntime = pytest.importorskip("onnxruntime", reason='needs pip install "sparkdl-torch[onnx]"')

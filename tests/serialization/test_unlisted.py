@@ -16,9 +16,9 @@ from sparkdl.serialization.saved_module import (
     find_unlisted,
     load_module_from,
     open_module,
-    save_module,
 )
 from tests.describable import Drawn, Plain
+from tests.serialization.saving import save_module
 from tests.storage.memory import MemoryStorage
 
 X = torch.arange(6.0).reshape(2, 3)

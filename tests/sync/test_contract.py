@@ -21,6 +21,7 @@ from sparkdl.sync import known_strategies
 from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.slowmo import SlowMo
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
@@ -154,12 +155,15 @@ def test_alone_on_cuda_resumed_run_has_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("kind", [LocalSGD, BlockMomentum, SlowMo, DiLoCo, ElasticAveraging])
-def test_bytes_of_compressed_rounds_are_those_of_the_formula(gang3: Gang, kind: Any) -> None:
-    strategy = kind(averaging_period=3, compression="int8")
-    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
-    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
-    assert [sent for _, _, sent in results] == [expected] * 3
+@pytest.mark.parametrize(
+    "kind", [ParameterAveraging, LocalSGD, BlockMomentum, SlowMo, DiLoCo, ElasticAveraging]
+)
+def test_bytes_of_rounds_are_those_of_the_formula(gang3: Gang, kind: Any) -> None:
+    for compression in (None, "int8"):
+        strategy = kind(averaging_period=3, compression=compression)
+        expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
+        results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
+        assert [sent for _, _, sent in results] == [expected] * 3
 
 
 @pytest.mark.gang

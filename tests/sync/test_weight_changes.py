@@ -68,6 +68,6 @@ def test_ranks_agree_on_one_learning_rate(
 
 def agreed_learning_rate(comm: Any, weights: list[float]) -> float:
     net = make_net()
-    mean = MeanOfReplicas(net, torch.optim.SGD(net.parameters(), 0.1), comm, None)
+    mean = MeanOfReplicas(net, torch.optim.SGD(net.parameters(), 0.1), comm)
     mean.shares(weights[comm.rank], [0.1, 0.2][comm.rank])
     return mean.learning_rate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparkdl.config import EarlyStopping, TrainConfig
-from sparkdl.errors import TrainingDiverged
+from sparkdl.errors import ConfigError, TrainingDiverged
 from sparkdl.train.state import EpochBook, Record, TrainState
 from tests.train.runs import make_data, plan_for
 
@@ -93,3 +93,32 @@ def test_an_epoch_whose_loss_is_not_finite_ends_the_run() -> None:
         epoch_of(book(), math.inf)
     empty = book().record([0.0, 0.0], (), learning_rate=0.5, seconds=2.0)
     assert math.isnan(empty["loss"])  # nothing was trained on
+
+
+def decisions(options: EarlyStopping, values: list[float]) -> list[tuple[bool, bool]]:
+    state = TrainState()
+    return [(state.is_best({"val_loss": v}, options), state.stopped_early) for v in values]
+
+
+BEST, WORSE, STOP = (True, False), (False, False), (False, True)
+
+
+def test_patience_counts_from_the_last_improvement() -> None:
+    options = EarlyStopping(patience=2)
+    assert decisions(options, [3, 2, 2, 1, 1, 1]) == [BEST, BEST, WORSE, BEST, WORSE, STOP]
+
+
+def test_mode_and_margin() -> None:
+    options = EarlyStopping(patience=3, mode="max", min_delta=0.5)
+    assert decisions(options, [1, 1.5, 1.6, 0.9]) == [BEST, WORSE, BEST, WORSE]
+
+
+def test_nan_is_no_improvement() -> None:
+    assert decisions(EarlyStopping(patience=2), [math.nan, 1.0, math.nan, math.inf]) == [
+        *(WORSE, BEST, WORSE, STOP)
+    ]
+
+
+def test_unknown_value() -> None:
+    with pytest.raises(ConfigError, match=r"'val_f1'.*only loss, learning_rate, val_loss"):
+        book(early_stopping=EarlyStopping(monitor="val_f1"))

@@ -18,7 +18,7 @@ from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CommunicationError
 from sparkdl.runtime.versions import versions
 from sparkdl.worker import lifecycle
-from sparkdl.worker.lifecycle import GangOrder, Member, Results, live
+from sparkdl.worker.lifecycle import GangOrder, GangRank, Member, Results, live
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def server() -> Iterator[ChannelServer]:
     server.shutdown()
 
 
-def rank_of(server: ChannelServer, rank: int) -> WorkerEnvironment:
+def environment_of(server: ChannelServer, rank: int) -> WorkerEnvironment:
     return WorkerEnvironment(
         rank=rank, world_size=2, address="127.0.0.1", gpu_addresses=(), channel=server.address
     )
@@ -44,6 +44,11 @@ def order(**changes: Any) -> GangOrder:
     return GangOrder(**{**values, **changes})
 
 
+def rank_of(server: ChannelServer, rank: int, its_order: GangOrder | None = None) -> GangRank:
+    client = ChannelClient(server.address)
+    return GangRank(environment_of(server, rank), its_order or order(), client)
+
+
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "_LISTEN_SECONDS", 0.1)
@@ -53,28 +58,28 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> None:
     def work_on() -> None:
         for _ in range(15):
-            server._hub.note_report(0, 1)
+            server._hub.report(0, 1, [])
             time.sleep(0.1)
         server._hub.set("bye/1", b"")
 
-    server._hub.note_report(0, 1)
+    server._hub.report(0, 1, [])
     peer = threading.Thread(target=work_on)
     peer.start()
-    lifecycle._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+    rank_of(server, 0).leave()
     assert server._hub.get("bye/1") is not None  # three times the time-out of a collective
     peer.join()
 
 
 @pytest.mark.usefixtures("listening")
 def test_rank_0_gives_up_a_peer_that_is_silent(server: ChannelServer) -> None:
-    server._hub.note_report(0, 1)
+    server._hub.report(0, 1, [])
     with pytest.raises(CommunicationError, match="rank 1 has not reported"):
-        lifecycle._leave(rank_of(server, 0), order(), ChannelClient(server.address))
+        rank_of(server, 0).leave()
 
 
 def test_nobody_waits_where_the_driver_hosts_the_channel(server: ChannelServer) -> None:
     patient = order(driver_hosts_channel=True, collective_timeout_seconds=600.0)
-    lifecycle._leave(rank_of(server, 0), patient, ChannelClient(server.address))
+    rank_of(server, 0, patient).leave()
 
 
 def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
@@ -82,7 +87,7 @@ def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
         raise AssertionError("never met")
 
     foreign = order(versions={**versions(), "torch": "0.1"})
-    ((kind, payload),) = live(rank_of(server, 1), foreign, work)
+    ((kind, payload),) = live(environment_of(server, 1), foreign, work)
     assert (kind, json.loads(payload)["type"]) == ("error", "ClusterError")
     assert server._hub.get("run/0/bye/1") is not None
 
@@ -99,9 +104,7 @@ def test_nobody_begins_before_all_have_connected(
         yield
 
     def enter(rank: int) -> None:
-        client = ChannelClient(server.address)
-        device = torch.device("cpu")
-        with lifecycle._communicator(rank_of(server, rank), order(), client, device, (0, 0)):
+        with rank_of(server, rank).communicator(torch.device("cpu"), (0, 0)):
             begun.append(rank)
 
     monkeypatch.setattr(process_group, "process_group", connect)

@@ -16,7 +16,7 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError, ShardLost
-from sparkdl.worker.loader import DataSet, Loader, LocalSet
+from sparkdl.worker.loader import DataSet, Loader
 
 COLUMNS = (
     Column(name="x", role="feature", dtype="float32", shape=(2,), argument="x"),
@@ -56,8 +56,7 @@ def loader(data: DataSet, rank: int = 0, world_size: int = 2, **changes: Any) ->
     options: dict[str, Any] = {
         "device": torch.device("cpu"), "batch_size": 4, "columns": None, "shuffle": True, "seed": 0,
     }  # fmt: skip
-    local = LocalSet(name="train", data=data, rank=rank, world_size=world_size)
-    return Loader(local, **{**options, **changes})
+    return Loader(data, name="train", rank=rank, world_size=world_size, **{**options, **changes})
 
 
 def labels(batches: Loader) -> list[list[int]]:

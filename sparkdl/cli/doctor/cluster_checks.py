@@ -181,9 +181,8 @@ def _wait_for_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
     from sparkdl.spark.cluster.slots import await_executors
     from sparkdl.spark.session.compat import conf
 
-    if from_conf(partial(conf, spark)).dynamic_allocation:  # they come when there are jobs
-        return await_executors(spark, settings)
-    wait_for_slots(spark, 1, None, settings)
+    if not from_conf(partial(conf, spark)).dynamic_allocation:  # then they come with the jobs
+        wait_for_slots(spark, 1, None, settings)
     return await_executors(spark, settings)
 
 
@@ -220,10 +219,7 @@ def _link(
     settings: Settings,
     order: Order,
 ) -> Iterator[Finding]:
-    """Try the channel between driver and executors, and a place for checkpoints.
-
-    The probe behind it compares versions as well.
-    """
+    """Try the channel between driver and executors, and their versions, or a place of files."""
     from sparkdl.runtime.versions import versions
     from sparkdl.spark.cluster.link import open_link
 
@@ -281,11 +277,7 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
 
 
 def _in_session(error: Exception) -> str:
-    """An error of ours or, with what mostly helps, of Spark's; others are raised again.
-
-    Raises:
-        Exception: ``error``, if it is neither.
-    """
+    """An error of ours or, with what mostly helps, of Spark's; others are raised again."""
     from sparkdl.spark.cluster.probe import PYTHON_REMEDY
     from sparkdl.spark.session.failures import is_spark_error, spark_message
 

@@ -81,23 +81,15 @@ def package_finding(package: str, version: str | None, allowed: str, extra: str)
 
 def is_within(version: str, allowed: str) -> bool:
     """Whether a version is in a range of ``>=`` and ``<`` bounds; other bounds do not count."""
+    bounds = re.findall(r"(>=|<)([\d.]+)", allowed)
     ours = _release(version)
-    for bound in filter(None, allowed.split(",")):
-        match = re.fullmatch(r"(>=|<)([\d.]+)", bound)
-        if match is None:
-            continue
-        theirs = _release(match[2])
-        if (ours < theirs) if match[1] == ">=" else (ours >= theirs):
-            return False
-    return True
+    return all((ours >= _release(bound)) == (sign == ">=") for sign, bound in bounds)
 
 
-def _release(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    parts = [int(part) for part in match[0].split(".")] if match else [0]
-    while len(parts) > 1 and parts[-1] == 0:  # 4.1.0 is 4.1
-        parts.pop()
-    return tuple(parts)
+def _release(version: str) -> list[int]:
+    """The numbers of a version; 4.1.0 is 4.1."""
+    numbers = [int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part]
+    return (numbers + 4 * [0])[:4]
 
 
 def foreign_package() -> Iterator[Finding]:

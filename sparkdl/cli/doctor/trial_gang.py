@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ def look_around() -> dict[str, Any]:
 
     from sparkdl import context
     from sparkdl.data.spool.local_disk import free_bytes, roomiest
+    from sparkdl.runtime.hardware import hardware
 
     place = context()
     values = torch.full((NUM_FLOATS,), float(place.rank), device=place.device)
@@ -36,12 +36,9 @@ def look_around() -> dict[str, Any]:
         summed = float(total[-1])  # waits for a GPU
         times.append(time.perf_counter() - began)
     folder = roomiest(_local_folders())
-    on_gpu = place.device.type == "cuda"
     return {
-        "host": socket.gethostname(),
-        "device": str(place.device),
-        "gpu": torch.cuda.get_device_name(place.device) if on_gpu else None,
-        "visible_gpus": torch.cuda.device_count(),
+        "gpu": None,
+        **hardware(place.device),
         "has_cuda_build": torch.version.cuda is not None,
         "seconds": min(times),
         "is_right": summed == sum(range(place.world_size)),

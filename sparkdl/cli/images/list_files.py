@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -18,6 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.cli.job_files.prepare_file import FolderSection
 from sparkdl.errors import DataError
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.storage.hadoop_storage import HadoopStorage
 
 _GLOB = frozenset("[]{}*?\\")
 _HOST = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//[^/]*)?")
@@ -31,10 +31,7 @@ def qualified(spark: SparkSession, path: str) -> str:
     A Spark Connect client cannot ask Spark; there a path without a scheme is a local one.
     """
     if not is_connect(spark):
-        session: Any = spark
-        place = session._jvm.org.apache.hadoop.fs.Path(path)
-        system = place.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
-        return str(system.makeQualified(place).toString())
+        return HadoopStorage(spark, path).url
     return path if ":" in path else f"file:{Path(path).expanduser().absolute()}"
 
 

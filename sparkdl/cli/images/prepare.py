@@ -12,14 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl.cli.images.image_labels import SHOWN, Labelled, by_folder, by_table
 from sparkdl.cli.images.ledger import Ledger, Record, Report
-from sparkdl.cli.images.list_files import list_files, qualified, tuned
+from sparkdl.cli.images.list_files import Listed, list_files, qualified, tuned
 from sparkdl.cli.images.parts import Part, digest_of, make_parts
 from sparkdl.cli.images.write_parquet import PartWriter, Source
 from sparkdl.cli.job_files.prepare_file import PrepareJob
@@ -36,20 +34,13 @@ _EMPTY = "the file is empty"
 _ABSENT = "named in the table of labels, but not in the folder"
 
 
-def prepare(
-    spark: SparkSession,
-    job: PrepareJob,
-    label_table: DataFrame | None = None,
-    *,
-    shows_progress: bool = True,
-) -> Report:
+def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None = None) -> Report:
     """Make Parquet of a folder of image files, or go on where an earlier run has stopped.
 
     Args:
         spark: the session.
         job: what to do.
         label_table: the rows of ``[labels.table]``, where labels come from a table.
-        shows_progress: whether a bar counts the files.
 
     Raises:
         ConfigError: the output's folder holds something else, or Pillow is missing.
@@ -68,7 +59,7 @@ def prepare(
         return ledger.report()
     writer = PartWriter(spark, source, job.image, place, storage)
     with tuned(spark), described(spark, f"sparkdl prepare {place}"):
-        records = _write_all(spark, job, source, ledger, writer, shows_progress=shows_progress)
+        records = _write_all(spark, job, source, ledger, writer)
     return ledger.finish(records, source.unusable, source.names)
 
 
@@ -79,29 +70,24 @@ def find_source(spark: SparkSession, job: PrepareJob, label_table: DataFrame | N
         DataError: there are no files, or labels are wrong.
     """
     listed = list_files(spark, job.data)
-    paths = listed.table["path"].to_pylist()
-    if not paths:
+    if not listed.table.num_rows:
         raise DataError(
             f"there are no image files below {job.data.path} ({listed.num_others:,} files with "
             f"other endings, {len(listed.empty):,} empty ones); check data.path and data.extensions"
         )
-    labelled = _labelled(job, paths, label_table, listed.root)
-    if not len(labelled.rows):
+    labelled = _labelled(job, listed, label_table)
+    if not labelled.files.num_rows:
         raise DataError("the table of labels names none of the files; check labels.path_col")
     empty = set(listed.empty)
     unread = labelled.absent if job.labels.source == "table" else listed.empty
     unusable = tuple((path, _EMPTY if path in empty else _ABSENT) for path in unread)
     if unusable and job.output.on_error == "fail":
         raise DataError(_refusal(unusable))
-    table = listed.table.take(pa.array(labelled.rows))
-    if labelled.labels is not None:
-        table = table.append_column("label", pa.array(labelled.labels))
     if listed.num_others:
         logger.warning("left alone for their endings: %d file(s)", listed.num_others)
-    if len(labelled.rows) < len(paths):
-        num_unlabelled = len(paths) - len(labelled.rows)
+    if num_unlabelled := listed.table.num_rows - labelled.files.num_rows:
         logger.warning("left out, as the table of labels lacks them: %d file(s)", num_unlabelled)
-    return Source(table=table, root=listed.root, names=labelled.names, unusable=unusable)
+    return Source(table=labelled.files, root=listed.root, names=labelled.names, unusable=unusable)
 
 
 def _check_apart(data: str, output: str) -> None:
@@ -114,14 +100,12 @@ def _check_apart(data: str, output: str) -> None:
         )
 
 
-def _labelled(
-    job: PrepareJob, paths: Sequence[str], label_table: DataFrame | None, root: str
-) -> Labelled:
+def _labelled(job: PrepareJob, listed: Listed, label_table: DataFrame | None) -> Labelled:
     section = job.labels
     if section.source == "folder":
-        return by_folder(paths, section.names)
+        return by_folder(listed.table, section.names)
     if section.source == "none":
-        return Labelled(rows=np.arange(len(paths)), labels=None)
+        return Labelled(files=listed.table)
     assert label_table is not None, "the table of labels was not read"
     columns = {"path": section.path_col, "label": section.label_col}
     for name in columns.values():
@@ -130,8 +114,8 @@ def _labelled(
             raise DataError(f'the table of labels has no column "{name}"; its columns: {known}')
     chosen = [F.col(quoted(name)).alias(alias) for alias, name in columns.items()]
     table = label_table.select(*chosen).toArrow()
-    roots = (root, job.data.path, root.removeprefix("file:"))
-    return by_table(paths, table, section.names, roots)
+    roots = (listed.root, job.data.path, listed.root.removeprefix("file:"))
+    return by_table(listed.table, table, section.names, roots)
 
 
 def _write_all(
@@ -140,21 +124,15 @@ def _write_all(
     source: Source,
     ledger: Ledger,
     writer: PartWriter,
-    *,
-    shows_progress: bool,
 ) -> dict[str, Record]:
-    """Write all parts that have no record yet; give the records of all.
-
-    Raises:
-        DataError: files are bad and not to be skipped; parts without such have been recorded.
-    """
+    """Write all parts that have no record yet, up to bad files; give the records of all."""
     paths = source.table["path"].to_pylist()
     parts = make_parts(paths, job.split, job.output.rows_per_file)
     records = ledger.done()
     waiting = [part for part in parts if part.name not in records]
     together = max(1, num_slots(spark))
     writer.clear()
-    with contextlib.closing(_bar(parts, records, shows_progress=shows_progress)) as bar:
+    with contextlib.closing(_bar(parts, records)) as bar:
         for start in range(0, len(waiting), together):
             chosen = waiting[start : start + together]
             written = writer.write(chosen)
@@ -174,7 +152,7 @@ def _write_all(
     return records
 
 
-def _bar(parts: Sequence[Part], records: Mapping[str, Record], *, shows_progress: bool) -> Any:
+def _bar(parts: Sequence[Part], records: Mapping[str, Record]) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(
@@ -184,7 +162,6 @@ def _bar(parts: Sequence[Part], records: Mapping[str, Record], *, shows_progress
         unit=" files",
         dynamic_ncols=True,
         file=sys.stderr,
-        disable=not shows_progress,
     )
 
 

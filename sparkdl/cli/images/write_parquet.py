@@ -7,7 +7,8 @@ record says what was written, and only then they are moved to their places.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,12 +43,6 @@ class Source:
     unusable: tuple[tuple[str, str], ...] = ()
     """Path and reason of files that are not in the table, since there is nothing to read."""
 
-    @property
-    def label_type(self) -> pa.DataType | None:
-        """``int64`` or ``double``; None without labels."""
-        has_labels = "label" in self.table.column_names
-        return self.table.schema.field("label").type if has_labels else None
-
 
 @dataclass
 class PartWriter:
@@ -76,10 +71,12 @@ class PartWriter:
         self._numbers = {part.name: number for number, part in enumerate(parts)}
         plan = pa.concat_tables([self._plan(part) for part in parts])
         files = read_files(self.spark, plan["url"].to_pylist()).withColumnRenamed("path", "url")
-        rows = files.join(F.broadcast(self.spark.createDataFrame(plan)), "url").drop("url")
+        planned = self.spark.createDataFrame(plan)
+        rows = files.join(F.broadcast(planned), "url").drop("url")
+        others = planned.drop("url")
         image = _STRUCT if self.options.encoding == "struct" else "binary"
-        schema = f"image {image}, {self._schema}, position int"
-        made = rows.select("content", *plan.column_names[:-1]).mapInArrow(
+        schema = ", ".join([f"image {image}", *(f"{name} {kind}" for name, kind in others.dtypes)])
+        made = rows.select("content", *others.columns).mapInArrow(
             partial(convert_rows, options=self.options), schema
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
@@ -105,13 +102,6 @@ class PartWriter:
             if name.startswith(_STAGED):
                 self.storage.remove(f"{WORK}/{name}")
 
-    @property
-    def _schema(self) -> str:
-        """Of what goes with an image."""
-        kinds = {"int64": "bigint", "double": "double"}
-        label = f"label {kinds[str(self.source.label_type)]}, " if self.source.label_type else ""
-        return f"path string, {label}part int"
-
     def _plan(self, part: Part) -> pa.Table:
         """A row per file of a part: ``path``, ``label``, ``part``, ``position``, ``url``."""
         files = self.source.table.take(pa.array(part.rows)).drop_columns(["length", "modified"])
@@ -126,40 +116,31 @@ class PartWriter:
     def _label_columns(self) -> list[SparkColumn]:
         """The label, with the classes' names as Spark ML writes and reads them."""
         names = list(self.source.names)
-        if not self.source.label_type:
+        if "label" not in self.source.table.column_names:
             return []
         about = {"ml_attr": {"type": "nominal", "name": "label", "vals": names}} if names else {}
         return [F.col("label").alias("label", metadata=about)]
 
     def _look(self, parts: Sequence[Part]) -> dict[str, Record]:
         """Count the rows that were written; what is missing there was bad."""
-        found: list[dict[str, Any]] = []
+        label_of: dict[str, Any] = {}
         if any(name.startswith("part=") for name in self.storage.list(self._staged)):
-            rows = self.spark.read.schema(self._schema).parquet(self._url)
-            found = rows.toArrow().to_pylist()
-        by_part: dict[int, list[dict[str, Any]]] = {}
-        for row in found:
-            by_part.setdefault(row["part"], []).append(row)
-        there = {row["path"] for row in found}
+            rows = self.spark.read.parquet(self._url).drop("image").toArrow().to_pylist()
+            label_of = {row["path"]: row.get("label") for row in rows}
         of = self.source.table["path"]
         files = {part.name: of.take(pa.array(part.rows)).to_pylist() for part in parts}
-        missing = [path for paths in files.values() for path in paths if path not in there]
+        missing = [path for paths in files.values() for path in paths if path not in label_of]
         reasons = self._explain(missing)
         records = {}
         for name, paths in files.items():
-            rows_of_part = by_part.get(self._numbers[name], [])
+            labels = [label_of[path] for path in paths if path in label_of]
+            counts = sorted(Counter(labels).items()) if self.source.names else []
             records[name] = Record(
-                rows=len(rows_of_part),
-                rows_by_label=self._by_label(rows_of_part),
-                bad=tuple((path, reasons[path]) for path in paths if path not in there),
+                rows=len(labels),
+                rows_by_label={str(number): rows for number, rows in counts},
+                bad=tuple((path, reasons[path]) for path in paths if path not in label_of),
             )
         return records
-
-    def _by_label(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        if not self.source.names:
-            return {}
-        counts = np.bincount([row["label"] for row in rows] or [0])
-        return {str(number): int(n) for number, n in enumerate(counts) if n and rows}
 
     def _explain(self, paths: Sequence[str]) -> dict[str, str]:
         """Why files are bad; by path."""

@@ -16,15 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from sparkdl.cli.job_files.toml_values import apply_settings, build, read_toml
-from sparkdl.config import require
+from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
-from sparkdl.spark.params.param_table import (
-    ClassifierArguments,
-    LabelsArguments,
-    Option,
-    options,
-    parts_of,
-)
+from sparkdl.spark.params.converters import parts_of
+from sparkdl.spark.params.param_table import ClassifierArguments, LabelsArguments, Option, options
 
 T = TypeVar("T")
 
@@ -146,30 +141,6 @@ class EstimatorSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainSection:
-    """``[explain]``: how much is measured where a training job is explained; see docs/explain.md.
-
-    What is left out keeps the default of the estimator's ``explain``. Training has no use for it.
-    """
-
-    calibrate: bool | None = None
-    """Whether steps are measured; else the plan has no times."""
-    num_rows: int | None = None
-    """Number of rows, where counting them takes too long."""
-    num_workers: tuple[int, ...] | None = None
-    """Numbers of workers to predict besides those that there are slots for."""
-    count_seconds: float | None = None
-    """Longest that looking at some rows may take, and that counting them may."""
-    measure_seconds: float | None = None
-    """About how long each of some ten measurements may take."""
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What the file sets: arguments of ``explain``."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainOutput:
     """``[output]`` of training: where the model goes."""
 
@@ -239,7 +210,7 @@ class TrainJob:
     test: DataSection | None = None
     """Rows that training never sees; the saved model is evaluated on them at the end."""
     estimator: EstimatorSection = field(default_factory=EstimatorSection)
-    explain: ExplainSection = field(default_factory=ExplainSection)
+    explain: ExplainOptions = field(default_factory=ExplainOptions)
     spark: SparkSection = field(default_factory=SparkSection)
 
     def __post_init__(self) -> None:

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob, check_reference
+from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob
 from sparkdl.cli.job_files.toml_values import build
 from sparkdl.errors import ConfigError
-from sparkdl.runtime import public_names
+from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.params.param_table import Option
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 VALIDATION_COLUMN = "sparkdl_validation"
 """Marks the rows of the section ``[validation]``; `jobs` makes it."""
+_REMEDY = "a module of your own travels to driver and workers with spark-submit --py-files"
 
 
 def make_estimator(job: TrainJob) -> Estimator[Any]:
@@ -35,18 +36,6 @@ def make_estimator(job: TrainJob) -> Estimator[Any]:
     if job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
     return kinds[job.estimator.kind](module=_partial(job.model), **params)
-
-
-def import_object(reference: str) -> Any:
-    """The object that ``package.module:name`` names.
-
-    Raises:
-        ConfigError: the module is not importable or has no such name.
-    """
-    check_reference(reference, "an object")
-    return public_names.import_object(
-        reference, "a module of your own travels to driver and workers with spark-submit --py-files"
-    )
 
 
 def _resolve(value: Any, option: Option, where: str) -> Any:
@@ -74,27 +63,19 @@ def _mentions(hint: Any, kind: Any) -> bool:
 
 def _partial(reference: ObjectRef) -> Any:
     """The named object, to be called later with its arguments."""
-    named = import_object(reference.factory)
+    named = import_object(reference.factory, _REMEDY)
     if not callable(named):
         raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
-    arguments = {name: _argument(value) for name, value in reference.args.items()}
+    arguments = dict(reference.args)
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and "factory" in value:
+            arguments[name] = _partial(build(ObjectRef, value, "args"))
     return functools.partial(named, **arguments) if arguments else named
 
 
-def _argument(value: Any) -> Any:
-    """An argument as the file gives it; a table with a factory is an object to be called later."""
-    if isinstance(value, Mapping) and "factory" in value:
-        return _partial(build(ObjectRef, value, "args"))
-    return value
-
-
 def _made(reference: ObjectRef) -> Any:
-    """The named object; a class, or whatever has arguments, is called.
-
-    Raises:
-        ConfigError: the call failed.
-    """
-    named = _partial(reference) if reference.args else import_object(reference.factory)
+    """The named object; a class, or whatever has arguments, is called."""
+    named = _partial(reference) if reference.args else import_object(reference.factory, _REMEDY)
     if not isinstance(named, type | functools.partial):
         return named
     try:

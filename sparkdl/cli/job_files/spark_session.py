@@ -64,11 +64,7 @@ def _is_submitted(environ: Mapping[str, str]) -> bool:
 def _check_entries(
     conf: Mapping[str, object], environ: Mapping[str, str], *, is_remote: bool
 ) -> None:
-    """Refuse entries that would have no effect any more.
-
-    Raises:
-        ConfigError: with the place where each would have one.
-    """
+    """Refuse entries that would have no effect any more, and say where they would have one."""
     has_started = is_remote or _is_submitted(environ)
     where = "the Spark Connect server's start" if is_remote else "spark-submit"
     for key in conf:

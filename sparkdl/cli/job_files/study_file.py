@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from sparkdl.cli.job_files.job_file import TrainJob
 from sparkdl.cli.job_files.toml_values import build, put, to_tables
-from sparkdl.config import require
+from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
 
 Value = str | int | float | bool
@@ -42,7 +42,9 @@ class Space:
         if self.log and self.step is not None:
             raise ConfigError("give 'log' or 'step', not both")
         require(self.step is None or self.step > 0, "step must be above 0", self.step)
-        numbers = [v for v in (self.low, self.high, self.step, *self.choices) if _is_number(v)]
+        numbers = [
+            v for v in (self.low, self.high, self.step, *self.choices) if isinstance(v, int | float)
+        ]
         require(all(map(math.isfinite, numbers)), "values must be finite numbers", numbers)
         is_positive = self.low is None or self.low > 0
         require(not self.log or is_positive, "a range with log must begin above 0", self.low)
@@ -51,10 +53,6 @@ class Space:
     def is_whole(self) -> bool:
         """Whether the range is one of whole numbers."""
         return all(isinstance(v, int) for v in (self.low, self.high, self.step) if v is not None)
-
-
-def _is_number(value: Value | None) -> TypeGuard[int | float]:
-    return isinstance(value, int | float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ class TuneJob(TrainJob):
                 "a search leaves the rows of [test] alone; leave that section out, and measure "
                 "the best model with jobs/evaluate.py"
             )
-        if self.explain.given:
+        if self.explain != ExplainOptions():
             raise ConfigError(
                 "a search explains nothing, so [explain] has no place; leave that section out, and "
                 "try jobs/train.py --explain with the same data and model"

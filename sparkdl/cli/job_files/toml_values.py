@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from sparkdl.errors import ConfigError
+from sparkdl.spark.params.converters import parts_of
 
 T = TypeVar("T")
 Tables = dict[str, Any]
@@ -109,7 +109,8 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
         if name in _required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
             raise ConfigError(f"missing {place}")
-    values = {key: convert(value, hints[key], _dotted(key, where)) for key, value in table.items()}
+    above = f"{where}." if where else ""
+    values = {key: convert(value, hints[key], above + key) for key, value in table.items()}
     try:
         return kind(**values)
     except ConfigError as error:
@@ -138,34 +139,26 @@ def _required(kind: Any) -> set[str]:
 def convert(value: Any, hint: Any, name: str) -> Any:
     """``value`` as the type ``hint``; ``name`` is its place for messages.
 
+    Of a union the first member whose TOML type fits decides, so that its own errors reach the user.
+
     Raises:
         ConfigError: the value is of another type.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, hint, name)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return build(hint, value, name)
-    if not _fits(value, hint):
-        raise _wrong(value, hint, name)
-    if origin is tuple:
-        return tuple(convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: convert(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
-    return float(value) if hint is float else value
-
-
-def _convert_union(value: Any, union: Any, name: str) -> Any:
-    """The first member whose TOML type fits decides, so that its own errors reach the user."""
-    fitting = [hint for hint in get_args(union) if _fits(value, hint)]
+    fitting = [kind for kind in parts_of(hint) if _fits(value, kind)]
     if not fitting:
-        raise _wrong(value, union, name)
+        raise ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
     # Where any table is taken, one with the required keys of a dataclass is that.
-    named = (hint for hint in fitting if is_dataclass(hint) and _required(hint) <= set(value))
-    others = [hint for hint in fitting if not is_dataclass(hint)] or fitting
-    return convert(value, next(named, others[0]), name)
+    named = (kind for kind in fitting if is_dataclass(kind) and _required(kind) <= set(value))
+    others = [kind for kind in fitting if not is_dataclass(kind)] or fitting
+    kind = next(named, others[0])
+    if isinstance(kind, type) and is_dataclass(kind):
+        return build(kind, value, name)
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(convert(item, inner[0], f"{name}[{i}]") for i, item in enumerate(value))
+    if get_origin(kind) is Mapping:
+        return {key: convert(item, inner[1], f"{name}.{key}") for key, item in value.items()}
+    return float(value) if kind is float else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -174,31 +167,25 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is tuple:
         return isinstance(value, list)
-    if is_dataclass(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+    if is_dataclass(hint) or origin is Mapping:
         return isinstance(value, Mapping)
     if hint is float:
         return type(value) in (int, float)
-    return type(value) is hint  # bool is an int in Python but not in TOML
-
-
-def _wrong(value: Any, hint: Any, name: str) -> ConfigError:
-    return ConfigError(f"{name} must be {describe(hint)}; received {value!r}")
+    return hint is Any or type(value) is hint  # bool is an int in Python but not in TOML
 
 
 def describe(hint: Any) -> str:
     """A type in a job file author's words."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(part) for part in arguments if part is not type(None))
+    origin, parts = get_origin(hint), parts_of(hint)
+    if len(parts) > 1:
+        return " or ".join(describe(part) for part in parts if part is not type(None))
     if origin is Literal:
-        return f"one of {_listed(arguments)}"
+        return f"one of {_listed(get_args(hint))}"
     if origin is tuple:
-        return f"a list (each {describe(arguments[0])})"
+        return f"a list (each {describe(get_args(hint)[0])})"
     if is_dataclass(hint):
         return f"a table with {_listed([item.name for item in fields(hint)])}"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a table"
-    return _NAMES.get(hint, str(hint))
+    return "a table" if origin is Mapping else _NAMES.get(hint, str(hint))
 
 
 def _unknown(key: str, where: str, known: Sequence[str]) -> str:
@@ -206,10 +193,6 @@ def _unknown(key: str, where: str, known: Sequence[str]) -> str:
     hint = f"; did you mean '{close[0]}'?" if close else ";"
     what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
     return f"{what}{hint} known: {', '.join(known)}"
-
-
-def _dotted(name: str, where: str) -> str:
-    return f"{where}.{name}" if where else name
 
 
 def _listed(names: Iterable[Any]) -> str:

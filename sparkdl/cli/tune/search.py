@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from sparkdl.estimator import TorchEstimator
 
 logger = logging.getLogger(__name__)
+
+_STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
+"""The ends of a trial, as ``trial.json`` and as Optuna names them."""
 
 History = Sequence[Mapping[str, float]]
 
@@ -123,32 +127,18 @@ class _Search:
                 raise
 
     def _next(self) -> None:
-        """Ask for values, try them, and tell what came of it.
-
-        Raises:
-            StorageError: that cannot be written.
-        """
+        """Ask for values, try them, and tell what came of it."""
         from optuna.trial import TrialState
 
         trial = self.study.ask()
         record = self._try(trial)
         # Before Optuna knows, so that each trial that has ended has its record.
         _write(self.place, f"{folder_of(trial.number)}/trial.json", record)
-        if record["state"] == "complete":
-            self.study.tell(trial, record["value"])
-        else:
-            is_pruned = record["state"] == "pruned"
-            self.study.tell(trial, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
+        value = record["value"] if record["state"] == "complete" else None
+        self.study.tell(trial, value, state=TrialState[_STATES[record["state"]]])
 
     def _try(self, trial: optuna.Trial) -> dict[str, Any]:
-        """Train with the values of one trial, and keep its model.
-
-        Returns:
-            What ``trial.json`` says.
-
-        Raises:
-            _CutOff: the search ended meanwhile.
-        """
+        """Train with the values of one trial, keep its model, and give what ``trial.json`` says."""
         section = self.job.study
         values = {key: _suggest(trial, key, space) for key, space in section.search.items()}
         watch = _Watch(section, trial, self.is_ending)
@@ -252,16 +242,10 @@ def _write(place: Storage, path: str, values: dict[str, Any]) -> None:
 
 
 def _report(job: TuneJob, study: Study) -> TuneReport:
-    from optuna.trial import TrialState
-
-    names = {
-        TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"
-    }  # fmt: skip
-    states = dict.fromkeys(names.values(), 0)
-    for trial in finished(study):
-        states[names[trial.state]] += 1
-    best = study.best_trial if states["complete"] else None
+    counts = Counter(trial.state.name for trial in finished(study))
+    states = {name: counts[optunas] for name, optunas in _STATES.items()}
     found = TuneReport(path=job.output.path, states=states)
-    if best is None:
+    if not states["complete"]:
         return found
+    best = study.best_trial
     return replace(found, best=best.number, value=best.value, params=best.params)

@@ -14,12 +14,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from sparkdl.comm.communicator import Communicator, Pending
 from sparkdl.errors import ConfigError
+from sparkdl.storage.stateful import Stateful
 
 if TYPE_CHECKING:
     from sparkdl.config import TrainConfig
@@ -86,13 +87,8 @@ class Compression(ABC):
         """
 
 
-class Compressor(ABC):
+class Compressor(Stateful, ABC):
     """A compression at work on one bucket of one rank."""
-
-    shared_state: ClassVar[tuple[str, ...]] = ()
-    """What `state_dict` holds: names of attributes, without the underscore in front of them."""
-    rank_state: ClassVar[tuple[str, ...]] = ()
-    """What `rank_state_dict` holds, likewise."""
 
     @abstractmethod
     def start(self, flat: torch.Tensor) -> Pending:
@@ -104,29 +100,6 @@ class Compressor(ABC):
             flat: this rank's share, ``(numel,)``. After ``wait()`` it holds an estimate of the sum
                 of all ranks' shares, bit-equal on all ranks.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must be remembered and is equal on all ranks (steps, thresholds)."""
-        return {name: getattr(self, f"_{name}") for name in self.shared_state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self._load(self.shared_state, state)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank must remember (residuals)."""
-        return {name: getattr(self, f"_{name}") for name in self.rank_state}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state_dict` gave."""
-        self._load(self.rank_state, state)
-
-    def _load(self, names: Sequence[str], state: dict[str, Any]) -> None:
-        for name in names:
-            if isinstance(state[name], torch.Tensor):
-                getattr(self, f"_{name}").copy_(state[name])
-            else:
-                setattr(self, f"_{name}", state[name])
 
 
 class After:
@@ -161,6 +134,19 @@ def gather_equal(
 def count(shapes: Shapes) -> int:
     """Number of values of tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
+
+
+def check_places(numel: int) -> None:
+    """Refuse a bucket that has more values than can be counted in 32 bits.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if numel >= 1 << 31:
+        raise ConfigError(
+            f"places are sent as 32-bit numbers, and a bucket has {numel} values; use "
+            "compression 'twobit' or 'int8'"
+        )
 
 
 def all_reduce_bytes(num_bytes: int, world_size: int) -> int:

@@ -53,6 +53,11 @@ def cut(numel: int, world_size: int) -> list[tuple[int, int]]:
     ]
 
 
+def blocks_of(numel: int) -> list[tuple[int, int]]:
+    """First and last place + 1 of each block of a row of values."""
+    return [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]
+
+
 def scatter_bytes(first: Codec, second: Codec, numel: int, world_size: int) -> int:
     """Bytes that one rank sends per exchange."""
     return (world_size - 1) * (first.message_bytes + second.message_bytes) if numel else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
-from sparkdl.comm.compression.dense_reduce_scatter import BLOCK
+from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, blocks_of
 
 BITS = 2
 
@@ -22,7 +22,7 @@ class Ternary:
         size = min(numel, BLOCK)
         self._values = like.new_empty(size)
         self._codes = torch.zeros(-(-size // 8) * 8, dtype=torch.int8, device=like.device)
-        self.blocks = [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]
+        self.blocks = blocks_of(numel)
         """Places of the blocks; each begins at a multiple of 8."""
 
     def codes(self, block: torch.Tensor, threshold: float) -> torch.Tensor:

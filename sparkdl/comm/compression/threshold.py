@@ -26,6 +26,7 @@ from sparkdl.comm.compression.compression import (
     Compression,
     Compressor,
     Shapes,
+    check_places,
     count,
     shapes_of,
 )
@@ -83,11 +84,7 @@ class ThresholdCompression(Compression):
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         numel = count(shapes_of(views))
-        if numel >= 1 << 31:
-            raise ConfigError(
-                f"places are sent as 32-bit numbers, and a bucket has {numel} values; use "
-                "compression 'twobit' or 'int8'"
-            )
+        check_places(numel)
         return ThresholdCompressor(self, comm, views[0].new_zeros(numel))
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> None:

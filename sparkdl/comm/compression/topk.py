@@ -25,11 +25,12 @@ from sparkdl.comm.compression.compression import (
     Compressor,
     Shapes,
     all_reduce_bytes,
+    check_places,
     count,
     gather_equal,
     shapes_of,
 )
-from sparkdl.comm.compression.dense_reduce_scatter import BLOCK
+from sparkdl.comm.compression.dense_reduce_scatter import BLOCK, blocks_of
 from sparkdl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,11 +130,7 @@ class TopKCompression(Compression):
 
     def make(self, views: Sequence[torch.Tensor], comm: Communicator) -> Compressor:
         shapes = shapes_of(views)
-        if count(shapes) >= 1 << 31:
-            raise ConfigError(
-                f"places are sent as 32-bit numbers, and a bucket has {count(shapes)} values; use "
-                "compression 'twobit' or 'int8'"
-            )
+        check_places(count(shapes))
         return TopKCompressor(self, shapes, comm, views[0])
 
     def wire_bytes(self, shapes: Shapes, element_size: int, world_size: int) -> int:
@@ -210,14 +207,14 @@ class TopKCompressor(Compressor):
         """Add a tensor's share to velocity and residual; find where the residual is largest."""
         scratch = flat.new_empty(min(BLOCK, stop - start))
         peaks = Peaks(self._residual[start:stop], num_sent, scratch)
-        for a in range(start, stop, BLOCK):
-            b = min(a + BLOCK, stop)
+        for first, last in blocks_of(stop - start):
+            a, b = start + first, start + last
             update = flat[a:b]
             if self._options.momentum:
                 velocity = self._velocity[a:b]
                 update = torch.add(update, velocity, alpha=self._options.momentum, out=velocity)
             self._residual[a:b].add_(update)
-            peaks.add(a - start, b - start)
+            peaks.add(first, last)
         return peaks.largest()
 
     def _decode(self, flat: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:

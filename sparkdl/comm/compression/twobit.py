@@ -18,9 +18,9 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.bit_packing import pack, packed_size, unpack
 from sparkdl.comm.compression.compression import Compression, Compressor, Shapes, count, shapes_of
 from sparkdl.comm.compression.dense_reduce_scatter import (
-    BLOCK,
     Codec,
     ScatterCompressor,
+    blocks_of,
     cut,
     scatter_bytes,
 )
@@ -108,12 +108,12 @@ class CountCodec(Codec):
     def encode(self, values: torch.Tensor, residual: torch.Tensor, message: torch.Tensor) -> None:
         """See `Codec.encode`; nothing is left out."""
         _flag(message).copy_(torch.where(values.sum().isfinite(), 1.0, math.nan))
-        for start, stop in _blocks(len(values)):
+        for start, stop in blocks_of(len(values)):
             self._write(values[start:stop], self._place(message, start, stop))
 
     def decode_add(self, message: torch.Tensor, out: torch.Tensor) -> None:
         unit = _flag(message).to(out.dtype) * self._unit
-        for start, stop in _blocks(len(out)):
+        for start, stop in blocks_of(len(out)):
             counts = self._read(self._place(message, start, stop), stop - start)
             out[start:stop].addcmul_(counts.to(out.dtype), unit)
 
@@ -140,7 +140,3 @@ class CountCodec(Codec):
 
 def _flag(message: torch.Tensor) -> torch.Tensor:
     return message[:FLAG_BYTES].view(torch.float64)[0]
-
-
-def _blocks(numel: int) -> list[tuple[int, int]]:
-    return [(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK)]

@@ -11,7 +11,7 @@ import torch
 from sparkdl.comm.communicator import Communicator, Pending
 
 
-class Topology:
+class Topology(Communicator):
     """A `Communicator` that sums as the wrapped one does; subclasses sum in their own way.
 
     ``bytes_sent`` counts from zero what passes through this object. The wrapped communicator stays
@@ -37,16 +37,9 @@ class Topology:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._comm.allocate(numel, dtype, device)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.all_reduce_async(tensor).wait()
-
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         with self._counted(self._comm):
             return self._comm.all_reduce_async(tensor)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._counted(self._comm):
-            return self._comm.all_gather(tensor)
 
     def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor) -> Pending:
         with self._counted(self._comm):

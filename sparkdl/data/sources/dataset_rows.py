@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.data.column_rules import refuse_bad
-from sparkdl.data.plan import Column, SpoolColumn
+from sparkdl.data.plan import Column, Shard, Split, SpoolColumn
 from sparkdl.data.ragged import Array
 from sparkdl.data.shuffle import epoch_order
+from sparkdl.data.source import rows_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Tensor
 
@@ -63,14 +64,15 @@ def named(sample: Any, names: Sequence[str]) -> Fields:
 def _array(value: Any, name: str) -> Array:
     import torch
 
+    array = value
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)
-    array = np.asarray(value)
+        array = value.detach().cpu()
+        array = array.float() if value.dtype == torch.bfloat16 else array
+    array = np.asarray(array)
     if array.dtype.name not in _ARROW_TYPES:
         raise DataError(
             f'part "{name}" of a sample is {type(value).__name__} of {array.dtype}, of which no '
-            "tensor can be made; let the dataset give tensors, arrays or numbers"
+            "column can be made; let the dataset give tensors, arrays or numbers of other types"
         )
     return array
 
@@ -79,10 +81,6 @@ def schema_of(sample: Fields) -> pa.Schema:
     """The columns, as Spark's rules see them, of samples like this one."""
     fields = []
     for name, value in sample.items():
-        if value.dtype.name not in _ARROW_TYPES:
-            raise DataError(
-                f'part "{name}" of a sample has dtype {value.dtype}, which has no column'
-            )
         kind = _ARROW_TYPES[value.dtype.name]
         for _ in range(value.ndim):
             kind = pa.list_(kind)
@@ -124,15 +122,14 @@ def check_kinds(columns: Sequence[SpoolColumn]) -> None:
             )
 
 
+@dataclass(frozen=True)
 class Sampler:
     """Puts samples together to rows."""
 
-    def __init__(
-        self, columns: Sequence[Column], wanted: Sequence[SpoolColumn], names: Sequence[str]
-    ) -> None:
-        self.columns = tuple(columns)
-        self._wanted = tuple(wanted)
-        self._names = tuple(names)
+    columns: Sequence[Column]
+    wanted: Sequence[SpoolColumn]
+    names: Sequence[str]
+    """Of the parts of samples that are tuples."""
 
     def rows(
         self, samples: Sequence[Any], places: Sequence[str], buffer: Buffer | None = None
@@ -149,44 +146,38 @@ class Sampler:
         """
         import torch
 
-        parts = [named(sample, self._names) for sample in samples]
+        parts = [named(sample, self.names) for sample in samples]
         found: dict[str, Rows] = {}
-        for column, wanted in zip(self.columns, self._wanted, strict=True):
+        for column, wanted in zip(self.columns, self.wanted, strict=True):
             shape, dtype = (len(parts), *column.shape), getattr(torch, column.dtype)
             rows = torch.empty(shape if buffer is None else (0, *column.shape), dtype=dtype)
             if buffer is not None:
                 rows = buffer.rows(column.key, rows, len(parts))
             values = rows.numpy()
             for row, part in enumerate(parts):
-                self._put(values, row, part, column, wanted, places[row])
+                values[row] = _value(part, column, wanted, places[row])
             found[column.key] = rows
         return found
 
-    def _put(
-        self,
-        values: Array,
-        row: int,
-        part: Fields,
-        column: Column,
-        wanted: SpoolColumn,
-        place: str,
-    ) -> None:
-        if wanted.name not in part:
-            raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
-        value = part[wanted.name]
-        known = column.shape if wanted.shape is None else wanted.shape
-        if value.shape != tuple(known):
-            raise DataError(
-                f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
-                f"{tuple(known)}; pad samples in the dataset"
-            )
-        if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
-            raise DataError(
-                f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
-                f"of {place}; let the dataset give all samples one dtype"
-            )
-        refuse_bad(value[None], wanted, lambda _: place)
-        values[row] = value.reshape(column.shape)
+
+def _value(part: Fields, column: Column, wanted: SpoolColumn, place: str) -> Array:
+    """A sample's value of a column, in the shape of the plan."""
+    if wanted.name not in part:
+        raise DataError(f'{place} has no part "{wanted.name}"; it has {sorted(part)}')
+    value = part[wanted.name]
+    known = column.shape if wanted.shape is None else wanted.shape
+    if value.shape != tuple(known):
+        raise DataError(
+            f'column "{column.name}" is ragged: {place} has shape {value.shape}, others '
+            f"{tuple(known)}; pad samples in the dataset"
+        )
+    if not (wanted.as_classes or _fits(value, np.dtype(column.dtype))):
+        raise DataError(
+            f'column "{column.name}" is {column.dtype}, which cannot hold the {value.dtype} '
+            f"of {place}; let the dataset give all samples one dtype"
+        )
+    refuse_bad(value[None], wanted, lambda _: place)
+    return value.reshape(column.shape)
 
 
 def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
@@ -199,65 +190,47 @@ def _fits(value: Array, dtype: np.dtype[Any]) -> bool:
     return not value.size or bool(about.min <= value.min() and value.max() <= about.max)
 
 
-class SampledRows(ABC):
-    """What both kinds of datasets share; see `source.ShardRows`."""
+Make = Callable[[int, int, int], Any]
+"""Makes the dataset of a shard, an epoch and a seed."""
+Take = Callable[[int, int], tuple[list[Any], list[str]]]
+"""The samples from one place of the epoch to another, and what errors call each."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        make: Callable[[int, int, int], Any],
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        """Take the function that makes the dataset of a shard, an epoch and a seed."""
-        self._sampler = sampler
-        self._make = make
-        self._parts = tuple(parts)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of all shards."""
-        return sum(rows for _, rows in self._parts)
+@dataclass(frozen=True)
+class SampledRows:
+    """A rank's samples of a dataset; see `source.ShardRows`."""
+
+    sampler: Sampler
+    num_rows: int
+    taker: Callable[..., Take]
+    """Makes a `Take` of seed and epoch, and of ``is_shuffled``."""
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> SampledEpoch:
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a dataset's lengths are not known")
-        return SampledEpoch(self._sampler, self._taker(seed, epoch))
+        return SampledEpoch(self.sampler, self.taker(seed, epoch))
 
     def in_order(self, batch_size: int) -> Iterator[Mapping[str, Rows]]:
-        take = self._taker(0, 0, is_shuffled=False)
+        take = self.taker(0, 0, is_shuffled=False)
         for start in range(0, self.num_rows, batch_size):
             samples, places = take(start, min(start + batch_size, self.num_rows))
-            yield self._sampler.rows(samples, places)
-
-    @abstractmethod
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        """The function that takes the samples of an epoch."""
+            yield self.sampler.rows(samples, places)
 
 
-class MapRows(SampledRows):
-    """Samples by index, in an order of ours."""
+def by_index(
+    make: Make, indices: Array, shards: Sequence[Shard], split: Split
+) -> Callable[..., Take]:
+    """Takes the samples of a map-style dataset at ``indices``, in an order of ours."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        make: Callable[[int, int, int], Any],
-        parts: Sequence[tuple[int, int]],
-        indices: Sequence[Array],
-        fingerprints: Sequence[str],
-    ) -> None:
-        super().__init__(sampler, make, parts)
-        self._indices = np.concatenate([np.empty(0, np.int64), *indices])
-        self._fingerprints = tuple(fingerprints)
-
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        order = np.arange(self.num_rows)
+    def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        order = np.arange(len(indices))
         if is_shuffled:
-            rows = [count for _, count in self._parts]
-            order = epoch_order(seed, epoch, self._fingerprints, rows)
-        dataset = self._make(self._parts[0][0], epoch, seed) if self._parts else None
+            rows = [rows_of(shard, split) for shard in shards]
+            order = epoch_order(seed, epoch, [shard.fingerprint for shard in shards], rows)
+        dataset = make(shards[0].shard_id, epoch, seed) if shards else None
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
-            chosen = self._indices[order[start:stop]].tolist()
+            chosen = indices[order[start:stop]].tolist()
             assert dataset is not None, "rows without shards"
             if hasattr(dataset, "__getitems__"):  # torch's way to ask for several at once
                 samples = list(dataset.__getitems__(chosen))
@@ -267,12 +240,26 @@ class MapRows(SampledRows):
 
         return take
 
+    return taker
 
-class IterableRows(SampledRows):
-    """Samples as the dataset gives them, whatever order is asked for."""
 
-    def _taker(self, seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
-        samples = self._samples(epoch, seed)
+def as_given(make: Make, shards: Sequence[Shard], split: Split) -> Callable[..., Take]:
+    """Takes the samples as an iterable dataset gives them, whatever order is asked for."""
+
+    def given(seed: int, epoch: int) -> Iterator[Any]:
+        for shard in shards:
+            wanted, count = rows_of(shard, split), 0
+            for sample in islice(iter(make(shard.shard_id, epoch, seed)), wanted):
+                count += 1
+                yield sample
+            if count < wanted:
+                raise DataError(
+                    f"the dataset of shard {shard.shard_id} gave {count} samples in epoch "
+                    f"{epoch + 1}, but {wanted} are wanted; correct its __len__ or num_rows"
+                )
+
+    def taker(seed: int, epoch: int, *, is_shuffled: bool = True) -> Take:
+        samples = given(seed, epoch)
         reached = 0
 
         def take(start: int, stop: int) -> tuple[list[Any], list[str]]:
@@ -285,38 +272,24 @@ class IterableRows(SampledRows):
 
         return take
 
-    def _samples(self, epoch: int, seed: int) -> Iterator[Any]:
-        for shard_id, wanted in self._parts:
-            given = 0
-            for sample in islice(iter(self._make(shard_id, epoch, seed)), wanted):
-                given += 1
-                yield sample
-            if given < wanted:
-                raise DataError(
-                    f"the dataset of shard {shard_id} gave {given} samples in epoch {epoch + 1}, "
-                    f"but {wanted} are wanted; correct its __len__ or num_rows"
-                )
+    return taker
 
 
-Take = Callable[[int, int], tuple[list[Any], list[str]]]
-"""The samples from one place of the epoch to another, and what errors call each."""
-
-
+@dataclass(frozen=True)
 class SampledEpoch:
     """See `source.EpochRows`."""
 
-    def __init__(self, sampler: Sampler, take: Take) -> None:
-        self._sampler = sampler
-        self._take = take
+    sampler: Sampler
+    take: Take
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self._sampler.columns)
+        return row_bytes(self.sampler.columns)
 
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Ask the dataset for the samples."""
-        samples, places = self._take(start, stop) if stop > start else ([], [])
-        return self._sampler.rows(samples, places, buffer)
+        samples, places = self.take(start, stop) if stop > start else ([], [])
+        return self.sampler.rows(samples, places, buffer)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from sparkdl.data.sources.column_conversion import as_spark
+from sparkdl.data.sources.column_conversion import as_spark, column_at
 from sparkdl.errors import DataError, StorageError
 from sparkdl.storage.storage import LocalStorage, open_storage, open_url, scheme_of
 
@@ -44,15 +45,8 @@ _FOOTERS_KEPT = 256
 """Files whose footers a reader does not read again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constant:
-    """A column whose value a folder's name gives (``year=2024``)."""
-
-    name: str
-    value: Any
-    """None in the folder that Spark calls ``__HIVE_DEFAULT_PARTITION__``."""
-    type: pa.DataType
-    """The same in all files: int32 if all values are such numbers, else string."""
+ColumnPath = tuple[str, ...]
+"""Where a column lies: its name, and behind it the names of fields of struct columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +57,68 @@ class DataFile:
     """In its file system."""
     digest: str
     """Hash of the footer, which changes with the content."""
-    row_groups: tuple[int, ...]
-    """Rows of each."""
-    constants: tuple[Constant, ...] = ()
+    constants: Mapping[str, pa.Scalar]
+    """Columns whose value a folder's name gives (``year=2024``). Their types are the same in all
+    files: int32 if all values are such numbers, else string. The value is null in the folder that
+    Spark calls ``__HIVE_DEFAULT_PARTITION__``."""
 
     @property
     def name(self) -> str:
         """As errors show it."""
         return self.path.rsplit("/", 1)[-1]
 
-    def constant(self, name: str) -> Constant | None:
-        """The column of that name, if the folders' names have it."""
-        return next((constant for constant in self.constants if constant.name == name), None)
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group of a file, or those of its rows that belong to a split."""
+
+    file: DataFile
+    number: int
+    """In the file."""
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"row group {self.number} of {self.file.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """All files under a path, in the order of their paths."""
 
+    url: str
     schema: pa.Schema
     """Of the first file that has rows, and the folders' names; see `require_alike`."""
     files: tuple[DataFile, ...]
-    footers: tuple[pq.FileMetaData, ...]
+    footers: Mapping[str, pq.FileMetaData]
+    """By the path of the file."""
 
-    def require_alike(self, paths: Iterable[tuple[str, ...]]) -> None:
+    def row_groups(self) -> list[RowGroup]:
+        """The row groups that have rows.
+
+        Raises:
+            DataError: there are none.
+        """
+        groups = [
+            RowGroup(file, number, footer.row_group(number).num_rows)
+            for file in self.files
+            for footer in [self.footers[file.path]]
+            for number in range(footer.num_row_groups)
+        ]
+        groups = [group for group in groups if group.num_rows]
+        if not groups:
+            raise DataError(f"the files under {self.url} have no rows")
+        return groups
+
+    def footer(self, group: RowGroup) -> pq.RowGroupMetaData:
+        """What the footer of its file says of a row group."""
+        return self.footers[group.file.path].row_group(group.number)
+
+    def content(self, about: object) -> int:
+        """Fingerprint of all files, and of what else decides, 64 bits."""
+        text = json.dumps([sorted(file.digest for file in self.files), about])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+    def require_alike(self, paths: Iterable[ColumnPath]) -> None:
         """Refuse files in which a column has another type than in `schema`, or is missing.
 
         As Spark reads them: in any order, among any others, nullable or not. Files without rows
@@ -99,11 +131,12 @@ class Listing:
             DataError: names file and column.
         """
         wanted = {path: _type_at(self.schema, path) for path in paths}
-        for file, footer in zip(self.files, self.footers, strict=True):
+        for file in self.files:
+            footer = self.footers[file.path]
             schema = _schema(footer)
             for path, kind in wanted.items():
                 found = _type_at(schema, path)
-                if footer.num_rows and found != kind and file.constant(path[0]) is None:
+                if footer.num_rows and found != kind and path[0] not in file.constants:
                     has = "no such column" if found is None else f"type {found}"
                     raise DataError(
                         f'the files differ in column "{".".join(path)}": it has type {kind}, but '
@@ -111,7 +144,7 @@ class Listing:
                     )
 
 
-def _type_at(schema: pa.Schema, path: tuple[str, ...]) -> pa.DataType | None:
+def _type_at(schema: pa.Schema, path: ColumnPath) -> pa.DataType | None:
     """The type of a column, or of a field of a struct column, as which Spark reads it."""
     fields: Any = schema
     for name in path:
@@ -143,13 +176,17 @@ def list_files(url: str) -> Listing:
         constants = _folder_values(files, path, paths)
     full = next((footer for footer in footers if footer.num_rows), footers[0])
     schema = _schema(full)
-    for constant in constants[0]:  # also of a column of the files: Spark takes the folder's value
-        index, own = schema.get_field_index(constant.name), pa.field(constant.name, constant.type)
+    for name, value in constants[0].items():  # also of a column of the files: Spark takes this one
+        index, own = schema.get_field_index(name), pa.field(name, value.type)
         schema = schema.append(own) if index < 0 else schema.set(index, own)
     return Listing(
+        url=url,
         schema=schema,
-        files=tuple(map(_describe, paths, footers, constants)),
-        footers=footers,
+        files=tuple(
+            DataFile(path=path, digest=digest_of(footer), constants=told)
+            for path, footer, told in zip(paths, footers, constants, strict=True)
+        ),
+        footers=dict(zip(paths, footers, strict=True)),
     )
 
 
@@ -174,7 +211,7 @@ def _is_hidden(path: str) -> bool:
 
 def _folder_values(
     files: fs.FileSystem, base: str, paths: Sequence[str]
-) -> list[tuple[Constant, ...]]:
+) -> list[dict[str, pa.Scalar]]:
     """The columns that the folders' names give each file."""
     options = ds.FileSystemFactoryOptions(
         partition_base_dir=base, partitioning=ds.HivePartitioning.discover()
@@ -186,10 +223,7 @@ def _folder_values(
         for fragment in factory.finish(types).get_fragments()
     }
     return [
-        tuple(
-            Constant(name=field.name, value=values[path].get(field.name), type=field.type)
-            for field in types
-        )
+        {field.name: pa.scalar(values[path].get(field.name), field.type) for field in types}
         for path in paths
     ]
 
@@ -206,15 +240,6 @@ def digest_of(footer: pq.FileMetaData) -> str:
     return hashlib.blake2b(sink.getvalue(), digest_size=16).hexdigest()
 
 
-def _describe(path: str, footer: pq.FileMetaData, constants: tuple[Constant, ...]) -> DataFile:
-    return DataFile(
-        path=path,
-        digest=digest_of(footer),
-        row_groups=tuple(footer.row_group(n).num_rows for n in range(footer.num_row_groups)),
-        constants=constants,
-    )
-
-
 class Reader:
     """Reads row groups. For one thread."""
 
@@ -224,29 +249,38 @@ class Reader:
         self._states: dict[str, tuple[int | None, int | None]] = {}
         """Size and time of change of each file, when it was opened first."""
 
-    def read(self, file: DataFile, row_group: int, columns: list[str]) -> pa.Table:
-        """Columns of one row group, the constant ones among them.
+    def read(
+        self, group: RowGroup, paths: Iterable[ColumnPath], count: int | None = None
+    ) -> dict[ColumnPath, pa.Array]:
+        """Columns of a row group, the constant ones among them.
+
+        Args:
+            group: the row group, all rows of which are read.
+            paths: where the columns lie.
+            count: read the first rows only, up to so many.
 
         Raises:
             StorageError: it cannot be read.
             DataError: the file has changed since it was listed.
         """
+        paths, file = set(paths), group.file
+        names = sorted({".".join(path) for path in paths if path[0] not in file.constants})
         with self._opened(file) as opened:
-            own = _stored(file, columns)
-            table = opened.read_row_group(row_group, columns=own, use_threads=False)
-            table = _with_instants(table, opened.metadata)
-        return _with_constants(table, file, columns)
-
-    def first_rows(
-        self, file: DataFile, row_group: int, columns: list[str], count: int
-    ) -> pa.Table:
-        """The first rows of a row group; see `read`."""
-        with self._opened(file) as opened:
-            batches = opened.iter_batches(
-                count, row_groups=[row_group], columns=_stored(file, columns), use_threads=False
-            )
-            table = _with_instants(pa.Table.from_batches([next(batches)]), opened.metadata)
-        return _with_constants(table, file, columns)
+            if count is None:
+                table = opened.read_row_group(group.number, columns=names, use_threads=False)
+            else:
+                batches = opened.iter_batches(
+                    count, row_groups=[group.number], columns=names, use_threads=False
+                )
+                table = pa.Table.from_batches([next(batches)])
+            instants = _instants(opened.metadata)
+        for name in instants & set(table.column_names):
+            place = table.schema.get_field_index(name)
+            table = table.set_column(place, name, table.column(name).cast(_INSTANT))
+        for name, value in file.constants.items():
+            if (name,) in paths:
+                table = table.append_column(name, pa.repeat(value, table.num_rows))
+        return {path: column_at(table, path) for path in paths}
 
     @contextlib.contextmanager
     def _opened(self, file: DataFile) -> Iterator[pq.ParquetFile]:
@@ -269,10 +303,6 @@ class Reader:
             yield opened
 
 
-def _stored(file: DataFile, columns: list[str]) -> list[str]:
-    return [name for name in columns if file.constant(name) is None]
-
-
 def _instants(footer: pq.FileMetaData) -> set[str]:
     """Columns of the old type INT96, as Spark writes points in time: Arrow does not tell."""
     columns = [footer.schema.column(number) for number in range(len(footer.schema))]
@@ -284,21 +314,6 @@ def _schema(footer: pq.FileMetaData) -> pa.Schema:
     schema, instants = footer.schema.to_arrow_schema(), _instants(footer)
     fields = [field.with_type(_INSTANT) if field.name in instants else field for field in schema]
     return pa.schema(fields, metadata=schema.metadata)
-
-
-def _with_instants(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
-    for name in _instants(footer) & set(table.column_names):
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, table.column(name).cast(_INSTANT))
-    return table
-
-
-def _with_constants(table: pa.Table, file: DataFile, columns: list[str]) -> pa.Table:
-    for constant in file.constants:
-        if constant.name in columns:
-            value = pa.scalar(constant.value, constant.type)
-            table = table.append_column(constant.name, pa.repeat(value, table.num_rows))
-    return table
 
 
 @contextlib.contextmanager

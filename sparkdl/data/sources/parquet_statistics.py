@@ -6,6 +6,7 @@ out of range. Those alone are read, to say how many rows it is.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,51 +24,34 @@ from sparkdl.data.column_stats import ColumnStats
 from sparkdl.data.kinds import Rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.sources.column_conversion import column_at, found_rows
-from sparkdl.data.sources.parquet_files import Listing, Reader
-from sparkdl.data.sources.row_groups import Group, place
+from sparkdl.data.sources.column_conversion import found_rows
+from sparkdl.data.sources.parquet_files import ColumnPath, DataFile, Listing, Reader, RowGroup
+from sparkdl.data.sources.row_groups import Piece
 from sparkdl.errors import DataError
 from sparkdl.inputs import Tensor
 
 _OFFSET_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSize:
-    """What the rows of a column need, by some of them. Make it with `row_size`."""
-
-    row_bytes: int
-    """About that of a row."""
-    bytes_per_unit: float
-    """Of what is stored, see `stored_units`; 0: all rows need the same."""
-
-    def num_bytes(self, num_rows: int, units: int) -> int:
-        """Of ``num_rows`` rows of which ``units`` are stored.
-
-        Not less than those need that were seen: of what is cut off behind ``max_length``, or comes
-        from a transform, the units do not tell.
-        """
-        ragged = num_rows * _OFFSET_BYTES + math.ceil(units * self.bytes_per_unit)
-        return max(num_rows * self.row_bytes, ragged if self.bytes_per_unit else 0)
-
-
-def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> RowSize:
-    """Measure rows.
+def row_size(column: Column, rows: Rows, arrays: Sequence[pa.Array]) -> tuple[int, float]:
+    """What the rows of a column need, by some of them.
 
     Args:
         column: as the plan has it.
         rows: some of its rows, in a dtype of their own.
         arrays: the columns of which they were made.
+
+    Returns:
+        About the bytes of a row; those of what is stored, see `stored_units`, 0 if all rows need
+        the same.
     """
     itemsize = np.dtype(column.dtype).itemsize
     if not isinstance(rows, Ragged):
-        return RowSize(row_bytes=math.prod(column.shape) * itemsize, bytes_per_unit=0)
+        return math.prod(column.shape) * itemsize, 0
     *others, values = rows.own()
     num_bytes = values.size * itemsize + sum(part.nbytes for part in others)
-    return RowSize(
-        row_bytes=-(-num_bytes // max(1, len(rows))) + _OFFSET_BYTES,
-        bytes_per_unit=num_bytes / max(1, sum(map(_units, arrays))),
-    )
+    row_bytes = -(-num_bytes // max(1, len(rows))) + _OFFSET_BYTES
+    return row_bytes, num_bytes / max(1, sum(map(_units, arrays)))
 
 
 def stored_units(row_group: pq.RowGroupMetaData, leaves: Sequence[int]) -> int:
@@ -103,43 +87,35 @@ _SAMPLE_ROWS = 256
 """Rows by which shapes are found."""
 
 
+@dataclass
 class ColumnSurvey:
-    """Looks at columns, on the driver.
+    """Looks at columns, on the driver."""
 
-    Args:
-        listing: the files.
-        reader: reads them.
-        wanted: the columns that are asked for.
-        paths: of each, where its specification's columns lie.
-    """
+    listing: Listing
+    wanted: Sequence[SpoolColumn]
+    """The columns that are asked for."""
+    paths: Sequence[tuple[ColumnPath, ...]]
+    """Of each, where its specification's columns lie."""
 
-    def __init__(
-        self,
-        listing: Listing,
-        reader: Reader,
-        wanted: Sequence[SpoolColumn],
-        paths: Sequence[tuple[tuple[str, ...], ...]],
-    ) -> None:
-        self._listing = listing
-        self._reader = reader
-        self._wanted = wanted
-        self._paths = paths
-        self._sizes: tuple[RowSize, ...] = ()
-        self._known: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.listing.url)
+        self._sizes: tuple[tuple[int, float], ...] = ()
+        """See `row_size`."""
+        self._known: dict[tuple[str, ColumnPath], tuple[int, ...]] = {}
         """See `_leaves`."""
 
-    def check(self, groups: Sequence[Group]) -> None:
+    def check(self, groups: Sequence[RowGroup]) -> None:
         """Refuse columns with rows that cannot be used, as far as footers give reason to look.
 
         Raises:
             DataError: with column, count and an example, for all columns that have such rows.
         """
-        found = [self._problem(index, groups) for index in range(len(self._wanted))]
+        found = [self._problem(index, groups) for index in range(len(self.wanted))]
         problems = [problem for problem in found if problem is not None]
         if problems:
             raise DataError("; ".join(problems))
 
-    def columns(self, groups: Sequence[Group]) -> tuple[Column, ...]:
+    def columns(self, groups: Sequence[RowGroup]) -> tuple[Column, ...]:
         """The plan's columns, by the first rows of the first row group.
 
         Where these do not tell, since a column's sequences are all empty, by the first row groups
@@ -148,13 +124,17 @@ class ColumnSurvey:
         Raises:
             DataError: rows cannot be used.
         """
-        sample = self._first_rows(groups[0])
-        for index in range(len(self._wanted)):
+        first = self._reader.read(groups[0], itertools.chain(*self.paths), _SAMPLE_ROWS)
+        sample = [
+            self._found(index, [first[path] for path in paths], groups[0])
+            for index, paths in enumerate(self.paths)
+        ]
+        for index in range(len(sample)):
             for group in groups:
                 rows = sample[index][0]
                 if not isinstance(rows, Ragged) or len(rows.parts[0]) > 0:
                     break
-                sample[index] = self._found(index, self._read(*group[:2], index), group)
+                sample[index] = self._found(index, self._arrays(index, group), group)
         columns = tuple(self._column(index, rows) for index, (rows, _) in enumerate(sample))
         self._sizes = tuple(
             row_size(column, *both) for column, both in zip(columns, sample, strict=True)
@@ -164,46 +144,38 @@ class ColumnSurvey:
     @property
     def row_bytes(self) -> int:
         """About the memory of a row, by those that `columns` has seen."""
-        return sum(size.row_bytes for size in self._sizes)
+        return sum(row_bytes for row_bytes, _ in self._sizes)
 
-    def bytes_of(self, file: int, group: int) -> int:
-        """About the memory of a row group's rows; `columns` comes first."""
-        footer = self._listing.footers[file].row_group(group)
-        found = 0
-        for size, paths in zip(self._sizes, self._paths, strict=True):
-            leaves = [leaf for path in paths for leaf in self._leaves(file, path)]
-            found += size.num_bytes(footer.num_rows, stored_units(footer, leaves))
-        return found
+    def bytes_of(self, piece: Piece) -> int:
+        """About the memory of a piece's rows; `columns` comes first.
 
-    def _read(self, file: int, group: int, index: int) -> list[pa.Array]:
-        paths = self._paths[index]
-        names = sorted({".".join(path) for path in paths})
-        table = self._reader.read(self._listing.files[file], group, names)
-        return [column_at(table, path) for path in paths]
+        Not less than rows need that were seen: of what is cut off behind ``max_length``, or comes
+        from a transform, what is stored does not tell.
+        """
+        footer = self.listing.footer(piece.group)
+        num_rows, found = int(footer.num_rows), 0
+        for (row_bytes, unit_bytes), paths in zip(self._sizes, self.paths, strict=True):
+            leaves = [leaf for path in paths for leaf in self._leaves(piece.group.file, path)]
+            ragged = math.ceil(stored_units(footer, leaves) * unit_bytes)
+            ragged += num_rows * _OFFSET_BYTES * (unit_bytes > 0)
+            found += max(num_rows * row_bytes, ragged)
+        return -(-found * piece.num_rows // num_rows)
 
-    def _first_rows(self, group: Group) -> list[tuple[Rows, list[pa.Array]]]:
-        """The first rows of each column; see `_found`."""
-        file = self._listing.files[group[0]]
-        names = sorted({".".join(path) for several in self._paths for path in several})
-        table = self._reader.first_rows(file, group[1], names, _SAMPLE_ROWS)
-        return [
-            self._found(index, [column_at(table, path) for path in paths], group)
-            for index, paths in enumerate(self._paths)
-        ]
+    def _arrays(self, index: int, group: RowGroup) -> list[pa.Array]:
+        read = self._reader.read(group, self.paths[index])
+        return [read[path] for path in self.paths[index]]
 
     def _found(
-        self, index: int, arrays: list[pa.Array], group: Group
+        self, index: int, arrays: list[pa.Array], group: RowGroup
     ) -> tuple[Rows, list[pa.Array]]:
         """Rows as the column's specification makes them, and what it makes them of."""
-        wanted, file = self._wanted[index], self._listing.files[group[0]]
         try:
-            rows = found_rows(arrays, wanted, where=f" of {place(file, group[1])}")
+            return found_rows(arrays, self.wanted[index], where=f" of {group}"), arrays
         except BadRows as error:
-            raise DataError(error.findings.message(wanted.name)) from None
-        return rows, arrays
+            raise DataError(error.findings.message(self.wanted[index].name)) from None
 
     def _column(self, index: int, rows: Rows) -> Column:
-        wanted = self._wanted[index]
+        wanted = self.wanted[index]
         values = rows.parts[-1] if isinstance(rows, Ragged) else rows
         return Column(
             name=wanted.name,
@@ -214,37 +186,31 @@ class ColumnSurvey:
             longest=int(rows.lengths.max(initial=0)) if isinstance(rows, Ragged) else 0,
         )
 
-    def _problem(self, index: int, groups: Sequence[tuple[int, int, int]]) -> str | None:
+    def _problem(self, index: int, groups: Sequence[RowGroup]) -> str | None:
         """Why rows of a column cannot be used, as far as the footers give reason to look."""
-        wanted = self._wanted[index]
+        wanted = self.wanted[index]
         if not isinstance(wanted.kind, Tensor) or wanted.kind.transform is not None:
             return None
         stats = ColumnStats()
         width = None
-        suspects = []
-        for file, group, num_rows in groups:
-            about = self._about(file, group, index)
+        for group in groups:
+            about = self._about(group, index)
             if about is None:
                 continue
-            width = width if width is not None else about.num_values / num_rows
-            is_low = (
-                (wanted.as_classes or wanted.role == "weight")
-                and _is_number(about.minimum)
-                and about.minimum < 0
+            width = width if width is not None else about.num_values / group.num_rows
+            is_low = (wanted.as_classes or wanted.role == "weight") and about.minimum < 0
+            is_uneven = (
+                about.num_values != group.num_rows * width or about.num_values % group.num_rows
             )
-            is_uneven = about.num_values != num_rows * width or about.num_values % num_rows
             if about.num_nulls or is_low or is_uneven:
-                suspects.append((file, group))
-        for file, group in suspects:
-            self._examine(index, file, group, stats)
-        return stats.problem(wanted.name, wanted.role, as_classes=wanted.as_classes)
+                self._examine(index, group, stats)
+        return stats.problem(wanted)
 
-    def _examine(self, index: int, file: int, group: int, stats: ColumnStats) -> None:
+    def _examine(self, index: int, group: RowGroup, stats: ColumnStats) -> None:
         """Count what is wrong with a column in one row group."""
-        wanted = self._wanted[index]
-        where = f" of {place(self._listing.files[file], group)}"
+        wanted, where = self.wanted[index], f" of {group}"
         try:
-            rows = found_rows(self._read(file, group, index), wanted, where=where)
+            rows = found_rows(self._arrays(index, group), wanted, where=where)
         except BadRows as error:
             stats.nulls_and_shapes.merge(error.findings)
             return
@@ -254,46 +220,44 @@ class ColumnSurvey:
         stats.bad_values += count
         stats.first_bad = stats.first_bad or first or None
 
-    def _about(self, file: int, group: int, index: int) -> _About | None:
+    def _about(self, group: RowGroup, index: int) -> _About | None:
         """What footer or folder tell of a column's only leaf in a row group."""
-        (path,) = self._paths[index]
-        footer = self._listing.footers[file].row_group(group)
-        constant = self._listing.files[file].constant(path[0])
-        if constant is not None:
-            num_nulls = footer.num_rows if constant.value is None else 0
-            return _About(footer.num_rows, num_nulls, constant.value, constant.value)
-        leaves = self._leaves(file, path)
+        (path,) = self.paths[index]
+        if path[0] in group.file.constants:
+            value = group.file.constants[path[0]].as_py()
+            return _about(group.num_rows, group.num_rows * (value is None), value, value)
+        leaves = self._leaves(group.file, path)
         if len(leaves) != 1:
             return None
-        column = footer.column(leaves[0])
-        statistics = column.statistics
-        if statistics is None:
-            return _About(column.num_values, 0, None, None)
-        return _About(column.num_values, statistics.null_count or 0, statistics.min, statistics.max)
+        column = self.listing.footer(group).column(leaves[0])
+        found = column.statistics
+        if found is None:
+            return _about(column.num_values, 0, None, None)
+        return _about(column.num_values, found.null_count or 0, found.min, found.max)
 
-    def _leaves(self, file: int, path: tuple[str, ...]) -> tuple[int, ...]:
+    def _leaves(self, file: DataFile, path: ColumnPath) -> tuple[int, ...]:
         """Numbers of a column's leaves in the footer of a file; none of what its folder tells."""
-        if (file, path) not in self._known:
-            schema, own = self._listing.footers[file].schema, ".".join(path)
-            told = self._listing.files[file].constant(path[0]) is not None
-            names = [] if told else [schema.column(i).path for i in range(len(schema))]
-            found = [i for i, n in enumerate(names) if n == own or n.startswith(f"{own}.")]
-            self._known[file, path] = tuple(found)
-        return self._known[file, path]
+        if path[0] in file.constants:
+            return ()
+        if (file.path, path) not in self._known:
+            schema, own = self.listing.footers[file.path].schema, ".".join(path)
+            names = enumerate(schema.column(number).path for number in range(len(schema)))
+            found = [number for number, n in names if n == own or n.startswith(f"{own}.")]
+            self._known[file.path, path] = tuple(found)
+        return self._known[file.path, path]
 
     def labels_outside(self, index: int, num_classes: int) -> tuple[int, str] | None:
         """How many labels are not below ``num_classes``, and where the first of them is."""
         count, first = 0, ""
-        for number, file in enumerate(self._listing.files):
-            for group, num_rows in enumerate(file.row_groups):
-                about = self._about(number, group, index) if num_rows else None
-                if about is None or not _is_number(about.maximum) or about.maximum < num_classes:
-                    continue
-                rows = found_rows(self._read(number, group, index), self._wanted[index])
-                assert not isinstance(rows, Ragged)
-                outside = np.flatnonzero(rows.reshape(len(rows), -1).max(axis=1) >= num_classes)
-                count += len(outside)
-                first = first or f"row {int(outside[0])} of {place(file, group)}"
+        for group in self.listing.row_groups():
+            about = self._about(group, index)
+            if about is None or about.maximum < num_classes:
+                continue
+            rows, _ = self._found(index, self._arrays(index, group), group)
+            assert not isinstance(rows, Ragged)
+            outside = np.flatnonzero(rows.reshape(len(rows), -1).max(axis=1) >= num_classes)
+            count += len(outside)
+            first = first or f"row {int(outside[0])} of {group}"
         return (count, first) if count else None
 
 
@@ -303,10 +267,13 @@ class _About:
 
     num_values: int
     num_nulls: int
-    minimum: Any
-    """None if it is not known."""
-    maximum: Any
+    minimum: float
+    """Infinite if it is not known, or no number."""
+    maximum: float
+    """Likewise, below all numbers."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+def _about(num_values: int, num_nulls: int, minimum: Any, maximum: Any) -> _About:
+    is_known = isinstance(minimum, (int, float))
+    bounds = (minimum, maximum) if is_known else (math.inf, -math.inf)
+    return _About(num_values, num_nulls, *bounds)

@@ -29,19 +29,15 @@ from sparkdl.data.sources.dataset_rows import (
     row_bytes,
     schema_of,
 )
-from sparkdl.data.sources.parquet_files import DataFile, Listing, list_files
+from sparkdl.data.sources.parquet_files import Listing, RowGroup, list_files
 from sparkdl.data.sources.row_groups import (
-    Group,
     Piece,
     PieceShards,
     check_options,
-    content_of,
     deal_both,
     describe_shards,
-    groups_of,
     hold_out,
     pieces_together,
-    place,
 )
 from sparkdl.errors import ConfigError, DataError, StorageError
 
@@ -86,9 +82,7 @@ class PetastormSource:
         check_options(self.buffer_bytes, self.validation_fraction)
 
     def schema(self) -> pa.Schema:
-        listing, groups = self._groups()
-        sample = self._first(listing.files, groups, None)
-        return schema_of(sample)
+        return schema_of(self._first(list_files(self.url), None))
 
     def contents(self, wanted: Wanted) -> Contents:
         if wanted.validation is not None:
@@ -97,26 +91,25 @@ class PetastormSource:
                 "PetastormSource(validation_fraction=...)"
             )
         check_kinds(wanted.columns)
-        listing, groups = self._groups()
-        files, names = listing.files, [file.digest for file in listing.files]
+        listing = list_files(self.url)
+        names = [column.name for column in wanted.columns]
         if self.transform_spec is None:
-            _refuse_nulls(listing, [column.name for column in wanted.columns])
-        pieces = deal_both(*hold_out(groups, self.validation_fraction, names), wanted, names)
-        sample = self._first(files, groups, [column.name for column in wanted.columns])
+            _refuse_nulls(listing, names)
+        pieces = deal_both(*hold_out(listing.row_groups(), self.validation_fraction), wanted)
+        sample = self._first(listing, names)
         columns = tuple(column_of(column, sample) for column in wanted.columns)
-        train = [piece for shard in pieces for piece in shard.train]
-        sizes = [piece.num_rows * row_bytes(columns) for piece in train]
+        sizes = [p.num_rows * row_bytes(columns) for shard in pieces for p in shard["train"]]
         together = pieces_together(sizes, self.buffer_bytes, pieces)
         about = [self.reader, self.validation_fraction]
         return Contents(
             columns=columns,
             shards=describe_shards(
-                pieces, names, together=together, about=about, num_bytes=self.buffer_bytes
+                pieces, together=together, about=about, num_bytes=self.buffer_bytes
             ),
-            content=content_of(names, about),
+            content=listing.content(about),
             reader=PetastormShards(
                 source=self,
-                files=files,
+                counts=_counts(listing),
                 pieces=pieces,
                 wanted=with_shapes(wanted.columns, columns),
                 together=together,
@@ -125,15 +118,9 @@ class PetastormSource:
             transform=self.transform_spec,
         )
 
-    def _groups(self) -> tuple[Listing, list[Group]]:
-        listing = list_files(self.url)
-        return listing, groups_of(listing, self.url)
-
-    def _first(
-        self, files: Sequence[DataFile], groups: Sequence[Group], names: Sequence[str] | None
-    ) -> Fields:
+    def _first(self, listing: Listing, names: Sequence[str] | None) -> Fields:
         """The parts of the first row of which tensors can be made."""
-        with opened(self, files, groups[0][0], groups[0][1], names) as reader:
+        with opened(self, _counts(listing), listing.row_groups()[0], names) as reader:
             row = next(iter(reader))._asdict()
         if self.reader == "make_batch_reader":
             row = {name: values[0] for name, values in row.items()}
@@ -149,23 +136,28 @@ class PetastormShards(PieceShards):
     """Opens shards of petastorm's datasets."""
 
     source: PetastormSource
+    counts: Mapping[str, int]
+    """Row groups of each file, by its path."""
 
     def reader(self, plan: TrainPlan, split: Split) -> Callable[[Piece], Mapping[str, Rows]]:
         return partial(self._rows, Sampler(plan.columns, self.wanted, ()))
 
     def _rows(self, sampler: Sampler, piece: Piece) -> Mapping[str, Rows]:
         names = [column.name for column in self.wanted]
-        with opened(self.source, self.files, piece.file, piece.row_group, names) as reader:
+        with opened(self.source, self.counts, piece.group, names) as reader:
             rows = [row._asdict() for row in reader]
-        where = place(self.files[piece.file], piece.row_group)
         if self.source.reader == "make_batch_reader":
             columns = {name: np.concatenate([row[name] for row in rows]) for name in names}
             rows = [
                 {name: values[number] for name, values in columns.items()}
                 for number in range(len(columns[names[0]]))
             ]
-        places = [f"row {number} of {where}" for number in range(piece.first, piece.stop)]
+        places = [f"row {number} of {piece.group}" for number in range(piece.first, piece.stop)]
         return sampler.rows(rows[piece.first : piece.stop], places)
+
+
+def _counts(listing: Listing) -> dict[str, int]:
+    return {path: footer.num_row_groups for path, footer in listing.footers.items()}
 
 
 def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
@@ -176,11 +168,10 @@ def _refuse_nulls(listing: Listing, names: Sequence[str]) -> None:
     """
     for name in names:
         count, first = 0, ""
-        for file, footer in zip(listing.files, listing.footers, strict=True):
-            for number in range(footer.num_row_groups):
-                nulls = _num_nulls(footer.row_group(number), name)
-                count += nulls
-                first = first or place(file, number) * bool(nulls)
+        for group in listing.row_groups():
+            nulls = _num_nulls(listing.footer(group), name)
+            count += nulls
+            first = first or str(group) * bool(nulls)
         if count:
             raise DataError(
                 f'column "{name}" has {count} null value(s) (the first in {first}); drop or fill '
@@ -200,9 +191,8 @@ def _num_nulls(row_group: pq.RowGroupMetaData, name: str) -> int:
 @contextlib.contextmanager
 def opened(
     source: PetastormSource,
-    files: Sequence[DataFile],
-    file: int,
-    row_group: int,
+    counts: Mapping[str, int],
+    group: RowGroup,
     names: Sequence[str] | None,
 ) -> Iterator[Any]:
     """Petastorm's reader of one row group, in this thread.
@@ -213,13 +203,11 @@ def opened(
     """
     petastorm = _petastorm()
     storage_options = None if source.storage_options is None else dict(source.storage_options)
+    number, count = group.number, counts[group.file.path]
+    where: Any = [f"{source.url.partition('://')[0]}://{group.file.path}"]
     if source.reader == "make_reader":  # it needs the dataset's metadata, beside all files
-        before = sum(len(f.row_groups) for f in files[:file])
-        where: Any = source.url
-        number, count = before + row_group, sum(len(f.row_groups) for f in files)
-    else:
-        where = [f"{source.url.partition('://')[0]}://{files[file].path}"]
-        number, count = row_group, len(files[file].row_groups)
+        number += sum(n for path, n in counts.items() if path < group.file.path)
+        where, count = source.url, sum(counts.values())
     try:
         reader = getattr(petastorm, source.reader)(
             where,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,61 +28,48 @@ P = TypeVar("P")
 Columns = Mapping[str, Rows]
 
 
+@dataclass(frozen=True)
 class StreamedRows(Generic[P]):
     """A rank's rows, in pieces that are read when they are needed; see `source.ShardRows`."""
 
-    def __init__(
-        self,
-        plan: TrainPlan,
-        pieces: Sequence[tuple[P, int]],
-        read: Callable[[P], Columns],
-        *,
-        fingerprints: Sequence[str],
-        pieces_together: int,
-        row_bytes: int,
-    ) -> None:
-        """Read nothing yet.
-
-        Args:
-            plan: the run's plan.
-            pieces: what `read` takes, and how many rows it gives for it; none without rows.
-            read: gives a piece's rows, in memory of their own; called in one thread at a time.
-            fingerprints: content hash of each of the rank's shards.
-            pieces_together: pieces whose rows are mixed.
-            row_bytes: about the memory of a row.
-        """
-        self._plan = plan
-        self._pieces = tuple(pieces)
-        self._read = read
-        self._fingerprints = tuple(fingerprints)
-        self._together = pieces_together
-        self._row_bytes = row_bytes
+    plan: TrainPlan
+    pieces: Sequence[tuple[P, int]]
+    """What `read` takes, and how many rows it gives for it; none without rows."""
+    read: Callable[[P], Columns]
+    """Gives a piece's rows, in memory of their own; called in one thread at a time."""
+    _: KW_ONLY
+    fingerprints: Sequence[str]
+    """Content hash of each of the rank's shards."""
+    pieces_together: int
+    """Pieces whose rows are mixed."""
+    row_bytes: int
+    """About the memory of a row."""
 
     @property
     def num_rows(self) -> int:
         """Rows of all pieces."""
-        return sum(rows for _, rows in self._pieces)
+        return sum(rows for _, rows in self.pieces)
 
     def epoch(self, seed: int, epoch: int, *, num_together: int | None = None) -> StreamedEpoch:
         if num_together is not None:
             raise ConfigError("groupByLength needs a DataFrame; a source's lengths are not known")
-        sizes = [rows for _, rows in self._pieces]
-        order = windowed_order(seed, epoch, self._fingerprints, sizes, self._together)
-        return StreamedEpoch(self._plan, order, self._load, self._row_bytes)
+        sizes = [rows for _, rows in self.pieces]
+        order = windowed_order(seed, epoch, self.fingerprints, sizes, self.pieces_together)
+        return StreamedEpoch(self.plan, order, self._load, self.row_bytes)
 
     def in_order(self, batch_size: int) -> Iterator[Columns]:
         """Piece after piece; see `source.ShardRows.in_order`."""
         with contextlib.closing(_Prefetcher(self._load)) as ahead:
-            for number, (_, num_rows) in enumerate(self._pieces):
+            for number, (_, num_rows) in enumerate(self.pieces):
                 columns = ahead.take(number)
-                if number + 1 < len(self._pieces):
+                if number + 1 < len(self.pieces):
                     ahead.prepare(number + 1)
                 for start in range(0, num_rows, batch_size):
                     yield {name: rows[start : start + batch_size] for name, rows in columns.items()}
 
     def _load(self, number: int) -> Columns:
-        piece, num_rows = self._pieces[number]
-        columns = self._read(piece)
+        piece, num_rows = self.pieces[number]
+        columns = self.read(piece)
         found = len(next(iter(columns.values())))
         if found != num_rows:
             raise DataError(f"{piece} has {found} rows, not {num_rows} as when fit began")
@@ -100,33 +87,26 @@ class _Window:
     pieces: Sequence[Columns]
 
 
+@dataclass
 class StreamedEpoch:
     """See `source.EpochRows`."""
 
-    def __init__(
-        self,
-        plan: TrainPlan,
-        order: WindowedOrder,
-        load: Callable[[int], Columns],
-        row_bytes: int,
-    ) -> None:
-        self._plan = plan
-        self._order = order
-        self._load = load
-        self._row_bytes = row_bytes
+    plan: TrainPlan
+    order: WindowedOrder
+    load: Callable[[int], Columns]
+    """Reads the piece of that number."""
+    row_bytes: int
+
+    def __post_init__(self) -> None:
         self._ahead = _Prefetcher(self._load_window)
         self._windows: dict[int, _Window] = {}
         """The current one, and on its border the next; by number."""
 
-    @property
-    def row_bytes(self) -> int:
-        return self._row_bytes
-
     def read(self, start: int, stop: int, buffer: Buffer) -> dict[str, Rows]:
         """Gather rows from the windows that hold them, drop those that are used up."""
         if start == stop:
-            return {column.key: no_rows(column) for column in self._plan.columns}
-        order = self._order
+            return {column.key: no_rows(column) for column in self.plan.columns}
+        order = self.order
         last = order.window_of(stop - 1)
         places: list[Order] = []
         sources: list[Columns] = []
@@ -144,7 +124,7 @@ class StreamedEpoch:
             column.key: gather_column(
                 column, [s[column.key] for s in sources], np.concatenate(places), buffer
             )
-            for column in self._plan.columns
+            for column in self.plan.columns
         }
         # Only now is there room for another window.
         self._windows = {last: self._windows[last]} if stop < order.bounds[last + 1] else {}
@@ -154,9 +134,9 @@ class StreamedEpoch:
 
     def _load_window(self, number: int) -> _Window:
         window = _Window(
-            first=int(self._order.bounds[number]),
-            mixture=self._order.mixture(number),
-            pieces=[self._load(piece) for piece in self._order.groups(number).tolist()],
+            first=int(self.order.bounds[number]),
+            mixture=self.order.mixture(number),
+            pieces=[self.load(piece) for piece in self.order.groups(number).tolist()],
         )
         pa.default_memory_pool().release_unused()  # which it keeps, for each thread that has read
         return window

@@ -6,11 +6,12 @@ and shuffled by sparkdl; an iterable one says itself what a shard holds, and in 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +22,11 @@ from sparkdl.data.plan import Shard, Split, SpoolColumn, TrainPlan
 from sparkdl.data.source import Contents, Wanted, rows_of, with_shapes
 from sparkdl.data.sources.dataset_rows import (
     Fields,
-    IterableRows,
-    MapRows,
+    Make,
+    SampledRows,
     Sampler,
+    as_given,
+    by_index,
     check_kinds,
     column_of,
     named,
@@ -114,31 +117,29 @@ class DatasetSource:
                 "DatasetSource(validation=...)"
             )
         check_kinds(wanted.columns)
-        num_shards, option = wanted.num_shards, "num_rows"
-        train, style = _sizes(self.factory, num_shards, wanted.shares, self.num_rows, option)
-        held, held_style = [0] * num_shards, style
+        num_shards = wanted.num_shards
+        train = _cut(self.factory, num_shards, wanted.shares, self.num_rows, "num_rows")
+        held = replace(train, sizes=(0,) * num_shards)
         if self.validation is not None:
-            number, option = self.num_validation_rows, "num_validation_rows"
-            held, held_style = _sizes(self.validation, num_shards, None, number, option)
+            option = "num_validation_rows"
+            held = _cut(self.validation, num_shards, None, self.num_validation_rows, option)
         sample = self._first(_part(0, wanted.num_shards))
         columns = tuple(column_of(column, sample) for column in wanted.columns)
-        content = self._content(sample, sum(train), sum(held))
+        content = self._content(sample, sum(train.sizes), sum(held.sizes))
         return Contents(
             columns=columns,
             shards=tuple(
                 Shard(
                     shard_id=number,
-                    num_rows=train[number],
-                    num_validation_rows=held[number],
-                    fingerprint=f"{content:016x}-{number}-{train}",
+                    num_rows=train.sizes[number],
+                    num_validation_rows=held.sizes[number],
+                    fingerprint=f"{content:016x}-{number}-{list(train.sizes)}",
                 )
                 for number in range(wanted.num_shards)
             ),
             content=content,
             reader=DatasetShards(
-                factories=(self.factory, self.validation or self.factory),
-                styles=(style, held_style),
-                sizes=(tuple(train), tuple(held)),
+                splits={"train": train, "validation": held},
                 names=self.names,
                 wanted=with_shapes(wanted.columns, columns),
             ),
@@ -165,28 +166,34 @@ class DatasetSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DatasetSplit:
+    """The dataset of a split."""
+
+    factory: Callable[..., Any]
+    style: Style
+    sizes: tuple[int, ...]
+    """Rows of each shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetShards:
     """Opens shards of a dataset on a worker; see `source.ShardSource`."""
 
-    factories: tuple[Callable[..., Any], Callable[..., Any]]
-    """For training, for validation."""
-    styles: tuple[Style, Style]
-    sizes: tuple[tuple[int, ...], tuple[int, ...]]
-    """Rows of each shard."""
+    splits: Mapping[Split, DatasetSplit]
     names: tuple[str, ...]
     wanted: tuple[SpoolColumn, ...]
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
-        which = 0 if split == "train" else 1
+        dataset = self.splits[split]
+        make_part = _maker(dataset.factory, len(dataset.sizes))
+        if dataset.style == "iterable":
+            taker = as_given(make_part, shards, split)
+        else:
+            indices = [dealt(dataset.sizes, shard.shard_id) for shard in shards]
+            own = np.concatenate([np.empty(0, np.int64), *indices])
+            taker = by_index(make_part, own, shards, split)
         sampler = Sampler(plan.columns, self.wanted, self.names)
-        sizes = self.sizes[which]
-        make_part = _Maker(self.factories[which], len(sizes))
-        parts = [(shard.shard_id, rows_of(shard, split)) for shard in shards]
-        if self.styles[which] == "iterable":
-            return IterableRows(sampler, make_part, parts)
-        fingerprints = [shard.fingerprint for shard in shards]
-        indices = [dealt(sizes, number) for number, _ in parts]
-        return MapRows(sampler, make_part, parts, indices, fingerprints)
+        return SampledRows(sampler, sum(rows_of(shard, split) for shard in shards), taker)
 
     def is_here(self, shard: Shard) -> bool:
         """See `source.ShardSource.is_here`: the user's function is everywhere."""
@@ -204,21 +211,18 @@ def dealt(sizes: Sequence[int], number: int) -> np.ndarray:
     return np.sort(order[start : start + sizes[number]])
 
 
-class _Maker:
+def _maker(factory: Callable[..., Any], num_shards: int) -> Make:
     """Makes the dataset of a shard for an epoch; only once if its function takes no argument."""
+    once = functools.cache(factory)
 
-    def __init__(self, factory: Callable[..., Any], num_shards: int) -> None:
-        self._factory = factory
-        self._num_shards = num_shards
-        self._made: Any = None
+    def make_part(shard_id: int, epoch: int, seed: int) -> Any:
+        if not takes_part(factory):
+            return once()
+        return factory(
+            DatasetShard(shard_id=shard_id, num_shards=num_shards, epoch=epoch, seed=seed)
+        )
 
-    def __call__(self, shard_id: int, epoch: int, seed: int) -> Any:
-        part = DatasetShard(shard_id=shard_id, num_shards=self._num_shards, epoch=epoch, seed=seed)
-        if takes_part(self._factory):
-            return make(self._factory, part)
-        if self._made is None:
-            self._made = make(self._factory, part)
-        return self._made
+    return make_part
 
 
 def make(factory: Callable[..., Any], part: DatasetShard) -> Any:
@@ -259,14 +263,14 @@ def _part(number: int, num_shards: int) -> DatasetShard:
     return DatasetShard(shard_id=number, num_shards=num_shards, epoch=0, seed=0)
 
 
-def _sizes(
+def _cut(
     factory: Callable[..., Any],
     num_shards: int,
     shares: Sequence[float] | None,
     num_rows: int | None,
     option: str,
-) -> tuple[list[int], Style]:
-    """Rows of each shard; ``option`` is what the user calls ``num_rows``."""
+) -> DatasetSplit:
+    """Cut a dataset into shards; ``option`` is what the user calls ``num_rows``."""
     dataset = make(factory, _part(0, num_shards))
     style = style_of(dataset)
     if style == "iterable" and num_shards > 1 and not takes_part(factory):
@@ -278,7 +282,10 @@ def _sizes(
         raise ConfigError(f"{option} is for iterable datasets; this one has a length")
     if style == "map" or num_rows is not None:
         total = len(dataset) if num_rows is None else num_rows
-        return _cut(total, shares or [1 / num_shards] * num_shards), style
+        upto = accumulate((shares or [1 / num_shards] * num_shards)[:-1])
+        bounds = [0, *(round(part * total) for part in upto), total]
+        sizes = tuple(stop - start for start, stop in pairwise(bounds))
+        return DatasetSplit(factory=factory, style=style, sizes=sizes)
     if shares is not None:
         raise ConfigError(
             "workers shall get different shares of the rows, but an iterable dataset deals its "
@@ -286,14 +293,10 @@ def _sizes(
         )
     parts = [dataset, *(make(factory, _part(n, num_shards)) for n in range(1, num_shards))]
     try:
-        return [len(part) for part in parts], style
+        sizes = tuple(len(part) for part in parts)
     except TypeError as error:
         raise ConfigError(
             "the iterable dataset has no length; give it __len__ (the samples of its part), or "
             f"set DatasetSource({option}=...)"
         ) from error
-
-
-def _cut(num_rows: int, shares: Sequence[float]) -> list[int]:
-    bounds = [0, *(round(upto * num_rows) for upto in accumulate(shares[:-1])), num_rows]
-    return [stop - start for start, stop in pairwise(bounds)]
+    return DatasetSplit(factory=factory, style=style, sizes=sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.report.live.progress import LineView, ProgressView, SilentView, View, on_terminal
+from sparkdl.report.live.progress import ConsoleView, SilentView, View, on_terminal
 
 
 def choose_view(plan: TrainPlan | None, verbose: int) -> View:
@@ -19,9 +19,8 @@ def choose_view(plan: TrainPlan | None, verbose: int) -> View:
     shows_logs = shows_lines(verbose)
     if in_notebook():
         return NotebookView(board_of_cell(), plan, shows_logs=shows_logs)
-    if plan is None or not on_terminal():
-        return LineView(plan, shows_logs=shows_logs)
-    return ProgressView(plan, shows_logs=shows_logs)
+    has_bar = plan is not None and on_terminal()
+    return ConsoleView(plan, has_bar=has_bar, shows_logs=shows_logs)
 
 
 def shows_lines(verbose: int) -> bool:

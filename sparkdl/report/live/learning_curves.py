@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sparkdl.errors import SparkDLError, import_or
 from sparkdl.report.record.run_record import Line, curve_panels
@@ -32,8 +33,8 @@ class Curves:
     """By which positions of steps become those of epochs."""
     unit: str = "epoch"
     """What the records count."""
-    records: dict[int, Mapping[str, float]] = field(default_factory=dict)
-    """By number of the epoch or report; an epoch that is trained again after a restart has one."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A record per epoch or report; grows by `add_record`."""
     steps: Line = field(default_factory=lambda: ([], []))
 
     def add_step(self, step: int, loss: float) -> None:
@@ -49,14 +50,10 @@ class Curves:
         if len(positions) > _MOST_POINTS:
             self.steps = (positions[::2], values[::2])
 
-    def add_record(self, record: Mapping[str, float]) -> None:
-        """An epoch's record, or what a function has reported."""
-        self.records[int(record[self.unit])] = record
-
     def panels(self) -> dict[str, dict[str, Line]]:
         """Panel -> line -> values; ``loss`` is the first one if the losses of steps are known."""
         first: dict[str, dict[str, Line]] = {"loss": {}} if self.steps[0] else {}
-        return first | curve_panels([record for _, record in sorted(self.records.items())])
+        return first | curve_panels(self.history)
 
 
 def panels_of(runs: Sequence[Curves]) -> list[str]:

@@ -21,6 +21,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live.learning_curves import Curves, panels_of, picture, sketch
 from sparkdl.report.live.progress import Progress, RunStatus, View, record_text
+from sparkdl.report.record.run_record import add_record
 
 _PROGRESS_SECONDS = 0.25
 _CURVES_SECONDS = 2.0
@@ -97,7 +98,7 @@ class NotebookView(View):
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """Go on with the curves."""
-        self.curves.add_record(record)
+        add_record(self.curves.history, record)
         self._board.changed("progress", "curves")
 
     def log(self, rank: int, line: str, level: int) -> None:
@@ -119,14 +120,14 @@ class NotebookView(View):
 
     def text(self) -> str:
         """How far the run is, in words."""
-        status, records = self.status, self.curves.records
+        status, history = self.status, self.curves.history
         parts = [f"{self.curves.name}: {status.state}"]
         if status.total_steps:
             steps = f"{status.step:,} of {status.total_steps:,} steps"
             parts.append(f"{steps}{self._time_left()}")
         parts += status.details()
-        if records:
-            parts.append(record_text(records[max(records)]))
+        if history:
+            parts.append(record_text(history[-1]))
         return " · ".join(parts)
 
     def _time_left(self) -> str:

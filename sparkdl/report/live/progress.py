@@ -47,13 +47,33 @@ class Progress:
 
 
 class View:
-    """Shows a run; a subclass overrides what it shows. All calls come on the driver."""
+    """Shows or records a run; a subclass overrides what it needs. All calls come on the driver."""
 
     def attempt(self, number: int, start_step: int) -> None:
-        """A gang starts at ``start_step``; ``number`` counts from 0."""
+        """A gang, or a run in rounds, starts at ``start_step``; ``number`` counts from 0."""
+
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What has failed is started again, for the ``number``-th time in the run.
+
+        Of a gang `attempt` follows, if it comes to that; a run in rounds goes on, and only a round
+        is repeated.
+
+        Args:
+            number: as in `attempt`.
+            step: steps done by then; None: not known yet.
+        """
+
+    def failure(self, reason: str) -> None:
+        """An attempt has failed."""
 
     def progress(self, rank: int, progress: Progress) -> None:
         """A rank has sent how far it has come."""
+
+    def spent(self, rank: int, totals: Mapping[str, float]) -> None:
+        """On what a rank has spent its time since the attempt began."""
+
+    def fact(self, rank: int, body: Mapping[str, Any]) -> None:
+        """Another event of a worker: its hardware, or a confusion matrix."""
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """An epoch ended, or a function has reported; ``record`` goes into the history."""
@@ -86,37 +106,6 @@ class EpochCallback(View):
     def epoch(self, record: Mapping[str, float]) -> None:
         """Call the function."""
         self._on_epoch(record)
-
-
-class SharedView(View):
-    """Several views of one run, which are called in their order."""
-
-    def __init__(self, *views: View) -> None:
-        self._views = views
-
-    def attempt(self, number: int, start_step: int) -> None:
-        for view in self._views:
-            view.attempt(number, start_step)
-
-    def progress(self, rank: int, progress: Progress) -> None:
-        for view in self._views:
-            view.progress(rank, progress)
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        for view in self._views:
-            view.epoch(record)
-
-    def log(self, rank: int, line: str, level: int) -> None:
-        for view in self._views:
-            view.log(rank, line, level)
-
-    def done(self, steps: int) -> None:
-        for view in self._views:
-            view.done(steps)
-
-    def close(self) -> None:
-        for view in self._views:
-            view.close()
 
 
 class RunStatus:
@@ -178,42 +167,6 @@ def record_text(record: Mapping[str, float]) -> str:
     return f"{unit} {int(record[unit])}: {values}"
 
 
-class LineView(View):
-    """A line for each epoch, where a bar would fill a file, or for each report of a function."""
-
-    def __init__(self, plan: TrainPlan | None, *, shows_logs: bool) -> None:
-        """``plan`` is that of a fit; a function has none."""
-        self._plan = plan
-        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
-
-    def attempt(self, number: int, start_step: int) -> None:
-        """Print that the gang is started again, and where it goes on."""
-        if number > 0:
-            unit = "checkpoint" if self._plan is None else "step"
-            place = f"from {unit} {start_step}" if start_step else "from the beginning"
-            _write(f"restart {number}, {place}")
-
-    def epoch(self, record: Mapping[str, float]) -> None:
-        """Print the record."""
-        _write(record_text(record))
-
-    def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line."""
-        if level >= self._least_level:
-            _write(f"[rank {rank}] {line}")
-
-    def done(self, steps: int) -> None:
-        """Print whether training ended before its last planned step."""
-        if self._plan is not None:
-            planned = self._plan.total_steps
-            state = "stopped early" if steps < planned else "trained"
-            _write(f"{state}: {steps}/{planned} steps")
-
-
-def _write(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def on_terminal() -> bool:
     """True if what this process writes to stderr appears on a terminal at once.
 
@@ -232,55 +185,78 @@ def on_terminal() -> bool:
         os.close(output)
 
 
-class ProgressView(View):
-    """The bar, with the workers' warnings (``verbose=1``) or all their lines (``verbose=2``)."""
+class ConsoleView(View):
+    """A line for each epoch or report and for workers' lines; on a terminal with a bar below them.
 
-    def __init__(self, plan: TrainPlan, *, shows_logs: bool) -> None:
-        from tqdm import tqdm
+    Without the bar, which would fill a file, restarts and the end have lines too.
+    """
 
+    def __init__(self, plan: TrainPlan | None, *, has_bar: bool, shows_logs: bool) -> None:
+        """``plan`` is that of a fit; a function has none, and no bar."""
         self._status = RunStatus(plan)
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
-        self._bar = tqdm(
-            total=plan.total_steps,
-            unit="step",
-            dynamic_ncols=True,
-            file=sys.stderr,
-            mininterval=0.2,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps "
-            "[{elapsed}<{remaining}{postfix}]",
-            desc=self._status.state,
-        )
+        self._bar: Any = None
+        if has_bar:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=self._status.total_steps,
+                unit="step",
+                dynamic_ncols=True,
+                file=sys.stderr,
+                mininterval=0.2,
+                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps "
+                "[{elapsed}<{remaining}{postfix}]",
+                desc=self._status.state,
+            )
+
+    def _write(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(line, file=sys.stderr)
 
     def attempt(self, number: int, start_step: int) -> None:
-        """Put the bar where the gang starts."""
+        """Put the bar where the gang starts, or print where a restart goes on."""
         self._status.attempt(number, start_step)
-        self._bar.reset(total=self._status.total_steps)
-        self._bar.n = self._bar.initial = start_step
-        self._bar.set_description_str(self._status.state)
+        if self._bar is not None:
+            self._bar.reset(total=self._status.total_steps)
+            self._bar.n = self._bar.initial = start_step
+            self._bar.set_description_str(self._status.state)
+        elif number > 0:
+            unit = "step" if self._status.epochs else "checkpoint"
+            place = f"from {unit} {start_step}" if start_step else "from the beginning"
+            self._write(f"restart {number}, {place}")
 
     def progress(self, rank: int, progress: Progress) -> None:
         """Move the bar with rank 0."""
-        if self._status.progress(rank, progress):
+        if self._bar is not None and self._status.progress(rank, progress):
             self._bar.set_description_str(self._status.state)
             self._bar.set_postfix_str(", ".join(self._status.details()), refresh=False)
             self._bar.update(max(0, progress.step - self._bar.n))
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """Print the epoch's record above the bar."""
-        self._bar.write(record_text(record), file=sys.stderr)
+        """Print the record."""
+        self._write(record_text(record))
 
     def log(self, rank: int, line: str, level: int) -> None:
-        """Print a worker's line above the bar."""
+        """Print a worker's line."""
         if level >= self._least_level:
-            self._bar.write(f"[rank {rank}] {line}", file=sys.stderr)
+            self._write(f"[rank {rank}] {line}")
 
     def done(self, steps: int) -> None:
-        """Fill the bar."""
+        """Fill the bar, or print whether training ended before its last planned step."""
+        planned = self._status.total_steps
         self._status.done(steps)
-        self._bar.total = steps
-        self._bar.update(steps - self._bar.n)
-        self._bar.set_description_str(self._status.state)
+        if self._bar is not None:
+            self._bar.total = steps
+            self._bar.update(steps - self._bar.n)
+            self._bar.set_description_str(self._status.state)
+        elif self._status.epochs:
+            state = "stopped early" if steps < planned else "trained"
+            self._write(f"{state}: {steps}/{planned} steps")
 
     def close(self) -> None:
         """Leave the bar on the screen."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

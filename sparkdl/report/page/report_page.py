@@ -11,7 +11,7 @@ from typing import Any
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
 from sparkdl.report.page.style import CSS
-from sparkdl.report.page.svg import Curve, line_chart, model_graph
+from sparkdl.report.page.svg import line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
 from sparkdl.report.record.module_graph import condensed
 from sparkdl.report.record.run_record import RunRecord, curve_names, curve_panels
@@ -149,42 +149,29 @@ def _error(record: RunRecord) -> Markup:
 
 
 def _curves(record: RunRecord) -> Markup:
-    charts = [_step_chart(record)]
+    charts = []
+    if len(record.steps) > 2:
+        _, steps, losses, _ = zip(*record.steps, strict=True)
+        charts.append(line_chart("loss by step", {"loss": (list(steps), list(losses))}, "step"))
     for title, lines in curve_panels(record.history, has_costs=True).items():
-        curves = [
-            Curve(name=name, xs=xs, ys=ys, style=f"c{place % 6}")
-            for place, (name, (xs, ys)) in enumerate(lines.items())
-        ]
         x_label = "report" if "report" in record.history[0] else "epoch"
-        charts.append(line_chart(title.replace("_", " "), curves, x_label))
-    shown = [chart for chart in charts if chart]
-    if not shown:
+        charts.append(line_chart(title.replace("_", " "), lines, x_label))
+    if not any(charts):
         return Markup("")
-    return section("Learning curves", tag("div", *shown, class_="charts"))
-
-
-def _step_chart(record: RunRecord) -> Markup:
-    if len(record.steps) < 3:
-        return Markup("")
-    xs = [float(step or 0) for _, step, _, _ in record.steps]
-    ys = [loss for _, _, loss, _ in record.steps]
-    return line_chart("loss by step", [Curve(name="loss", xs=xs, ys=ys)], "step")
+    return section("Learning curves", tag("div", *charts, class_="charts"))
 
 
 def _time(record: RunRecord) -> Markup:
     totals = record.totals()
     if not totals and not record.laps:
         return Markup("")
-    legend = [
-        tag("span", tag("i", class_=f"key on-{name}"), name, class_="entry")
-        for name in SPENT_ON
-        if any(total.get(name) for total in totals.values())
-    ]
+    used = [name for name in SPENT_ON if any(total.get(name) for total in totals.values())]
+    legend = [tag("span", tag("i", class_=f"key on-{n}"), n, class_="entry") for n in used]
     hidden = len(totals) - len(shown_ranks(record))
     hints = []
     if hidden > 0:
         hints.append(f"{hidden} more ranks are in the table; shown are those that waited least.")
-    if len(totals) > 1 and not any(total.get("waiting") for total in totals.values()):
+    if len(totals) > 1 and "waiting" not in used:
         hints.append(
             "Waiting and communication cannot be measured apart here. The rank with the least "
             "communication is the one that the others waited for."
@@ -194,28 +181,22 @@ def _time(record: RunRecord) -> Markup:
         timeline(record),
         tag("div", *legend, class_="legend") if legend else None,
         *(tag("p", hint, class_="hint") for hint in hints),
-        _time_table(totals) if totals else None,
+        _time_table(totals, used) if totals else None,
     )
 
 
-def _time_table(totals: Mapping[str, Mapping[str, float]]) -> Markup:
-    used = [name for name in SPENT_ON if any(total.get(name) for total in totals.values())]
+def _time_table(totals: Mapping[str, Mapping[str, float]], used: Sequence[str]) -> Markup:
     times = (tag("th", name, class_="n") for name in used)
     head = tag("tr", tag("th", "rank"), tag("th", "share of its time"), *times)
     rows = []
     for rank in sorted(totals, key=int):
-        total, whole = totals[rank], sum(totals[rank].values())
-        pieces = [
-            tag("i", class_=f"on-{n}", style=f"width:{100 * total.get(n, 0.0) / whole:.2f}%",
-                title=f"{n} {html.share(total.get(n, 0.0), whole)}")
-            for n in used
-            if whole > 0
-        ]  # fmt: skip
-        cells = [
-            tag("td", html.duration(total.get(name, 0.0)), class_="n",
-                title=html.share(total.get(name, 0.0), whole))
-            for name in used
-        ]  # fmt: skip
+        whole, pieces, cells = sum(totals[rank].values()), [], []
+        for name in used:
+            seconds = totals[rank].get(name, 0.0)
+            share = html.share(seconds, whole)
+            style = f"width:{100 * seconds / whole if whole else 0:.2f}%"
+            pieces.append(tag("i", class_=f"on-{name}", style=style, title=f"{name} {share}"))
+            cells.append(tag("td", html.duration(seconds), class_="n", title=share))
         bar = tag("td", tag("div", *pieces, class_="bar"))
         rows.append(tag("tr", tag("td", rank), bar, *cells))
     table = tag("table", head, *rows)

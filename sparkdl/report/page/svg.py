@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, drawing, joined, number, tag
+from sparkdl.report.record.run_record import Line
 
 _BOX, _HIGH = 190.0, 38.0
 _ACROSS, _DOWN = 24.0, 22.0
@@ -50,29 +50,22 @@ def model_graph(graph: Mapping[str, Any]) -> Markup:
 
 
 def _node(node: Mapping[str, Any], place: tuple[float, float]) -> Markup:
-    x, y = place
-    kind = next((style for word, style in _KINDS.items() if word in node["op"]), "k-plain")
-    size = node.get("parameters", 0)
+    (x, y), name, op = place, node["name"], node["op"]
+    kind = next((style for word, style in _KINDS.items() if word in op), "k-plain")
+    shape, size = " x ".join(map(str, node["shape"])), node.get("parameters", 0)
     inside = node.get("inside", 0)
-    facts = [
-        " x ".join(map(str, node["shape"])),
-        f"{size:,} parameters" * bool(size),
-        f"{inside} parts" * bool(inside),
-    ]
-    lines = [node["name"], f"{node['op']}({node.get('detail', '')})", *filter(None, facts)]
-    head = node["op"] if node["op"] in ("input", "output") else f"{node['op']}  {node['name']}"
+    hidden = [name, f"{op}({node.get('detail', '')})", shape, f"{size:,} parameters" * bool(size)]
+    hidden.append(f"{inside} parts" * bool(inside))
+    shown = [f"→ {shape}" * bool(shape), f"{html.value(size)} parameters" * bool(size)]
+    head = op if op in ("input", "output") else f"{op}  {name}"
+    small = _cut(" · ".join(filter(None, shown)), 34)
     return tag(
         "g",
-        tag("title", "\n".join(lines)),
+        tag("title", "\n".join(filter(None, hidden))),
         tag("rect", x=x, y=y, width=_BOX, height=_HIGH, rx=7, class_=f"node {kind}"),
         tag("text", _cut(head, 29), x=x + 10, y=y + 16, class_="name"),
-        tag("text", _cut(_line(facts[0], size), 34), x=x + 10, y=y + 30, class_="small"),
+        tag("text", small, x=x + 10, y=y + 30, class_="small"),
     )
-
-
-def _line(shape: str, size: int) -> str:
-    parts = [f"→ {shape}"] if shape else []
-    return " · ".join([*parts, *([f"{html.value(size)} parameters"] if size else [])])
 
 
 def _edge(source: tuple[float, float], target: tuple[float, float]) -> Markup:
@@ -104,17 +97,6 @@ _MOST_MARKS = 60
 _MOST_POINTS = 600
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A line of a chart; values that are None or not finite leave a gap."""
-
-    name: str
-    xs: Sequence[float]
-    ys: Sequence[float | None]
-    style: str = "c0"
-    """Class of `style.CSS`: ``c0`` to ``c5``."""
-
-
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from ``low`` to ``high``."""
     if not high > low:
@@ -126,39 +108,34 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def line_chart(title: str, curves: Sequence[Curve], x_label: str) -> Markup:
-    """A figure with axes, lines and their names."""
-    points = [_points(curve) for curve in curves]
-    every = [point for run in points for point in run]
+def line_chart(title: str, lines: Mapping[str, Line], x_label: str) -> Markup:
+    """A figure with axes, and lines by name; values that are None or not finite are left out."""
+    points = {name: _points(line) for name, line in lines.items()}
+    every = [point for run in points.values() for point in run]
     if not every:
         return Markup("")
-    frame = _Frame.around([x for x, _ in every], [y for _, y in every])
-    lines = joined(
-        *(_polyline(curve, run, frame) for curve, run in zip(curves, points, strict=True) if run)
-    )
-    legend = joined(
-        *(tag("span", tag("i", class_=f"key {c.style}"), c.name, class_="entry") for c in curves)
-    )
-    svg = drawing(title, WIDTH, HEIGHT, frame.axes(x_label), lines, class_="chart")
-    caption = tag("figcaption", tag("b", title), tag("span", legend, class_="legend"))
+    frame = _Frame([x for x, _ in every], [y for _, y in every])
+    drawn, legend = [], []
+    for place, (name, run) in enumerate(points.items()):
+        style = f"c{place % 6}"
+        drawn.append(_polyline(name, style, run, frame))
+        legend.append(tag("span", tag("i", class_=f"key {style}"), name, class_="entry"))
+    svg = drawing(title, WIDTH, HEIGHT, frame.axes(x_label), *drawn, class_="chart")
+    caption = tag("figcaption", tag("b", title), tag("span", *legend, class_="legend"))
     return tag("figure", caption, svg)
 
 
-@dataclass(frozen=True)
 class _Frame:
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
+    """Where the values of a chart are in its drawing."""
 
-    @classmethod
-    def around(cls, xs: Sequence[float], ys: Sequence[float]) -> _Frame:
-        x_low, x_high, y_low, y_high = min(xs), max(xs), min(ys), max(ys)
-        if x_low == x_high:
-            x_low, x_high = x_low - 0.5, x_high + 0.5
-        room = 0.06 * (y_high - y_low) or abs(y_high) * 0.1 or 1.0
-        floor = 0.0 if 0 <= y_low < 0.35 * y_high else y_low - room
-        return cls(x_low, x_high, floor, y_high + room)
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x_low, self.x_high = min(xs), max(xs)
+        if self.x_low == self.x_high:
+            self.x_low, self.x_high = self.x_low - 0.5, self.x_high + 0.5
+        low, high = min(ys), max(ys)
+        room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+        self.y_low = 0.0 if 0 <= low < 0.35 * high else low - room
+        self.y_high = high + room
 
     def x(self, value: float) -> float:
         share = (value - self.x_low) / (self.x_high - self.x_low)
@@ -184,28 +161,22 @@ class _Frame:
         return joined(*parts, label)
 
 
-def _points(curve: Curve) -> list[tuple[float, float]]:
-    pairs = zip(curve.xs, curve.ys, strict=True)
-    found = [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
+def _points(line: Line) -> list[tuple[float, float]]:
+    found = [(x, y) for x, y in zip(*line, strict=True) if y is not None and math.isfinite(y)]
     step = max(1, math.ceil(len(found) / _MOST_POINTS))
     return found[::step] if step == 1 else [*found[::step], found[-1]]
 
 
-def _polyline(curve: Curve, points: list[tuple[float, float]], frame: _Frame) -> Markup:
+def _polyline(
+    name: str, style: str, points: Sequence[tuple[float, float]], frame: _Frame
+) -> Markup:
+    if not points:
+        return Markup("")
     places = [(frame.x(x), frame.y(y)) for x, y in points]
     data = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in places)
-    line = tag("path", d=data, class_=f"line {curve.style}")
-    if len(points) > _MOST_MARKS:
-        return line
-    marks = [
-        tag(
-            "circle",
-            tag("title", f"{curve.name} {html.value(y)} at {html.value(x)}"),
-            cx=place[0],
-            cy=place[1],
-            r=2.6,
-            class_=f"mark {curve.style}",
-        )
-        for (x, y), place in zip(points, places, strict=True)
-    ]
-    return joined(line, *marks)
+    marks = []
+    for (x, y), (cx, cy) in zip(points, places, strict=True):
+        title = tag("title", f"{name} {html.value(y)} at {html.value(x)}")
+        marks.append(tag("circle", title, cx=cx, cy=cy, r=2.6, class_=f"mark {style}"))
+    line = tag("path", d=data, class_=f"line {style}")
+    return line if len(points) > _MOST_MARKS else joined(line, *marks)

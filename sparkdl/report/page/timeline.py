@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, drawing, joined, number, tag
 from sparkdl.report.page.svg import ticks
-from sparkdl.report.record.run_record import RunRecord
+from sparkdl.report.record.run_record import RunRecord, added
 
 SPENT_ON = ("data", "compute", "communication", "waiting", "evaluate", "checkpoint", "other")
 """In the order in which they are stacked; those of `train.time_spent`, which needs torch."""
@@ -16,7 +17,9 @@ MOST_LANES = 24
 _WIDTH = 980.0
 _LEFT, _RIGHT = 64.0, 10.0
 _PHASES, _LANE, _GAP = 20.0, 30.0, 7.0
-_LONG = {"s": (1.0, "s"), "min": (60.0, "min"), "h": (3600.0, "h")}
+_LEAST_WIDTH = 4.0
+"""Spans that are narrower together are drawn as one."""
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def timeline(record: RunRecord) -> Markup:
@@ -26,16 +29,15 @@ def timeline(record: RunRecord) -> Markup:
     if not longest > 0:
         return Markup("")
     height = _PHASES + _GAP + len(ranks) * (_LANE + _GAP) + 26
-    num_bins = 240 if len(ranks) <= 8 else 120
-    parts = [_driver_lane(record, longest)]
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+    parts = [_driver_lane(record, longest, scale)]
     for place, rank in enumerate(ranks):
         top = _PHASES + _GAP + place * (_LANE + _GAP)
-        bins = binned(record.spent[rank], longest, num_bins)
         parts.append(tag("text", f"rank {rank}", x=0, y=top + _LANE / 2 + 4, class_="label"))
         ground = {"x": _LEFT, "y": top, "width": _WIDTH - _LEFT - _RIGHT, "height": _LANE}
         parts.append(tag("rect", class_="ground", rx=3, **ground))
-        parts.append(_lane(bins, top, longest))
-    parts += [_marks(record, longest, height - 26), _axis(longest, height)]
+        parts.append(_lane(record.spent[rank], top, scale))
+    parts += [_marks(record, scale, height - 26), _axis(longest, scale, height)]
     title = "What each rank's time was spent on"
     return drawing(title, _WIDTH, height, *parts, class_="timeline")
 
@@ -50,49 +52,41 @@ def shown_ranks(record: RunRecord) -> list[str]:
     return sorted({"0", *busiest} & set(ranks), key=int)
 
 
-def binned(
-    spans: Sequence[Sequence[object]], longest: float, num_bins: int
-) -> list[dict[str, float]]:
-    """For each bin of time what share of it was spent on what; the rest of it is not known."""
-    width = longest / num_bins
-    bins: list[dict[str, float]] = [{} for _ in range(num_bins)]
-    for begin, end, seconds in spans:
-        assert isinstance(begin, float | int) and isinstance(end, float | int)
-        assert isinstance(seconds, Mapping)
-        last = min(num_bins - 1, int(end / width))
-        for place in range(min(num_bins - 1, int(begin / width)), last + 1):
-            inside = min(end, (place + 1) * width) - max(begin, place * width)
-            part = inside / (end - begin) if end > begin else 1.0
-            for name, value in seconds.items():
-                share = max(0.0, part * value / width)
-                bins[place][name] = bins[place].get(name, 0.0) + share
-    return bins
+def grouped(spans: Sequence[Sequence[Any]], seconds: float) -> list[list[Sequence[Any]]]:
+    """Spans in their order, where those that take up to so many seconds together are a group."""
+    groups: list[list[Sequence[Any]]] = []
+    for span in spans:
+        if groups and span[1] - groups[-1][0][0] <= seconds:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
 
 
-def _lane(bins: Sequence[Mapping[str, float]], top: float, longest: float) -> Markup:
-    """One path for each word: steps above the steps of the words before."""
-    width = (_WIDTH - _LEFT - _RIGHT) / len(bins)
-    below = [0.0] * len(bins)
-    paths = []
-    for name in SPENT_ON:
-        pieces = []
-        for place, shares in enumerate(bins):
-            share = min(shares.get(name, 0.0), 1.0 - below[place])
+def _lane(spans: Sequence[Sequence[Any]], top: float, scale: float) -> Markup:
+    """One path for each word, whose pieces stand on those of the words before."""
+    pieces: dict[str, str] = dict.fromkeys(SPENT_ON, "")
+    for group in grouped(spans, _LEAST_WIDTH / scale):
+        begin, end, seconds = group[0][0], group[-1][1], added(group)
+        whole = max(end - begin, sum(seconds.values()))
+        left, width = number(_LEFT + begin * scale), number((end - begin) * scale + 0.3)
+        y = top + _LANE
+        for name in SPENT_ON:
+            share = seconds.get(name, 0.0) / whole if whole else 0.0
             if share > 0.002:
-                y, height = top + _LANE * (1 - below[place] - share), _LANE * share
-                x = _LEFT + place * width
-                corner = f"M{number(x)} {number(y)}"
-                pieces.append(
-                    f"{corner}h{number(width + 0.3)}v{number(height)}h-{number(width + 0.3)}z"
-                )
-                below[place] += share
-        if pieces:
-            paths.append(tag("path", tag("title", name), d="".join(pieces), class_=f"on-{name}"))
-    return joined(*paths)
+                y -= _LANE * share
+                shape = f"M{left} {number(y)}h{width}v{number(_LANE * share)}h-{width}z"
+                pieces[name] += shape
+    return joined(
+        *(
+            tag("path", tag("title", name), d=shapes, class_=f"on-{name}")
+            for name, shapes in pieces.items()
+            if shapes
+        )
+    )
 
 
-def _driver_lane(record: RunRecord, longest: float) -> Markup:
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
+def _driver_lane(record: RunRecord, longest: float, scale: float) -> Markup:
     parts, at = [tag("text", "driver", x=0, y=_PHASES / 2 + 4, class_="label")], 0.0
     laps = list(record.laps.items())
     if record.phase:
@@ -108,29 +102,29 @@ def _driver_lane(record: RunRecord, longest: float) -> Markup:
     return joined(*parts)
 
 
-def _marks(record: RunRecord, longest: float, bottom: float) -> Markup:
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
-    parts = []
-    for failure in record.failures:
-        x = _LEFT + failure["at"] * scale
-        title = tag("title", f"{html.duration(failure['at'])}: {failure['reason']}")
-        parts.append(tag("line", title, x1=x, x2=x, y1=_PHASES, y2=bottom, class_="failure"))
-        parts.append(tag("circle", title, cx=x, cy=_PHASES + 1, r=4, class_="failure"))
+def _marks(record: RunRecord, scale: float, bottom: float) -> Markup:
+    marks = [
+        ("failure", failure["at"], f"{html.duration(failure['at'])}: {failure['reason']}")
+        for failure in record.failures
+    ]
     for attempt in record.attempts[1:]:
-        x = _LEFT + attempt["at"] * scale
-        title = tag("title", f"restart {attempt['number']}, from step {attempt['start_step']}")
-        parts.append(tag("line", title, x1=x, x2=x, y1=_PHASES, y2=bottom, class_="restart"))
+        text = f"restart {attempt['number']}, from step {attempt['start_step']}"
+        marks.append(("restart", attempt["at"], text))
+    parts = []
+    for kind, at, text in marks:
+        x, title = _LEFT + at * scale, tag("title", text)
+        parts.append(tag("line", title, x1=x, x2=x, y1=_PHASES, y2=bottom, class_=kind))
+        if kind == "failure":
+            parts.append(tag("circle", title, cx=x, cy=_PHASES + 1, r=4, class_=kind))
     return joined(*parts)
 
 
-def _axis(longest: float, height: float) -> Markup:
+def _axis(longest: float, scale: float, height: float) -> Markup:
     unit = "s" if longest < 180 else "min" if longest < 3 * 3600 else "h"
-    seconds, name = _LONG[unit]
-    scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts = []
-    for tick in ticks(0.0, longest / seconds, 8):
-        x = _LEFT + tick * seconds * scale
+    for tick in ticks(0.0, longest / _UNITS[unit], 8):
+        x = _LEFT + tick * _UNITS[unit] * scale
         parts.append(tag("line", x1=x, x2=x, y1=height - 24, y2=height - 19, class_="grid"))
-        text = f"{tick:g} {name}"
+        text = f"{tick:g} {unit}"
         parts.append(tag("text", text, x=x, y=height - 6, text_anchor="middle", class_="tick"))
     return joined(*parts)

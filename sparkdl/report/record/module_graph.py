@@ -31,8 +31,27 @@ _CONTAINERS = ("torch.nn.modules.container", "torch.nn.modules.transformer")
 @contextlib.contextmanager
 def traced(module: nn.Module, sink: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
     """Let ``sink`` have the graph of the first call of ``module`` in the block, if there is one."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
     tracer = _Tracer(module)
-    with tracer.watching():
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tracer.called(func, (args, kwargs), result)
+            return result
+
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            if not isinstance(part, torch.jit.ScriptModule):
+                before = part.register_forward_pre_hook(tracer.enter, with_kwargs=True)
+                after = part.register_forward_hook(tracer.leave, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        stack.enter_context(Mode())
         yield
     if tracer.is_done:
         sink(tracer.graph)
@@ -56,36 +75,7 @@ class _Tracer:
         classes = {name: type(part).__name__ for part, name in self._paths.items()}
         return {"nodes": self._nodes, "edges": self._edges, "classes": classes}
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        import torch
-        from torch.overrides import TorchFunctionMode
-
-        tracer = self
-
-        class Mode(TorchFunctionMode):
-            def __torch_function__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                result = func(*args, **(kwargs or {}))
-                tracer._called(func, (args, kwargs), result)
-                return result
-
-        handles = []
-        for part in self._paths:
-            if isinstance(part, torch.jit.ScriptModule):
-                continue
-            before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
-            after = part.register_forward_hook(self._leave, with_kwargs=True)
-            handles += [before, after]
-        try:
-            with Mode():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         if part is self._root and not self.is_done:
             self._is_inside = True
             for number, value in enumerate(tensors_in((args, kwargs))):
@@ -97,7 +87,7 @@ class _Tracer:
         else:
             self._around.append(self._paths[part])
 
-    def _leave(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._is_inside and self._leaf is part:
             self._leaf = None
             detail = part.extra_repr().replace("\n", " ")
@@ -112,7 +102,7 @@ class _Tracer:
             self._is_inside, self.is_done = False, True
             self._kept.clear()
 
-    def _called(self, func: Any, inputs: Any, result: Any) -> None:
+    def called(self, func: Any, inputs: Any, result: Any) -> None:
         if not self._is_inside or self._leaf is not None:
             return
         name = getattr(func, "__name__", "function")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,29 +83,31 @@ class RunReader:
         if name not in self.names():
             return None
         if RECORD in self._storage.list(name):
-            self._ended[name] = RunRecord.from_dict(self._record(name))
+            path = f"{name}/{RECORD}"
+            values = self._parsed(path, self._storage.read(path))
+            self._ended[name] = RunRecord.from_dict(values)
             self._growing.pop(name, None)
             return self._ended[name]
         return self._so_far(name)
 
-    def _record(self, name: str) -> Mapping[str, Any]:
-        path = f"{name}/{RECORD}"
+    def _parsed(self, path: str, text: bytes) -> Any:
         try:
-            values: Mapping[str, Any] = json.loads(self._storage.read(path))
+            return json.loads(text)
         except ValueError as error:
+            folder = path.partition("/")[0]
             raise StorageError(
-                f"{path} in {self._storage} is no JSON: {error}; remove the folder {name}"
+                f"{path} in {self._storage} is no JSON: {error}; remove the folder {folder}"
             ) from error
-        return values
 
     def _so_far(self, name: str) -> RunRecord | None:
         run = self._growing.setdefault(name, _Growing())
         try:
             for part in self._storage.list(f"{name}/{EVENTS}")[run.num_parts :]:
-                events = self._events(f"{name}/{EVENTS}/{part}")
-                if events is None:
+                path = f"{name}/{EVENTS}/{part}"
+                data = self._storage.read(path)
+                if not data.endswith(b"\n"):  # it is still being written
                     break
-                run.take(events)
+                run.take([self._parsed(path, line) for line in data.splitlines()])
         except StorageError:
             if RECORD in self._storage.list(name):  # it has ended meanwhile
                 return self.read(name)
@@ -117,18 +119,6 @@ class RunReader:
             return None
         is_lost = run.silence(record.heard) > record.silence_seconds
         return replace(record, status="lost") if is_lost else record
-
-    def _events(self, path: str) -> list[Event] | None:
-        """What a part holds; None if it is still being written."""
-        data = self._storage.read(path)
-        if not data.endswith(b"\n"):
-            return None
-        try:
-            return [json.loads(line) for line in data.splitlines()]
-        except ValueError as error:
-            raise StorageError(
-                f"{path} in {self._storage} holds no JSON lines: {error}; remove its run's folder"
-            ) from error
 
 
 @dataclass(kw_only=True)

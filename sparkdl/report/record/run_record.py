@@ -83,7 +83,7 @@ class RunRecord:
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Rank -> what its time was spent on, over all attempts, in seconds."""
-        return {rank: _added(spans) for rank, spans in self.spent.items()}
+        return {rank: added(spans) for rank, spans in self.spent.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the format's number."""
@@ -112,6 +112,14 @@ def count_of(record: Mapping[str, Any]) -> float | None:
     """
     number: float | None = record.get("report", record.get("epoch"))
     return number
+
+
+def add_record(history: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
+    """Add a record to a history; after a restart epochs come again, in their order."""
+    number = count_of(record)
+    while number is not None and history and (count_of(history[-1]) or 0) >= number:
+        history.pop()
+    history.append(dict(record))
 
 
 _COUNTS = ("epoch", "report", "steps")
@@ -148,7 +156,8 @@ def curve_panels(
     return panels
 
 
-def _added(spans: Iterable[list[Any]]) -> dict[str, float]:
+def added(spans: Iterable[Sequence[Any]]) -> dict[str, float]:
+    """What was spent in these spans of a rank, see `RunRecord.spent`, on what in all."""
     total: dict[str, float] = {}
     for _, _, seconds in spans:
         for name, value in seconds.items():
@@ -192,12 +201,7 @@ class RecordBuilder:
             case "failure":
                 values["failures"].append(rest)
             case "epoch":
-                record, history = event["record"], values["history"]
-                number = count_of(record)
-                # After a restart epochs come again, in their order.
-                while number is not None and history and (count_of(history[-1]) or 0) >= number:
-                    history.pop()
-                history.append(record)
+                add_record(values["history"], event["record"])
             case "step":
                 names = ("at", "step", "loss", "rows_per_second")
                 values["steps"].append([event[name] for name in names])

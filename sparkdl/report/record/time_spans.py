@@ -10,20 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from sparkdl.report.record.run_record import Event
+
 SHORTEST_SECONDS = 1.0
 """Of a span of a short run with few ranks."""
 _SPANS_OF_ALL = 20_000
 _SPANS_OF_A_RANK = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What a rank has spent the time from ``begin`` to ``end`` on."""
-
-    rank: int
-    begin: float
-    end: float
-    seconds: dict[str, float]
 
 
 @dataclass(kw_only=True)
@@ -37,14 +29,17 @@ class _Rank:
 
 
 class Spans:
-    """The spans of all ranks of one attempt."""
+    """The spans of all ranks of one attempt.
+
+    A span says what a rank has spent the time from ``begin`` to ``end`` on: ``seconds`` by word.
+    """
 
     def __init__(self, world_size: int) -> None:
         """Of ``world_size`` ranks."""
         self._share = max(20, min(_SPANS_OF_A_RANK, _SPANS_OF_ALL // world_size))
         self._ranks: dict[int, _Rank] = {}
 
-    def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Span]:
+    def take(self, rank: int, totals: Mapping[str, float], now: float) -> Iterator[Event]:
         """Take a rank's totals; give a span if enough time has passed since the last.
 
         Args:
@@ -61,20 +56,17 @@ class Spans:
         ):
             yield self._span(rank, seen)
 
-    def rest(self) -> Iterator[Span]:
+    def rest(self) -> Iterator[Event]:
         """What no span was given for yet."""
         for rank, seen in self._ranks.items():
             if sum(seen.newest.values()) > sum(seen.reported.values()):
                 yield self._span(rank, seen)
 
-    def _span(self, rank: int, seen: _Rank) -> Span:
+    def _span(self, rank: int, seen: _Rank) -> Event:
         begin = max(seen.end, seen.start + sum(seen.reported.values()))
         seen.end = max(begin, seen.start + sum(seen.newest.values()))
         spent = {name: value - seen.reported.get(name, 0.0) for name, value in seen.newest.items()}
         seen.reported = seen.newest
-        return Span(
-            rank=rank,
-            begin=round(begin, 3),
-            end=round(seen.end, 3),
-            seconds={name: round(value, 4) for name, value in spent.items() if value > 0},
-        )
+        seconds = {name: round(value, 4) for name, value in spent.items() if value > 0}
+        return {"rank": rank, "begin": round(begin, 3), "end": round(seen.end, 3),
+                "seconds": seconds}  # fmt: skip

@@ -23,57 +23,35 @@ from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runtime.json_values import finite
 
-LIVE = "live"
-"""Last part of the path of what a page asks for to be up to date."""
 _SECONDS = 2
-
+"""Between two looks of an open page at what is new."""
 _SCRIPT = """"use strict";
 const main = document.querySelector("main");
-const place = main.querySelector("[data-live]");
+let shown = "";
 async function renew() {
   try {
-    const answer = await fetch(place.dataset.live, {cache: "no-store"});
-    if (answer.ok) {
-      const text = await answer.text();
-      const open = [...place.querySelectorAll("details")].map((part) => part.open);
-      const boxes = [...place.querySelectorAll(".scroll")].map((box) => box.scrollTop);
-      if (place.dataset.shown !== text) {
-        place.innerHTML = text;
-        place.dataset.shown = text;
-        place.querySelectorAll("details").forEach((part, k) => { part.open = open[k] || false; });
-        place.querySelectorAll(".scroll").forEach((box, k) => { box.scrollTop = boxes[k] || 0; });
-      }
+    const answer = await fetch(location.href, {cache: "no-store"});
+    const text = await answer.text();
+    if (answer.ok && text !== shown) {
+      const open = [...main.querySelectorAll("details")].map((part) => part.open);
+      const boxes = [...main.querySelectorAll(".scroll")].map((box) => box.scrollTop);
+      const page = new DOMParser().parseFromString(text, "text/html");
+      main.replaceChildren(...page.querySelector("main").childNodes);
+      main.querySelectorAll("details").forEach((part, k) => { part.open = open[k] || false; });
+      main.querySelectorAll(".scroll").forEach((box, k) => { box.scrollTop = boxes[k] || 0; });
+      shown = text;
     }
   } catch (error) {
     console.debug("no answer: " + error);
   }
-  if (place.dataset.always || place.querySelector(".badge.running")) {
-    setTimeout(renew, %d);
-  }
+  watch();
 }
-if (place) { setTimeout(renew, %d); }
+function watch() {
+  if (main.querySelector("[data-live]")) { setTimeout(renew, %d); }
+}
+watch();
 """
-
-
-def script() -> str:
-    """What keeps an open page up to date."""
-    return _SCRIPT % (1000 * _SECONDS, 1000 * _SECONDS)
-
-
-def shell(content: Markup, *, is_live: bool, is_list: bool) -> tuple[Markup, Markup | None]:
-    """What goes around a page, and into its head."""
-    back = None if is_list else tag("p", tag("a", "← all runs", href="/"))
-    if not is_live:
-        return joined(back, content), None
-    where = f"/{LIVE}" if is_list else LIVE
-    # Without scripts the browser loads the whole page again.
-    head = joined(
-        tag("noscript", tag("meta", http_equiv="refresh", content=str(2 * _SECONDS))),
-        tag("script", src="/live.js", defer=True),
-    )
-    return joined(
-        back, tag("div", content, data_live=where, data_always="yes" if is_list else None)
-    ), head
+"""Keeps an open page up to date, as long as it is one of something that goes on."""
 
 
 def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
@@ -205,38 +183,27 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _answer(self, parts: list[str]) -> None:
-        if parts == ["live.js"]:
-            self._send(HTTPStatus.OK, "text/javascript", script())
-        elif parts in ([], [LIVE]):
-            content = run_list(self.server.records())
-            self._page("sparkdl runs", content, parts, is_live=True)
-        elif len(parts) in (2, 3) and parts[0] == "runs":
-            self._run(parts)
-        else:
-            self._not_found()
+        match parts:
+            case []:
+                self._page("sparkdl runs", run_list(self.server.records()), is_live=True)
+            case ["live.js"]:
+                self._send(HTTPStatus.OK, "text/javascript", _SCRIPT % (1000 * _SECONDS))
+            case ["runs", name] if record := self.server.record(name):
+                content = joined(tag("p", tag("a", "← all runs", href="/")), body(record))
+                self._page(record.name, content, is_live=record.status == "running")
+            case ["runs", name, "run.json"] if record := self.server.record(name):
+                self._send(HTTPStatus.OK, "application/json", json.dumps(finite(record.to_dict())))
+            case _:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is no such run\n")
 
-    def _run(self, parts: list[str]) -> None:
-        record = self.server.record(parts[1])
-        if record is None:
-            self._not_found()
-        elif parts[2:] == ["run.json"]:
-            text = json.dumps(finite(record.to_dict()))
-            self._send(HTTPStatus.OK, "application/json", text)
-        elif parts[2:] in ([], [LIVE]):
-            self._page(record.name, body(record), parts, is_live=record.status == "running")
-        else:
-            self._not_found()
-
-    def _page(self, title: str, content: Any, parts: list[str], *, is_live: bool) -> None:
-        """The whole page, or what has changed of it, as the page's script asks for."""
-        if parts and parts[-1] == LIVE:
-            self._send(HTTPStatus.OK, "text/html", content)
-        else:
-            inside, head = shell(content, is_live=is_live, is_list=not parts)
-            self._send(HTTPStatus.OK, "text/html", document(title, inside, head))
-
-    def _not_found(self) -> None:
-        self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is no such run\n")
+    def _page(self, title: str, content: Markup, *, is_live: bool) -> None:
+        head = None
+        if is_live:
+            content = tag("div", content, data_live=True)
+            # Without scripts the browser loads the page again.
+            refresh = tag("meta", http_equiv="refresh", content=str(2 * _SECONDS))
+            head = joined(tag("noscript", refresh), tag("script", src="/live.js", defer=True))
+        self._send(HTTPStatus.OK, "text/html", document(title, content, head))
 
     def _is_for_us(self) -> bool:
         """Whether the browser means this machine: other sites may let their names point here."""

@@ -22,11 +22,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     given = parser().parse_args(arguments)
+
+    from sparkdl.report.record.run_folder import RunReader
+    from sparkdl.report.server.report_server import RunServer
+    from sparkdl.storage.storage import open_storage
+
     try:
-        return serve(given.directory, given.host, given.port)
+        server = RunServer((given.host, given.port), RunReader(open_storage(given.directory)))
     except SparkDLError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (OSError, OverflowError) as error:
+        where = f"{given.host}, port {given.port}"
+        remedy = "choose another --port, or 0 for a free one"
+        print(f"error: cannot listen at {where}: {error}; {remedy}", file=sys.stderr)
+        return 1
+    with server:
+        print(f"runs of {given.directory}: {server.url} (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,32 +68,6 @@ def parser() -> argparse.ArgumentParser:
         help="address to listen at; anyone who reaches another than 127.0.0.1 can read all runs",
     )
     return made
-
-
-def serve(directory: str, host: str, port: int) -> int:
-    """Serve until Ctrl-C.
-
-    Raises:
-        SparkDLError: the directory cannot be opened, or the address cannot be listened at.
-    """
-    from sparkdl.report.record.run_folder import RunReader
-    from sparkdl.report.server.report_server import RunServer
-    from sparkdl.storage.storage import open_storage
-
-    try:
-        server = RunServer((host, port), RunReader(open_storage(directory)))
-    except (OSError, OverflowError) as error:
-        raise SparkDLError(
-            f"cannot listen at {host}, port {port}: {error}; choose another --port, or 0 for a "
-            "free one"
-        ) from error
-    with server:
-        print(f"runs of {directory}: {server.url} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            print()
-    return 0
 
 
 if __name__ == "__main__":

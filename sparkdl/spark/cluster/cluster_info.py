@@ -99,18 +99,12 @@ def _shape(master: str, get: Get) -> tuple[int | None, int | None]:
         return int(cluster[1]), int(cluster[2])
     threads = re.fullmatch(r"local(?:\[\s*(\d+|\*)\s*(?:,\s*\d+\s*)?\])?", master)
     if threads:
-        return 1, _local_threads(threads[1])
+        return 1, (os.cpu_count() or 1) if threads[1] == "*" else int(threads[1] or 1)
     executors, cores = get("spark.executor.instances"), get("spark.executor.cores")
     # Without dynamic allocation YARN and Kubernetes start two executors of one core by default;
     # standalone starts one on each of its workers, with all cores.
     defaults = (2, 1) if master.startswith(("yarn", "k8s")) else (None, None)
     return int(executors) if executors else defaults[0], int(cores) if cores else defaults[1]
-
-
-def _local_threads(text: str | None) -> int:
-    if text == "*":
-        return os.cpu_count() or 1
-    return int(text or 1)
 
 
 def registered_executors(spark: SparkSession) -> int:

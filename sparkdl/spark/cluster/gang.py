@@ -7,6 +7,7 @@ Python worker away. This file knows nothing of training: it runs any picklable `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -48,36 +49,21 @@ class GangTask:
             for _ in batches:  # to the end, or Spark does not use this Python worker again
                 pass
         context = BarrierTaskContext.get()
-        server = None
-        try:
-            channel = self.channel
-            if channel is None:
-                server, channel = _host_channel(context)
+        with contextlib.ExitStack() as stack:
+            channel = self.channel or _host_channel(context, stack)
             for kind, payload in self.work(_environment(context, channel), self.order):
                 yield from result_batches(context.partitionId(), kind, payload)
-        finally:
-            if server is not None:
-                server.shutdown()
 
 
 def launch(
-    table: DataFrame,
-    work: Work,
-    order: Any,
-    *,
-    channel: Address | None,
-    profile: ResourceProfile | None,
-    keeps_process: bool = True,
+    table: DataFrame, task: GangTask, profile: ResourceProfile | None
 ) -> list[tuple[int, str, bytes]]:
-    """Run ``work(environment, order)`` on one worker per partition of ``table``, all at once.
+    """Run a task on one worker per partition of ``table``, all at once.
 
     Args:
         table: a row per partition.
-        work: runs on the workers.
-        order: what ``work`` gets; picklable.
-        channel: the driver's; None: rank 0 hosts one.
-        profile: resources of a task.
-        keeps_process: see `GangTask`.
+        task: what each worker does.
+        profile: resources of a worker.
 
     Returns:
         (rank, kind, payload) of everything the workers yielded, chunks joined.
@@ -85,7 +71,6 @@ def launch(
     Raises:
         Exception: Spark's own, when a worker or executor was lost.
     """
-    task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
     rows = table.mapInArrow(task, RESULT_COLUMNS, barrier=True, profile=profile).collect()
     return joined_results(rows)
 
@@ -107,12 +92,12 @@ def _host(address: str) -> str:
     return unbracketed(address.rsplit(":", 1)[0])
 
 
-def _host_channel(context: BarrierTaskContext) -> tuple[ChannelServer | None, Address]:
+def _host_channel(context: BarrierTaskContext, stack: contextlib.ExitStack) -> Address:
     """Rank 0 opens a channel; one allGather (a second, in Spark) announces it to the others."""
-    server, message = None, ""
+    message = ""
     if context.partitionId() == 0:
         address = _host(context.getTaskInfos()[0].address)
         server = ChannelServer(Hub(keeps_events=False), bind=address, announce=address)
+        stack.callback(server.shutdown)
         message = json.dumps(asdict(server.address))
-    announced = context.allGather(message)[0]
-    return server, Address(**json.loads(announced))
+    return Address(**json.loads(context.allGather(message)[0]))

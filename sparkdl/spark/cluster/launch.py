@@ -10,26 +10,15 @@ from typing import Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.report.live.progress import View
-from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.cluster.attempt import Rows
-from sparkdl.spark.cluster.gang import Work, launch
+from sparkdl.spark.cluster.gang import GangTask, Work, launch
 from sparkdl.spark.cluster.link import Link
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.settings import Settings
 from sparkdl.worker.lifecycle import GangOrder
 
 OrderType = TypeVar("OrderType", bound=GangOrder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When the supervisor gives up waiting."""
-
-    max_restarts: int
-    heartbeat_timeout_seconds: float
-    start_timeout_seconds: float
-    queue_timeout_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +32,8 @@ class Launch:
     link: Link
     settings: Settings
     view: View
-    """Shows progress and logs."""
+    """Gets what the workers report; of a fit it is the recorder."""
     max_restarts: int
-    recorder: Recorder | None = None
-    """Gets what the view does not show: failures and their reasons, hardware."""
-
-    def limits(self) -> Limits:
-        """The time-outs of the settings."""
-        return Limits(
-            max_restarts=self.max_restarts,
-            heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
-            start_timeout_seconds=self.settings.start_timeout_seconds,
-            queue_timeout_seconds=self.settings.queue_timeout_seconds,
-        )
 
     def gang_order(self, kind: Callable[..., OrderType], *, attempt: int, **work: Any) -> OrderType:
         """An order for a gang's workers: ``work``, and all that orders have in common.
@@ -82,12 +60,6 @@ class Launch:
         self, table: DataFrame, work: Work, order: GangOrder, *, keeps_process: bool = True
     ) -> Callable[[], Rows]:
         """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`."""
-        return partial(
-            launch,
-            table,
-            work,
-            order,
-            channel=self.link.channel,
-            profile=self.slots.profile,
-            keeps_process=keeps_process,
-        )
+        channel = self.link.channel
+        task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
+        return partial(launch, table, task, self.slots.profile)

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.spark.cluster.cluster_info import is_encrypted
-from sparkdl.spark.cluster.probe import Findings, probe
+from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import conf, driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
@@ -108,8 +108,15 @@ def open_link(
         stack.callback(server.shutdown)
     address = server.address if server is not None else None
     # In rounds the driver alone writes checkpoints, so executors need not see where.
-    seen = checkpoints if slots.is_gang else None
-    found = _probe(spark, slots, address, url, seen, run_id)
+    found = probe(
+        spark,
+        num_tasks=slots.num_workers,
+        profile=slots.profile,
+        channel=address,
+        storage_url=url,
+        checkpoints=checkpoints if slots.is_gang else None,
+        run_id=run_id,
+    )
     if address is not None and not found.reaches_driver:
         _require_no_channel(spark, slots, address, settings)
         address = None
@@ -168,33 +175,6 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
             "choose another spark.sparkdl.channel.port (0 takes a free one; two fits at a time "
             "need two), or correct spark.driver.bindAddress"
         ) from error
-
-
-def _probe(
-    spark: SparkSession,
-    slots: Slots,
-    address: Address | None,
-    url: str | None,
-    checkpoints: Storage | None,
-    run_id: str,
-) -> Findings:
-    ask = partial(
-        probe,
-        spark,
-        num_tasks=slots.num_workers,
-        profile=slots.profile,
-        channel=address,
-        storage_url=url,
-        run_id=run_id,
-    )
-    if checkpoints is None:
-        return ask(marker=None)
-    marker = f"sparkdl-marker-{run_id}"
-    checkpoints.write(marker, b"")
-    try:
-        return ask(marker=marker)
-    finally:
-        checkpoints.remove(marker)
 
 
 def _require_no_channel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, Stora
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.compat import described
 from sparkdl.spark.session.failures import raise_unless_loss, spark_message
-from sparkdl.storage.storage import open_storage, without_password
+from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -94,18 +95,27 @@ def probe(
     profile: ResourceProfile | None,
     channel: Address | None,
     storage_url: str | None,
-    marker: str | None,
+    checkpoints: Storage | None,
     run_id: str,
 ) -> Findings:
     """Compare versions and reach the storage on the executors.
+
+    The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
+    None: they need not.
 
     Raises:
         ClusterError: an executor has no Python or no sparkdl, or runs other versions than the
             driver.
         StorageError: an executor opens the storage, but finds another one than the driver's.
     """
-    task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
-    with described(spark, f"sparkdl {run_id}: check the executors"):
+    marker = None
+    with contextlib.ExitStack() as stack:
+        if checkpoints is not None:
+            marker = f"sparkdl-marker-{run_id}"
+            checkpoints.write(marker, b"")
+            stack.callback(checkpoints.remove, marker)
+        stack.enter_context(described(spark, f"sparkdl {run_id}: check the executors"))
+        task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
         try:
             rows = (
                 spark.range(0, num_tasks, 1, num_tasks)

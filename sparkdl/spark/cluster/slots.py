@@ -97,79 +97,49 @@ class Slots:
         return replace(self, cluster=now) if now.num_executors != 0 else self
 
 
-def plan_gang(
+def plan_slots(
     spark: SparkSession,
     settings: Settings,
     *,
     num_workers: int | None,
     cpus_per_worker: int | None,
     gpus_per_worker: float | None,
+    is_gang: bool = True,
 ) -> Slots:
-    """Decide for a gang, and wait until all its slots are free.
+    """Decide for a gang, and wait until all its slots are free; or for rounds.
+
+    The shards of rounds need no slots of their own, so none are waited for.
 
     Raises:
-        ClusterError: the cluster cannot run it.
+        ClusterError: the cluster cannot run it, or the number of workers cannot be known.
     """
-    info = _inspect(spark, num_workers, settings)
-    require_gang_support(info, partial(conf, spark), settings)
+    info = await_executors(spark, settings) if num_workers is None else inspect_cluster(spark)
+    if is_gang:
+        require_gang_support(info, partial(conf, spark), settings)
     profile = make_profile(info, cpus_per_worker, gpus_per_worker)
-    number = choose_num_workers(
-        info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
-    )
-    threads = threads_per_worker(info, number, cpus_per_worker)
+    if is_gang or num_workers is None:
+        num_workers = choose_num_workers(
+            info, num_workers, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+        )
+    # In rounds fixed by the task's own cores, so that it gives the same bits wherever it runs.
+    threads = cpus_per_worker or info.task_threads
     slots = Slots(
-        num_workers=number,
-        threads=threads,
+        num_workers=num_workers,
+        threads=threads_per_worker(info, num_workers, cpus_per_worker) if is_gang else threads,
         cluster=info,
         profile=profile,
         cpus_per_worker=cpus_per_worker,
         gpus_per_worker=gpus_per_worker,
+        is_gang=is_gang,
     )
-    has_waited = wait_for_slots(spark, number, profile, settings)
+    has_waited = is_gang and wait_for_slots(spark, num_workers, profile, settings)
     return slots.asked_again(spark) if has_waited else slots
-
-
-def plan_rounds(
-    spark: SparkSession,
-    settings: Settings,
-    *,
-    num_workers: int | None,
-    cpus_per_worker: int | None,
-    gpus_per_worker: float | None,
-) -> Slots:
-    """Decide for rounds. Shards need no slots of their own, so none are waited for.
-
-    Raises:
-        ClusterError: the number of shards cannot be known.
-    """
-    info = _inspect(spark, num_workers, settings)
-    if num_workers is None:
-        num_workers = choose_num_workers(
-            info, None, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
-        )
-    return Slots(
-        num_workers=num_workers,
-        # Fixed by the task's own cores, so that a task gives the same bits wherever it runs.
-        threads=cpus_per_worker or info.task_threads,
-        cluster=info,
-        profile=make_profile(info, cpus_per_worker, gpus_per_worker),
-        cpus_per_worker=cpus_per_worker,
-        gpus_per_worker=gpus_per_worker,
-        is_gang=False,
-    )
 
 
 def wait_again(spark: SparkSession, slots: Slots, settings: Settings) -> None:
     """Wait for a gang's executors before a job is submitted again; in rounds Spark itself waits."""
     if slots.is_gang:
         wait_for_slots(spark, slots.num_workers, slots.profile, settings)
-
-
-def _inspect(spark: SparkSession, num_workers: int | None, settings: Settings) -> ClusterInfo:
-    """The cluster as it is, or, if the number of workers follows from it, when it is all there."""
-    if num_workers is not None:
-        return inspect_cluster(spark)
-    return await_executors(spark, settings)
 
 
 def make_profile(

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,11 +21,12 @@ from sparkdl.comm.channel import Event
 from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress
 from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
-from sparkdl.spark.cluster.launch import Launch, Limits
+from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, tag_jobs
 from sparkdl.spark.session.failures import LOST, LOST_REMEDY, raise_unless_loss, spark_message
 from sparkdl.spark.session.interrupts import raise_if_asked
+from sparkdl.spark.session.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,6 @@ def supervise(
     run: Launch,
     submit: Callable[[int], Callable[[], Rows]],
     *,
-    limits: Limits | None = None,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
     what: str = "train",
@@ -61,7 +61,6 @@ def supervise(
         run: whose job it is.
         submit: given the attempt's number, prepares it (finds the checkpoint, rebuilds lost
             shards) and returns the call that runs the job and gives its rows.
-        limits: time-outs and number of restarts; None: those of the run.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
         what: is done, for Spark's UI.
@@ -73,9 +72,8 @@ def supervise(
         DataError: the source of the DataFrame can no longer be read.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
-    limits = limits or run.limits()
     reasons: list[str] = []
-    for restarts in range(limits.max_restarts + 1):
+    for restarts in range(run.max_restarts + 1):
         attempt = Attempt(
             number=first_attempt + restarts,
             world_size=run.slots.num_workers,
@@ -85,7 +83,7 @@ def supervise(
             job = submit(attempt.number)
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
-            _run(run, job, attempt, limits, name)
+            _run(run, job, attempt, name)
         except Exception as error:
             raise_unless_loss(error)
             attempt.spark_error, attempt.cancelled = error, False
@@ -94,13 +92,12 @@ def supervise(
             assert attempt.rows is not None
             return GangResult(rows=attempt.rows, restarts=restarts)
         reasons.append(reason)
-        if run.recorder is not None:
-            run.recorder.failure(reason)
-        if restarts < limits.max_restarts:
-            logger.warning("%s; restart %d of %d", reason, restarts + 1, limits.max_restarts)
+        run.view.failure(reason)
+        if restarts < run.max_restarts:
+            logger.warning("%s; restart %d of %d", reason, restarts + 1, run.max_restarts)
             if heal is not None:
                 heal(attempt)
-    raise _given_up("training", len(reasons), reasons[-1], limits.max_restarts)
+    raise _given_up("training", len(reasons), reasons[-1], run.max_restarts)
 
 
 def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
@@ -138,7 +135,7 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
 
 
-def _run(run: Launch, job: Callable[[], Rows], attempt: Attempt, limits: Limits, name: str) -> None:
+def _run(run: Launch, job: Callable[[], Rows], attempt: Attempt, name: str) -> None:
     """Submit once and watch until Spark's job has ended."""
     tag = f"sparkdl-{run.run_id}-{attempt.number}"
     thread = threading.Thread(
@@ -149,7 +146,7 @@ def _run(run: Launch, job: Callable[[], Rows], attempt: Attempt, limits: Limits,
     )
     try:
         thread.start()
-        _watch(run, attempt, limits)
+        _watch(run, attempt)
     finally:
         if not attempt.is_over.is_set():
             attempt.cancelled = True
@@ -175,16 +172,17 @@ def _submit(run: Launch, job: Callable[[], Rows], tag: str, name: str, attempt: 
         attempt.is_over.set()
 
 
-def _watch(run: Launch, attempt: Attempt, limits: Limits) -> None:
+def _watch(run: Launch, attempt: Attempt) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None
+    timeout_seconds = run.settings.heartbeat_timeout_seconds
     before = time.monotonic()
     doomed_since: float | None = None
     while not attempt.is_over.is_set():
         raise_if_asked()
         _receive(run, attempt)
         now = time.monotonic()
-        if now - before > limits.heartbeat_timeout_seconds / 2:
+        if now - before > timeout_seconds / 2:
             # The driver itself stood still; silence during that time says nothing.
             attempt.last_event = dict.fromkeys(attempt.last_event, now)
         before = now
@@ -193,15 +191,17 @@ def _watch(run: Launch, attempt: Attempt, limits: Limits) -> None:
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
             return
         if reaches_driver and doomed_since is None:
-            _check_start(attempt, now, limits)
-            silent = attempt.silent(now, limits.heartbeat_timeout_seconds)
+            _check_start(attempt, now, run.settings)
+            silent = attempt.silent(now, timeout_seconds)
             if silent:
-                attempt.failures.append(_hang(silent, limits.heartbeat_timeout_seconds))
+                ranks = ", ".join(map(str, silent))
+                message = f"rank {ranks} has not been heard for {timeout_seconds:g} s"
+                attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
         attempt.is_over.wait(timeout=_TICK_SECONDS)
 
 
-def _check_start(attempt: Attempt, now: float, limits: Limits) -> None:
+def _check_start(attempt: Attempt, now: float, settings: Settings) -> None:
     """Wait long for slots, which other jobs may hold, but not for part of a gang.
 
     Raises:
@@ -209,32 +209,24 @@ def _check_start(attempt: Attempt, now: float, limits: Limits) -> None:
     """
     missing = attempt.world_size - len(attempt.last_event)
     if missing == attempt.world_size:
-        if now - attempt.submitted > limits.queue_timeout_seconds:
+        if now - attempt.submitted > settings.queue_timeout_seconds:
             raise ClusterError(
-                f"no worker started within {limits.queue_timeout_seconds:g} s: other jobs hold "
+                f"no worker started within {settings.queue_timeout_seconds:g} s: other jobs hold "
                 "the slots, or executors are gone; free them, lower numWorkers, or raise "
                 "spark.sparkdl.queueTimeout"
             )
-    elif missing and now - attempt.first_event > limits.start_timeout_seconds:
-        attempt.failures.append(
-            {
-                "rank": min(set(range(attempt.world_size)) - set(attempt.last_event)),
-                "kind": "gang",
-                "type": "Missing",
-                "message": f"{missing} of {attempt.world_size} workers did not start within "
-                f"{limits.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)",
-            }
+    elif missing and now - attempt.first_event > settings.start_timeout_seconds:
+        first = min(set(range(attempt.world_size)) - set(attempt.last_event))
+        message = (
+            f"{missing} of {attempt.world_size} workers did not start within "
+            f"{settings.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)"
         )
+        attempt.failures.append(_failure(first, "Missing", message))
 
 
-def _hang(silent: Sequence[int], timeout_seconds: float) -> Mapping[str, Any]:
-    ranks = ", ".join(map(str, silent))
-    return {
-        "rank": silent[0],
-        "kind": "gang",
-        "type": "Hang",
-        "message": f"rank {ranks} has not been heard for {timeout_seconds:g} s",
-    }
+def _failure(rank: int, kind: str, message: str) -> Mapping[str, Any]:
+    """What the driver itself has noticed of a rank."""
+    return {"rank": rank, "kind": "gang", "type": kind, "message": message}
 
 
 def _receive(run: Launch, attempt: Attempt) -> None:
@@ -264,5 +256,5 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
-    elif run.recorder is not None:
-        run.recorder.fact(event.rank, event.body)
+    else:
+        run.view.fact(event.rank, event.body)

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql import DataFrame
 
 from sparkdl.comm import compression
+from sparkdl.config import ExplainOptions
+from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
-from sparkdl.explain.comparison import Places, Predictor, strategy_text, world_sizes
-from sparkdl.explain.explanation import Explanation, PlanFacts, bytes_text
-from sparkdl.explain.predict_times import Workload
-from sparkdl.explain.recommend import recommend, seconds_text
-from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES, ClusterInfo
-from sparkdl.spark.cluster.slots import Slots, plan_gang
-from sparkdl.spark.explain.estimate import ExplainOptions, Found, from_sample, from_source
-from sparkdl.spark.explain.measure_gang import Measured, Setup, measure, num_ranks, why_no_gang
-from sparkdl.spark.fit.check_request import CheckedRequest, check_request
+from sparkdl.explain import comparison
+from sparkdl.explain.cost_model import Calibration, Gang
+from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
+from sparkdl.explain.predict_times import Predictor
+from sparkdl.report.page.html import size
+from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
+from sparkdl.spark.explain.estimate import Found, estimate
+from sparkdl.spark.explain.measure_gang import measure, num_ranks, why_no_gang
+from sparkdl.spark.fit.check_request import (
+    CheckedRequest,
+    check_request,
+    check_sync_batch_norm,
+)
 from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
 from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.run.run import FitRequest
@@ -34,6 +41,7 @@ from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
+from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,70 +81,39 @@ def _explain(
     """See `explain`. ``stack`` removes what is left on the cluster."""
     began = time.perf_counter()
     checked = check_request(rows, request)
-    request = checked.request
-    found = from_sample(checked, options, stack) if rows.source is None else from_source(checked)
+    sample = rows.sample(checked.table_spec, options.count_seconds)
     # Now that jobs have run, executors are there whose number was not known before.
     checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-    info = checked.slots.cluster
+    found = estimate(checked, sample, options, stack)
     check_plan(checked, found.plan, has_validation=found.may_validate)
-    measured = None
-    if options.calibrate:
-        measured = _measure(checked, request, found, info, options, stack)
-    facts = _facts(checked, request, found, info, measured)
-    seconds = time.perf_counter() - began
-    if measured is None:
+    if not options.calibrate:
         note = (
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
             "Adam's; leave calibrate=False out for them"
         )
-        return Explanation(plan=facts, notes=(*found.notes, note), explain_seconds=seconds)
-    return _with_times(checked, request, found, facts, measured, info, options, seconds)
-
-
-# --- the times ----------------------------------------------------------------------------------
-
-
-def _measure(
-    checked: CheckedRequest,
-    request: FitRequest,
-    found: Found,
-    info: ClusterInfo,
-    options: ExplainOptions,
-    stack: ExitStack,
-) -> Measured:
-    """Measure with as many ranks as there are slots, up to a limit."""
-    ranks = num_ranks(checked.slots, in_rounds=checked.in_rounds)
-    no_gang = why_no_gang(checked, info)
-    slots = replace(checked.slots, num_workers=ranks)
-    if no_gang is None:
-        slots = plan_gang(
-            checked.spark, checked.settings, num_workers=ranks,
-            cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
-        )  # fmt: skip
-    setup = Setup(
-        checked=checked,
-        request=request,
-        info=info,
-        module=checked.module,
-        columns=found.columns,
-        slots=slots,
-        seconds=options.measure_seconds,
-        no_gang=no_gang,
+        return Explanation(
+            plan=_facts(checked, found.plan, _model_size(checked.module, None), None),
+            notes=(*found.notes, note),
+            explain_seconds=time.perf_counter() - began,
+        )
+    calibration = measure(checked, found, _compressions(checked), options.measure_seconds, stack)
+    return replace(
+        _with_times(checked, found, calibration, options.num_workers),
+        explain_seconds=time.perf_counter() - began,
     )
-    return measure(setup, found.sample, _compressions(checked, request, ranks), stack)
 
 
-def _compressions(checked: CheckedRequest, request: FitRequest, ranks: int) -> list[Compression]:
+def _compressions(checked: CheckedRequest) -> list[Compression]:
     """Those whose time is wanted and that fit the configuration."""
     named = [compression.resolve(name) for name in _COMPARED]
     if isinstance(checked.strategy, CollectiveStrategy):
         named.append(checked.strategy.resolved_compression())
     found: dict[str, Compression] = {}
     for one in named:
-        if one is None or request.config.device == "cuda":
+        if one is None or checked.config.device == "cuda":
             continue
         try:
-            one.check(request.config, ranks)
+            one.check(checked.config, num_ranks(checked))
         except ConfigError as error:
             logger.debug("not timed: %s", error)
             continue
@@ -145,117 +122,88 @@ def _compressions(checked: CheckedRequest, request: FitRequest, ranks: int) -> l
 
 
 def _with_times(
-    checked: CheckedRequest,
-    request: FitRequest,
-    found: Found,
-    facts: PlanFacts,
-    measured: Measured,
-    info: ClusterInfo,
-    options: ExplainOptions,
-    seconds: float,
+    checked: CheckedRequest, found: Found, calibration: Calibration, wanted: Iterable[int]
 ) -> Explanation:
-    """The plan with tables, recommendation and notes."""
-    slots = checked.slots
+    """The plan with tables, recommendation and notes; ``wanted`` are more numbers of workers."""
+    slots, strategy, in_rounds = checked.slots, checked.strategy, checked.in_rounds
+    model_size = _model_size(checked.module, calibration.gang)
     predictor = Predictor(
-        calibration=measured.calibration,
-        workload=_workload(request, found, facts),
-        size=model_size(checked.module, measured),
-        places=_places(slots, info, measured),
-        config=request.config,
-        can_gang=measured.gang is not None,
-        has_dataframe=found.sample is not None,
+        calibration=calibration,
+        plan=found.plan,
+        config=checked.config,
+        size=model_size,
+        num_nodes=_num_nodes(checked, calibration),
+        slots=slots.total,
+        largest_rows=found.largest_rows,
+        check=partial(_check, checked),
     )
-    sizes = world_sizes(slots.total, measured.ranks, slots.num_workers, options.num_workers)
-    planned = predictor.prediction(checked.strategy, slots.num_workers, in_rounds=checked.in_rounds)
-    available = [size for size in sizes if slots.total is None or size <= slots.total]
+    sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
+    available = [one for one in sizes if slots.total is None or one <= slots.total]
+    planned = predictor.predict(strategy, slots.num_workers, in_rounds=in_rounds)
+    facts = _facts(checked, found.plan, model_size, calibration.gang)
     return Explanation(
-        plan=replace(facts, sent_bytes_per_step=planned.sent_bytes),
-        scaling=predictor.scaling(
-            checked.strategy, sizes, in_rounds=checked.in_rounds, planned=slots.num_workers
+        plan=replace(facts, sent_bytes_per_step=planned.sent_bytes_per_step),
+        scaling=comparison.scaling(predictor, strategy, sizes, in_rounds=in_rounds),
+        strategies=comparison.strategies(
+            predictor, strategy, slots.num_workers, in_rounds=in_rounds
         ),
-        strategies=predictor.strategies(
-            checked.strategy, slots.num_workers, in_rounds=checked.in_rounds
-        ),
-        recommendation=recommend(
-            predictor.ladder(available),
-            predictor.option(checked.strategy, available, in_rounds=checked.in_rounds),
+        recommendation=comparison.recommend(
+            comparison.ladder(predictor, available),
+            comparison.option(predictor, strategy, available, in_rounds=in_rounds),
             slots.num_workers,
         ),
-        notes=(*found.notes, *_caveats(found, measured, predictor, sizes)),
-        measured=_measured(measured),
-        explain_seconds=seconds,
+        notes=(*found.notes, *_caveats(checked, found, calibration, sizes)),
+        measured=tuple(_measured(calibration)),
     )
 
 
-def _workload(request: FitRequest, found: Found, facts: PlanFacts) -> Workload:
-    plan, config = found.plan, request.config
-
-    def largest_rows(world_size: int) -> int:
-        if world_size == plan.world_size:
-            return max(plan.rows_of(rank) for rank in range(world_size))
-        return found.largest_rows(world_size)
-
-    return Workload(
-        num_rows=plan.num_rows,
-        num_validation_rows=plan.num_validation_rows,
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        max_steps=plan.max_steps,
-        largest_rows=largest_rows,
-        checkpoint_interval=config.checkpoint.interval,
-        checkpoint_bytes=facts.checkpoint_bytes,
-    )
-
-
-def _places(slots: Slots, info: ClusterInfo, measured: Measured) -> Places:
+def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
     """Machines: those that the gang has met, or as many more as there are executors unmet."""
-    executors = max(1, info.num_executors or 1)
-    if measured.gang is None:
-        return Places(num_nodes=executors, slots=slots.total)
-    met = min(executors, measured.ranks)
-    nodes = max(1, round(measured.gang.num_nodes * executors / met))
-    return Places(num_nodes=nodes, slots=slots.total)
+    executors = max(1, checked.slots.cluster.num_executors or 1)
+    if calibration.gang is None:
+        return executors
+    met = min(executors, num_ranks(checked))
+    return max(1, round(calibration.gang.num_nodes * executors / met))
+
+
+def _check(checked: CheckedRequest, strategy: SyncStrategy, world_size: int) -> None:
+    """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
+    config = replace(checked.config, sync_strategy=strategy)
+    checked.data.check_training(config, strategy, checked.request.validation_col)
+    strategy.check(config, world_size)
+    check_sync_batch_norm(checked.module, config, world_size)
 
 
 # --- what is told -------------------------------------------------------------------------------
 
 
-def model_size(module: nn.Module, measured: Measured | None) -> ModelSize:
+def _model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
     """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    gang = measured.gang if measured is not None else None
+    buffers = [b for b in moving_buffers(module) if b.is_floating_point()]
     return ModelSize(
         shapes=tuple(tuple(p.shape) for p in trained),
         element_size=max((p.element_size() for p in trained), default=4),
         replica_bytes=replica_bytes(module),
-        buffer_bytes=sum(
-            b.numel() * b.element_size() for b in moving_buffers(module) if b.is_floating_point()
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        optimizer_bytes=(
+            2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
         ),
-        optimizer_bytes=2 * trained_bytes if gang is None else gang.optimizer_bytes,
     )
 
 
 def _facts(
-    checked: CheckedRequest,
-    request: FitRequest,
-    found: Found,
-    info: ClusterInfo,
-    measured: Measured | None,
+    checked: CheckedRequest, plan: TrainPlan, model: ModelSize, gang: Gang | None
 ) -> PlanFacts:
-    plan, slots = found.plan, checked.slots
-    size = model_size(checked.module, measured)
-    gang = measured.gang if measured is not None else None
-    device = gang.device if gang is not None else request.config.device
-    sent = checked.strategy.bytes_per_step(size.shapes, size.element_size, plan.world_size)
+    slots, config = checked.slots, checked.config
     return PlanFacts(
-        master=info.master,
+        master=slots.cluster.master,
         slots=slots.total,
         num_workers=slots.num_workers,
         threads=slots.threads,
         mode="rounds" if checked.in_rounds else "gang",
-        device=device,
-        strategy=strategy_text(checked.strategy),
+        device=config.device if gang is None else gang.device,
+        strategy=comparison.strategy_text(checked.strategy),
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         rows_by_shard=tuple(shard.num_rows for shard in plan.shards),
@@ -264,79 +212,74 @@ def _facts(
         steps_per_epoch=plan.steps_per_epoch,
         total_steps=plan.total_steps,
         parameters=sum(p.numel() for p in checked.module.parameters()),
-        replica_bytes=size.replica_bytes,
-        optimizer_bytes=size.optimizer_bytes,
-        worker_bytes=size.worker_bytes,
-        process_bytes=INTERPRETER_BYTES + size.worker_bytes,
+        replica_bytes=model.replica_bytes,
+        optimizer_bytes=model.optimizer_bytes,
+        worker_bytes=model.worker_bytes,
+        process_bytes=INTERPRETER_BYTES + model.worker_bytes,
         peak_bytes=None if gang is None else gang.peak_bytes,
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
-        sent_bytes_per_step=sent,
-        checkpoint_bytes=size.checkpoint_bytes,
-        checkpoint_interval=request.config.checkpoint.interval,
+        sent_bytes_per_step=checked.strategy.bytes_per_step(
+            model.shapes, model.element_size, plan.world_size
+        ),
+        checkpoint_bytes=model.checkpoint_bytes,
+        checkpoint_interval=config.checkpoint.interval,
     )
 
 
 def _caveats(
-    found: Found, measured: Measured, predictor: Predictor, sizes: Iterable[int]
-) -> tuple[str, ...]:
+    checked: CheckedRequest, found: Found, calibration: Calibration, sizes: Iterable[int]
+) -> Iterator[str]:
     """What the numbers do not hold for."""
-    notes = [
+    yield (
         "times are of the machines as they were while explain measured; they say nothing of how "
         "many epochs a strategy needs"
-    ]
-    if measured.no_gang is not None:
-        notes.append(measured.no_gang)
-    slots = predictor.places.slots
-    beyond = [size for size in sizes if size > (slots or measured.ranks)]
+    )
+    if (no_gang := why_no_gang(checked)) is not None:
+        yield no_gang
+    most = checked.slots.total or num_ranks(checked)
+    beyond = ", ".join(str(one) for one in sizes if one > most)
     if beyond:
-        notes.append(
-            f"for {', '.join(map(str, beyond))} workers, more than were measured, the machines and "
-            "links are taken to be like those that are there"
+        yield (
+            f"for {beyond} workers, more than were measured, the machines and links are taken to "
+            "be like those that are there"
         )
-    if measured.gang is not None and measured.gang.num_nodes == 1 and beyond:
-        notes.append(
+    if beyond and calibration.gang is not None and calibration.gang.num_nodes == 1:
+        yield (
             "all workers that measured were on one machine: a network between machines is slower "
             "than the messages inside it that were timed"
         )
-    if predictor.config.sync_batch_norm:
-        notes.append("the messages of syncBatchNorm are not counted")
+    if checked.config.sync_batch_norm:
+        yield "the messages of syncBatchNorm are not counted"
     if found.plan.num_validation_rows:
-        notes.append("evaluation is taken to cost 0.4 of training per row")
-    return tuple(notes)
+        yield "evaluation is taken to cost 0.4 of training per row"
 
 
-def _measured(measured: Measured) -> tuple[tuple[str, str], ...]:
+def _measured(calibration: Calibration) -> Iterator[tuple[str, str]]:
     """What was measured, for people."""
-    rows = []
-    calibration = measured.calibration
-    for title, levels in (("gang", calibration.levels), ("rounds", calibration.stage_levels)):
-        for level in levels:
-            compute = level.compute
-            rows.append(
-                (
-                    f"step, {title}, {level.ranks_per_node} per machine",
-                    f"{seconds_text(compute.fixed_seconds)} + {seconds_text(compute.row_seconds)} "
-                    f"per row with {level.threads} thread(s), spread {compute.step_spread:.0%}",
-                )
+    for title, levels in (("gang", calibration.levels), ("rounds", calibration.task_levels)):
+        for ranks_per_node, compute in levels.items():
+            yield (
+                f"step, {title}, {ranks_per_node} per machine",
+                f"{seconds_text(compute.fixed_seconds)} + {seconds_text(compute.row_seconds)} "
+                f"per row with {compute.threads} thread(s), spread {compute.step_spread:.0%}",
             )
-    network = calibration.network
+    network = None if calibration.gang is None else calibration.gang.network
     if network is not None:
         for name, link in (
             ("message", network.messages),
             ("sum in shared memory", network.shared),
-            ("sum in shared memory, copied", network.staged),
         ):
             if link is not None:
                 rate = "no limit seen" if not link.byte_seconds else (
-                    f"{bytes_text(1 / link.byte_seconds)}/s"
+                    f"{size(1 / link.byte_seconds)}/s"
                 )  # fmt: skip
-                rows.append((name, f"{seconds_text(link.latency_seconds)}, {rate}"))
-    for num_tasks, stages in calibration.stages.items():
-        rows.append((f"round on stages, {num_tasks} at a time",
-                     f"{seconds_text(stages.fixed_seconds)} and "
-                     f"{1e6 * stages.byte_seconds:.2g} s per MB of each task's state"))  # fmt: skip
-    fixed = calibration.fixed
-    rows.append(("start and end", seconds_text(fixed.start_seconds)))
-    rows.append(("spool", f"{seconds_text(fixed.spool_seconds)} + "
-                          f"{seconds_text(fixed.spool_row_seconds)} per row and slot"))  # fmt: skip
-    return tuple(rows)
+                yield name, f"{seconds_text(link.latency_seconds)}, {rate}"
+    stages = calibration.stages
+    yield (
+        "round on stages",
+        f"{seconds_text(stages.fixed_seconds)} and {1e6 * stages.byte_seconds:.2g} s per MB of "
+        "each task's state",
+    )
+    yield "start and end", seconds_text(calibration.start_seconds(in_rounds=False))
+    spool, row = calibration.spool_seconds, calibration.spool_row_seconds
+    yield "spool", f"{seconds_text(spool)} + {seconds_text(row)} per row and slot"

@@ -11,368 +11,258 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import cloudpickle
 
-from sparkdl.data.column_stats import SpooledShard
-from sparkdl.data.plan import Column, TrainPlan, make_plan
+from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.errors import ClusterError
 from sparkdl.explain import measure_worker
-from sparkdl.explain.calibrate import GangFound, found_by
-from sparkdl.explain.cost_model import Calibration, Compute, Fixed, Level
+from sparkdl.explain.calibrate import found_by
+from sparkdl.explain.cost_model import Calibration, Compute, Gang
 from sparkdl.report.live.progress import SilentView
-from sparkdl.serialization.packed_module import PackedModule, pack
-from sparkdl.spark.cluster.cluster_info import ClusterInfo, require_gang_support
-from sparkdl.spark.cluster.launch import Launch
-from sparkdl.spark.cluster.link import Link, open_link
-from sparkdl.spark.cluster.slots import Slots, threads_per_worker
+from sparkdl.serialization.packed_module import pack
+from sparkdl.spark.cluster.attempt import Rows
+from sparkdl.spark.cluster.cluster_info import require_gang_support
+from sparkdl.spark.cluster.link import open_link
+from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker
 from sparkdl.spark.cluster.supervisor import supervise
-from sparkdl.spark.explain.measure_rounds import RoundsFound, RoundsToMeasure, measure_rounds
+from sparkdl.spark.explain.estimate import Found
+from sparkdl.spark.explain.measure_rounds import measure_rounds
 from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.frames.frame_sample import Sample
-from sparkdl.spark.frames.row_table import RowTable, TableSpec
+from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
-from sparkdl.spark.run.run import FitRequest
+from sparkdl.spark.run.run import Run
 from sparkdl.spark.session.compat import conf
 from sparkdl.worker import training
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from sparkdl.comm.compression.compression import Compression
 
-
-_STEPS_OF_A_RANK = 6
+_STEPS = 6
 """Batches that each rank shall have in the repeated sample."""
 _MOST_ROWS, _MOST_BYTES = 400_000, 128 << 20
 """Of the repeated sample."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Where measurements are made."""
-
-    checked: CheckedRequest
-    request: FitRequest
-    info: ClusterInfo
-    module: nn.Module
-    """As the driver has tried it: lazy parameters have shapes."""
-    columns: Sequence[Column]
-    slots: Slots
-    """Of the gang that measures."""
-    seconds: float
-    no_gang: str | None
-    """Why no gang is measured, as a sentence; None: one is."""
-
-    @property
-    def num_executors(self) -> int:
-        """Executors that ranks are on."""
-        return min(self.slots.num_workers, max(1, self.info.num_executors or 1))
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Three sizes of batches, the one that was asked for first."""
-        size = self.request.config.batch_size
-        return tuple(dict.fromkeys((size, max(1, size // 2), max(1, size // 4))))
-
-
-def table_of(
-    setup: Setup, sample: Sample | None, num_shards: int, run_id: str, stack: contextlib.ExitStack
-) -> tuple[RowTable, Fixed]:
-    """So many shards with rows for the steps of a rank, and what a spool and its rows take."""
-    if sample is None:
-        spec = replace(setup.checked.table_spec, num_shards=num_shards, shares=None)
-        return setup.checked.data.table(spec, run_id), Fixed()
-    most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
-    wanted = num_shards * _STEPS_OF_A_RANK * setup.request.config.batch_size
-    is_timed = num_shards == setup.slots.num_workers
-    if is_timed:  # by the difference to the sample alone, for which there must be one
-        wanted = max(wanted, most // 2)
-    times = max(1, -(-min(wanted, most) // sample.num_rows))
-    few_seconds = 0.0
-    if is_timed:
-        _, few_seconds = _spool(setup, sample, 1, num_shards, f"{run_id}-1", stack)
-    table, seconds = _spool(setup, sample, times, num_shards, f"{run_id}-2", stack)
-    rows = (times - 1) * sample.num_rows
-    slot_seconds = max(0.0, seconds - few_seconds) * num_shards / rows if rows else 0.0
-    return table, Fixed(
-        spool_seconds=few_seconds, spool_row_seconds=slot_seconds + sample.read_row_seconds
-    )
-
-
-def _spool(
-    setup: Setup,
-    sample: Sample,
-    times: int,
-    num_shards: int,
-    run_id: str,
-    stack: contextlib.ExitStack,
-) -> tuple[ShardTable, float]:
-    """The sample's rows, so many times over, in shards; and the seconds that it took."""
-    spec = TableSpec(
-        columns=sample.prepared,
-        num_shards=num_shards,
-        profile=setup.slots.profile,
-        is_gang=setup.no_gang is None,
-    )
-    table = ShardTable(sample.repeated(times), spec, run_id=run_id)
-    stack.callback(table.close)
-    began = time.perf_counter()
-    table.collect()
-    return table, time.perf_counter() - began
-
-
-def plan_of(setup: Setup, shards: Sequence[SpooledShard]) -> TrainPlan:
-    """The plan of what is measured on; validation rows are left aside."""
-    return make_plan(
-        columns=setup.columns,
-        shards=[replace(part.shard, num_validation_rows=0) for part in shards],
-        world_size=len(shards),
-        batch_size=setup.request.config.batch_size,
-        epochs=1,
-    )
-
-
-MOST_RANKS = 16
+_MOST_RANKS = 16
 """Of the gang that measures."""
 _RANKS_IN_THE_DARK = 2
-"""Of rounds that are measured where the number of slots is not known."""
+"""Tasks at a time, where the cluster does not tell how many it has room for."""
+
+Place = tuple[int, int]
+"""Workers of a machine that are at work at the same time, and the threads of each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What was measured on the cluster."""
-
-    gang: GangFound | None
-    """None: the cluster cannot run a gang, and why is in ``no_gang``."""
-    no_gang: str | None
-    calibration: Calibration
-    ranks: int
-
-
-def num_ranks(slots: Slots, *, in_rounds: bool) -> int:
+def num_ranks(checked: CheckedRequest) -> int:
     """Ranks that measure: as many as there are slots, up to a limit."""
+    slots = checked.slots
     if slots.total is not None:
-        return min(MOST_RANKS, slots.total)
-    return min(_RANKS_IN_THE_DARK if in_rounds else MOST_RANKS, slots.num_workers)
+        return min(_MOST_RANKS, slots.total)
+    return min(_RANKS_IN_THE_DARK if checked.in_rounds else _MOST_RANKS, slots.num_workers)
 
 
-def why_no_gang(checked: CheckedRequest, info: ClusterInfo) -> str | None:
+def why_no_gang(checked: CheckedRequest) -> str | None:
     """Why no gang can be measured, as a sentence; None if one can."""
     try:
-        require_gang_support(info, partial(conf, checked.spark), checked.settings)
+        require_gang_support(checked.slots.cluster, partial(conf, checked.spark), checked.settings)
     except ClusterError as error:
         return f"this cluster runs no gang: {error}"
     if checked.in_rounds and checked.slots.total is None:
         return (
             "the cluster does not tell how many slots it has, so only rounds were measured, with "
-            f"{num_ranks(checked.slots, in_rounds=True)} task(s) at a time; for gangs as well set "
+            f"{num_ranks(checked)} task(s) at a time; for gangs as well set "
             "spark.executor.instances and spark.executor.cores"
         )
     return None
 
 
 def measure(
-    setup: Setup,
-    sample: Sample | None,
+    checked: CheckedRequest,
+    found: Found,
     compressions: Sequence[Compression],
+    seconds: float,
     stack: contextlib.ExitStack,
-) -> Measured:
-    """Measure.
+) -> Calibration:
+    """Measure with as many ranks as there are slots, up to a limit.
 
     Args:
-        setup: what to measure.
-        sample: rows of the DataFrame; None: those of the source are used.
+        checked: the request.
+        found: the sample and its columns; without a sample the source's rows are used.
         compressions: what is timed besides plain sums.
+        seconds: about how long one measurement may take.
         stack: removes everything in the end.
 
     Raises:
         WorkerError: the user's code failed on a worker.
         SparkDLError: as in a fit.
     """
-    checked, run_id = setup.checked, uuid.uuid4().hex[:12]
-    no_gang = setup.no_gang
+    ranks, run_id = num_ranks(checked), uuid.uuid4().hex[:12]
+    request = checked.request
+    tasks = replace(
+        checked.slots,
+        num_workers=ranks,
+        threads=request.cpus_per_worker or checked.slots.cluster.task_threads,
+        is_gang=False,
+    )
+    is_gang = why_no_gang(checked) is None
+    slots = tasks
+    if is_gang:
+        slots = plan_slots(
+            checked.spark, checked.settings, num_workers=ranks,
+            cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
+        )  # fmt: skip
     began = time.perf_counter()
     link = open_link(
         checked.spark,
-        replace(setup.slots, is_gang=no_gang is None),
+        slots,
         checked.settings,
-        checkpoint_dir=setup.request.config.checkpoint.directory,
+        checkpoint_dir=checked.config.checkpoint.directory,
         run_id=run_id,
         stack=stack,
     )
     link_seconds = time.perf_counter() - began
-    ranks = setup.slots.num_workers
-    table, fixed = table_of(setup, sample, ranks, run_id, stack)
-    plan, packed = plan_of(setup, table.collect()), pack(setup.module)
-    gang, launch_seconds = None, 0.0
-    if no_gang is None:
-        gang, launch_seconds = _measure_gang(setup, link, table, plan, packed, compressions, run_id)
-    rounds = {ranks: _measure_rounds(setup, link, table, plan, packed, run_id)}
-    if ranks > 1:  # the first are with all tasks, as they start Spark's workers
-        run_id = f"{run_id}-alone"
-        alone, _ = table_of(setup, sample, 1, run_id, stack)
-        plan = plan_of(setup, alone.collect())
-        rounds[1] = _measure_rounds(setup, link, alone, plan, packed, run_id)
-    calibration = Calibration(
-        levels=(),
-        stage_levels=_stage_levels(setup, gang, rounds),
-        network=None,
-        stages={tasks: found.stages for tasks, found in sorted(rounds.items())},
-        fixed=replace(
-            fixed,
-            start_seconds=link_seconds + launch_seconds,
-            stage_start_seconds=link_seconds + rounds[ranks].first_seconds,
-        ),
+    spool = _spool(checked, found, slots, f"{run_id}-1", 1, stack)
+    few_seconds, row_seconds = spool.seconds, 0.0
+    if found.sample is not None:  # timed by the difference to the sample alone
+        times = _repeats(found.sample, ranks * checked.config.batch_size)
+        spool = _spool(checked, found, slots, f"{run_id}-2", times, stack)
+        more_rows = (times - 1) * found.sample.num_rows
+        row_seconds = max(0.0, spool.seconds - few_seconds) * ranks / more_rows
+        row_seconds += found.sample.read_row_seconds
+    run = Run(
+        spark=checked.spark,
+        run_id=run_id,
+        run_key=run_id,
+        plan=spool.plan,
+        config=measure_worker.for_measuring(checked.config),
+        module=checked.module,
+        packed=pack(checked.module),
+        objective=checked.objective,
+        table=spool.table,
+        slots=slots,
+        link=link,
+        settings=checked.settings,
+        view=SilentView(),
+        max_restarts=request.max_restarts,
     )
-    if gang is not None:
-        calibration = replace(
-            calibration,
-            levels=_those(gang.levels, gang_places(setup)),
-            network=gang.network,
-            device=gang.device,
-            copy_byte_seconds=gang.copy_byte_seconds,
-            codec_seconds=gang.codec_seconds,
+    gang, levels, task_levels = None, {}, {}
+    if is_gang:
+        of_gang, of_tasks = _places(tasks)
+        gang = _measure_gang(
+            run, tuple(dict.fromkeys([*of_gang, *of_tasks])), compressions, seconds
         )
-    return Measured(gang=gang, no_gang=no_gang, calibration=calibration, ranks=ranks)
+        levels = {place[0]: gang.levels[place] for place in of_gang}
+        task_levels = {place[0]: gang.levels[place] for place in of_tasks}
+    stages = measure_rounds(replace(run, slots=tasks))
+    if gang is None:
+        row = stages.step_seconds / checked.config.batch_size
+        task_levels[1] = Compute(threads=tasks.threads, fixed_seconds=0.0, row_seconds=row)
+    return Calibration(
+        gang=gang,
+        levels=levels,
+        task_levels=task_levels,
+        stages=stages,
+        link_seconds=link_seconds,
+        spool_seconds=few_seconds,
+        spool_row_seconds=row_seconds,
+    )
 
 
-def _measure_rounds(
-    setup: Setup,
-    link: Link,
-    table: RowTable,
-    plan: TrainPlan,
-    packed: PackedModule,
+class _Spool(NamedTuple):
+    """Rows to measure on."""
+
+    table: RowTable
+    plan: TrainPlan
+    seconds: float
+    """What it took."""
+
+
+def _spool(
+    checked: CheckedRequest,
+    found: Found,
+    slots: Slots,
     run_id: str,
-) -> RoundsFound:
-    """Rounds with a task for every shard of the table."""
-    return measure_rounds(
-        RoundsToMeasure(
-            table=table,
-            plan=plan,
-            config=setup.request.config,
-            module=setup.module,
-            packed=packed,
-            link=link,
-            slots=setup.slots,
-            threads=task_threads(setup),
-            run_id=run_id,
-        )
+    times: int,
+    stack: contextlib.ExitStack,
+) -> _Spool:
+    """A shard for each worker, of the sample so many times over, or of the source."""
+    spec = replace(
+        checked.table_spec, num_shards=slots.num_workers, shares=None, is_gang=slots.is_gang,
+        profile=slots.profile,
+    )  # fmt: skip
+    table: RowTable
+    if found.sample is None:
+        table = checked.data.table(spec, run_id)
+    else:
+        spec = replace(spec, columns=found.sample.prepared, validation=None)
+        table = ShardTable(found.sample.repeated(times), spec, run_id=run_id)
+    stack.callback(table.close)
+    began = time.perf_counter()
+    spooled = table.collect()
+    seconds = time.perf_counter() - began
+    plan = make_plan(
+        columns=found.columns,
+        shards=[replace(part.shard, num_validation_rows=0) for part in spooled],
+        world_size=len(spooled),
+        batch_size=checked.config.batch_size,
+        epochs=1,
     )
+    return _Spool(table, plan, seconds)
 
 
-# --- a gang -------------------------------------------------------------------------------------
+def _repeats(sample: Sample, global_batch: int) -> int:
+    """How often the sample is repeated: for some steps, and so that spooling it takes a while."""
+    most = min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, sample.row_bytes)))
+    wanted = min(max(_STEPS * global_batch, most // 2), most)
+    return max(2, -(-wanted // sample.num_rows))
+
+
+def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
+    """Those of gangs and of tasks of rounds: with all ranks, and with one on each machine.
+
+    The threads of a task do not depend on how many there are.
+    """
+    cluster, cpus = tasks.cluster, tasks.cpus_per_worker
+    executors = min(tasks.num_workers, max(1, cluster.num_executors or 1))
+    numbers = dict.fromkeys((tasks.num_workers, executors))
+    gang = [(-(-n // executors), threads_per_worker(cluster, n, cpus)) for n in numbers]
+    return gang, [(per_machine, tasks.threads) for per_machine, _ in gang]
 
 
 def _measure_gang(
-    setup: Setup,
-    link: Link,
-    table: RowTable,
-    plan: TrainPlan,
-    packed: PackedModule,
-    compressions: Sequence[Compression],
-    run_id: str,
-) -> tuple[GangFound, float]:
-    """What the ranks have found, and what their launch and end took besides."""
-    run = Launch(
-        spark=setup.checked.spark,
-        run_id=run_id,
-        slots=setup.slots,
-        link=link,
-        settings=setup.checked.settings,
-        view=SilentView(),
-        max_restarts=setup.request.max_restarts,
+    run: Run, places: tuple[Place, ...], compressions: Sequence[Compression], seconds: float
+) -> Gang:
+    weights = run.link.send(
+        training.INITIAL,
+        run.packed.tensors,
+        what="the module's weights have",
+        remedy="call explain(df, calibrate=False), or submit the job inside the cluster's network",
     )
-    trained = [p for p in setup.module.parameters() if p.requires_grad]
-    gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-    order = run.gang_order(
-        measure_worker.MeasureOrder,
-        attempt=0,
-        run_key=run_id,
-        device=setup.request.config.device,
-        plan=plan,
-        payload=cloudpickle.dumps((setup.request.config, packed.skeleton)),
-        weights=link.send(
-            training.INITIAL,
-            packed.tensors,
-            what="the module's weights have",
-            remedy="call explain(df, calibrate=False), or submit the job inside the cluster's "
-            "network",
-        ),
-        levels=tuple(_levels(setup)),
-        compressions=tuple(compressions),
-        shapes=tuple(tuple(p.shape) for p in trained),
-        gradient_bytes=gradient_bytes,
-        seconds=setup.seconds,
-        source=table.reader,
-        resume_path=None,
-    )
-    ends: list[float] = []
+    submitted = 0.0
 
-    def submit(attempt: int) -> Any:
-        ends.append(time.perf_counter())
-        return run.gang_job(table.df, measure_worker.run, replace(order, attempt=attempt))
+    def submit(attempt: int) -> Callable[[], Rows]:
+        nonlocal submitted
+        submitted = time.perf_counter()
+        order = run.gang_order(
+            measure_worker.MeasureOrder,
+            attempt=attempt,
+            run_key=run.run_key,
+            device=run.config.device,
+            plan=run.plan,
+            payload=cloudpickle.dumps((run.config, run.packed.skeleton)),
+            weights=weights,
+            places=places,
+            compressions=tuple(compressions),
+            seconds=seconds,
+            source=run.table.reader,
+            resume_path=None,
+        )
+        return run.gang_job(run.table.df, measure_worker.run, order)
 
     result = supervise(run, submit)
-    seconds = time.perf_counter() - ends[-1]
+    taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
-    found = found_by([reports[rank] for rank in sorted(reports)], gradient_bytes)
-    return found, max(0.0, seconds - found.worker_seconds)
-
-
-def _levels(setup: Setup) -> list[measure_worker.LevelOrder]:
-    """Who works at the same time, with which threads; of one level batches of several sizes."""
-    sizes = setup.batch_sizes
-    places = [*gang_places(setup), *task_places(setup)]
-    return [
-        measure_worker.LevelOrder(*place, sizes if number == 0 else sizes[:1])
-        for number, place in enumerate(dict.fromkeys(places))
-    ]
-
-
-def gang_places(setup: Setup) -> list[tuple[int, int]]:
-    """Workers on a machine and their threads: with all ranks, and with one on each machine."""
-    ranks, executors = setup.slots.num_workers, setup.num_executors
-    cpus = setup.request.cpus_per_worker
-    return [
-        (-(-workers // executors), threads_per_worker(setup.info, workers, cpus))
-        for workers in dict.fromkeys((ranks, executors))
-    ]
-
-
-def task_places(setup: Setup) -> list[tuple[int, int]]:
-    """The same of tasks of rounds, whose threads do not depend on how many there are."""
-    per_node = -(-setup.slots.num_workers // setup.num_executors)
-    return [(1, task_threads(setup)), (per_node, task_threads(setup))]
-
-
-def task_threads(setup: Setup) -> int:
-    """Threads of a task of a round; see `slots.plan_rounds`."""
-    return setup.request.cpus_per_worker or setup.info.task_threads
-
-
-def _stage_levels(
-    setup: Setup, gang: GangFound | None, rounds: Mapping[int, RoundsFound]
-) -> tuple[Level, ...]:
-    """Levels of tasks; without a gang the steps of the rounds are all that is known."""
-    if gang is not None:
-        return _those(gang.levels, task_places(setup))
-    rows, executors = setup.request.config.batch_size, max(1, setup.info.num_executors or 1)
-    return tuple(
-        Level(
-            ranks_per_node=-(-tasks // min(tasks, executors)),
-            threads=task_threads(setup),
-            compute=Compute(fixed_seconds=0.0, row_seconds=found.step_seconds / rows),
-        )
-        for tasks, found in sorted(rounds.items())
-    )
-
-
-def _those(levels: Sequence[Level], places: Sequence[tuple[int, int]]) -> tuple[Level, ...]:
-    """The levels of ``places``; all, if none of these could be measured."""
-    found = tuple(one for one in levels if (one.ranks_per_node, one.threads) in places)
-    return found or tuple(levels)
+    return found_by([reports[rank] for rank in sorted(reports)], places, taken)

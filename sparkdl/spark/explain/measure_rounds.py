@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
+from pyspark.sql import DataFrame
 
-from sparkdl.data.plan import RoundPart, TrainPlan
-from sparkdl.errors import ClusterError
+from sparkdl.data.plan import RoundPart
 from sparkdl.explain.cost_model import Stages
-from sparkdl.explain.measure_worker import for_measuring
-from sparkdl.runtime.versions import versions
-from sparkdl.spark.cluster.attempt import Attempt, restart_reason
-from sparkdl.spark.rounds.round_stages import PATH, STATE, merge_states, run_stage
-from sparkdl.worker.round_task import RoundOrder, pack_payload, train_or_evaluate
+from sparkdl.spark.rounds.averaging_rounds import Averaged
+from sparkdl.spark.rounds.round_jobs import RoundJobs
+from sparkdl.spark.run.run import Run
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.train.state import EpochBook
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from sparkdl.config import TrainConfig
-    from sparkdl.serialization.packed_module import PackedModule
-    from sparkdl.spark.cluster.link import Link
-    from sparkdl.spark.cluster.slots import Slots
-    from sparkdl.spark.frames.row_table import RowTable
-
-_ROUNDS = {1: 4, 5: 2}
-"""Steps of rounds that are timed, and how many of each; the very first starts processes."""
+_ROUNDS = (1, 1, 1, 1, 5, 5)
+"""Steps of the rounds that are timed; the very first starts processes."""
 _JOBS = 3
 
 
@@ -38,6 +27,7 @@ _JOBS = 3
 class TimedRound:
     """One round."""
 
+    num_steps: int
     seconds: float
     """With the merge on the driver."""
     step_seconds: float
@@ -46,137 +36,67 @@ class TimedRound:
     """Of the states of all tasks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundsFound:
-    """What rounds have shown."""
+def measure_rounds(run: Run) -> Stages:
+    """Run some rounds of averaging as a fit does, and jobs that do nothing.
 
-    stages: Stages
-    step_seconds: float
-    """Of a task."""
-    first_seconds: float
-    """What the first round takes more than others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundsToMeasure:
-    """What is run."""
-
-    table: RowTable
-    plan: TrainPlan
-    config: TrainConfig
-    module: nn.Module
-    packed: PackedModule
-    link: Link
-    slots: Slots
-    threads: int
-    run_id: str
-
-    def run(self, number: int, num_steps: int, state: Any) -> tuple[TimedRound, Any]:
-        """One round from ``state``; what it took, and the state that came of it.
-
-        Raises:
-            WorkerError: the user's code failed.
-            SparkDLError: what a task raised on purpose.
-        """
-        from sparkdl.storage.checkpoint_format import encode
-        from sparkdl.storage.tensor_tree import snapshot
-
-        order = RoundOrder(
-            run_id=f"{self.run_id}-rounds",
-            attempt=number,
-            plan=self.plan,
-            payload=pack_payload(
-                for_measuring(self.config), self.packed.skeleton, self.packed.tensors
-            ),
-            part=RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=num_steps),
-            threads=self.threads,
-            versions=versions(),
-            source=self.table.reader,
-            work=train_or_evaluate,
-        )
+    Raises:
+        WorkerError: the user's code failed.
+        TrainingFailed: tasks were lost too often.
+        SparkDLError: what a task raised on purpose.
+    """
+    run = replace(run, run_id=f"{run.run_id}-rounds")
+    replicas = Averaged(run, ParameterAveraging(), RoundJobs(run, EpochBook(run.config, run.plan)))
+    timed = []
+    for wanted in _ROUNDS:
+        num_steps = min(wanted, run.plan.steps_per_epoch)
         began = time.perf_counter()
-        data = b"".join(encode(snapshot(state)))
-        rows = run_stage(
-            self.table.df,
-            order,
-            data,
-            depth=1,
-            channel=self.link.channel,
-            profile=self.slots.profile,
+        done = replicas.train(RoundPart(epoch=0, step_in_epoch=0, step=0, num_steps=num_steps))
+        timed.append(
+            TimedRound(
+                num_steps=num_steps,
+                seconds=time.perf_counter() - began,
+                step_seconds=done.seconds,
+                num_bytes=sum(done.bytes_sent.values()),
+            )
         )
-        self.table.note({payload.decode() for _, kind, payload in rows if kind == PATH})
-        _raise_failures(rows)
-        payloads = [payload for _, kind, payload in rows if kind == STATE]
-        _, state = merge_states(payloads)
-        seconds = time.perf_counter() - began
-        reports = [json.loads(report) for _, kind, report in rows if kind == "result"]
-        found = TimedRound(
-            seconds=seconds,
-            step_seconds=max(report["seconds"] for report in reports),
-            num_bytes=sum(map(len, payloads)),
-        )
-        return found, state
+    return stages_of(timed, _empty_job_seconds(run.table.df))
 
 
-def measure_rounds(rounds: RoundsToMeasure) -> RoundsFound:
-    """Run some rounds, and jobs that do nothing; raises what `RoundsToMeasure.run` does."""
-    state: Any = {"model": rounds.module.state_dict()}
-    timed: dict[int, list[TimedRound]] = {steps: [] for steps in _ROUNDS}
-    numbers = [steps for steps, count in _ROUNDS.items() for _ in range(count)]
-    most = rounds.plan.steps_per_epoch
-    for number, num_steps in enumerate(numbers):
-        found, state = rounds.run(number, min(num_steps, most), state)
-        timed[num_steps].append(found)
-    return stages_of(timed, _empty_job_seconds(rounds.table), most=most)
-
-
-def stages_of(
-    timed: Mapping[int, Sequence[TimedRound]], empty_seconds: float, *, most: int
-) -> RoundsFound:
-    """The costs of a round by rounds of two lengths; the very first of them is left out.
+def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
+    """The costs of a round by rounds of one step and of more; the very first of them is left out.
 
     Of what they take beyond their steps the least counts: the driver's JVM is compiling what it
     runs, and becomes faster by the round, as in a fit.
 
     Args:
-        timed: rounds by number of steps.
+        timed: rounds in their order, the longest at the end.
         empty_seconds: a job that does nothing.
-        most: steps that an epoch has, which a round cannot exceed.
     """
-    few, many = sorted(timed)
-    first, *others = timed[few]
-    short = statistics.median(one.step_seconds for one in others)
-    long = statistics.median(one.step_seconds for one in timed[many])
-    more = min(many, most) - few
-    step = max(0.0, long - short) / more if more > 0 else short
-    beyond = [one.seconds - few * step for one in others]
-    beyond += [one.seconds - min(many, most) * step for one in timed[many]]
-    overhead = max(0.0, min(beyond))
+    first, *others = timed
+    by_length: dict[int, list[float]] = {}
+    for one in others:
+        by_length.setdefault(one.num_steps, []).append(one.step_seconds)
+    (few, short), *longer = sorted((n, statistics.median(s)) for n, s in by_length.items())
+    step = short / few
+    for many, long in longer:
+        step = (long - short) / (many - few)
+    step = max(1e-9, step)
+    overhead = max(0.0, min(one.seconds - one.num_steps * step for one in others))
     carried = max(0.0, overhead - empty_seconds) / max(1, others[-1].num_bytes)
-    return RoundsFound(
-        stages=Stages(fixed_seconds=min(overhead, empty_seconds), byte_seconds=carried),
+    return Stages(
+        fixed_seconds=min(overhead, empty_seconds),
+        byte_seconds=carried,
         step_seconds=step,
-        first_seconds=max(0.0, first.seconds - few * step - overhead),
+        first_seconds=max(0.0, first.seconds - first.num_steps * step - overhead),
     )
 
 
-def _raise_failures(rows: Sequence[tuple[int, str, bytes]]) -> None:
-    """Raise what a task has reported, as a fit would."""
-    failures = [json.loads(data) for _, kind, data in rows if kind == "error"]
-    if not failures:
-        return
-    attempt = Attempt(number=0, world_size=len(rows), submitted=0)
-    attempt.failures.extend(failures)
-    reason = restart_reason(attempt)
-    raise ClusterError(f"a round that explain measures failed: {reason}; try again")
-
-
-def _empty_job_seconds(table: RowTable) -> float:
+def _empty_job_seconds(table: DataFrame) -> float:
     """A job over the shards whose tasks do nothing; the median of some."""
     found = []
     for _ in range(_JOBS):
         began = time.perf_counter()
-        table.df.mapInArrow(_count, "rows long").collect()
+        table.mapInArrow(_count, "rows long").collect()
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 

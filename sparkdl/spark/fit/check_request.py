@@ -21,7 +21,7 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
-from sparkdl.spark.cluster.slots import Slots, plan_gang, plan_rounds
+from sparkdl.spark.cluster.slots import Slots, plan_slots
 from sparkdl.spark.frames.columns import validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
@@ -146,12 +146,13 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation_col)
     columns, validation = prepare_columns(data.frame, request, float_dtype)
-    slots = (plan_gang if mode == "gang" else plan_rounds)(
+    slots = plan_slots(
         data.spark,
         settings,
         num_workers=request.num_workers,
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
+        is_gang=mode == "gang",
     )
     if request.num_workers is None:
         logger.info(

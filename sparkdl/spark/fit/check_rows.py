@@ -24,7 +24,7 @@ from sparkdl.spark.fit.check_request import CheckedRequest
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
-from sparkdl.train.callbacks import make_stopper
+from sparkdl.train.state import check_monitored
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    make_stopper(checked.config, has_validation=has_validation)
+    check_monitored(checked.config, has_validation=has_validation)
     check_empty_batches(checked.module, plan, checked.config)
     module, slots = checked.module, checked.slots
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -233,11 +233,11 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
     if isinstance(loss, ModuleLoss):
         _try_one(loss, output, targets[0], labels[0])
     elif isinstance(loss, LossSum):
+        by_label = {name: (part, value) for name, part, value in loss.pairs(output)}
         for label, target in zip(labels, targets, strict=True):
-            name = str(label.argument)
-            part = loss.part(name)
+            part, value = by_label[str(label.argument)]
             if isinstance(part, ModuleLoss):
-                _try_one(part, loss.output_for(name, output), target, label)
+                _try_one(part, value, target, label)
 
 
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:

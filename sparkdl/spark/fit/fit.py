@@ -20,8 +20,9 @@ from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import choose_view, shows_lines
-from sparkdl.report.live.progress import EpochCallback, SharedView, View
+from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
@@ -35,8 +36,8 @@ from sparkdl.spark.frames.user_data import UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
-from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
-from sparkdl.spark.run.run_facts import Clock, facts, recorded
+from sparkdl.spark.run.run import FitRequest, FitResult, Run
+from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
@@ -74,11 +75,10 @@ def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = N
     directory = request.config.checkpoint.directory
     with (
         interruptible(given.spark, directory),
-        recorded(given.spark, request, run_id) as recorder,
+        record_run(given.spark, run_id, request) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
-        recorder.trained(result.module)
-        recorder.end(None, result.summary.history)
+        recorder.succeeded(result.summary.history, result.module)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
     return replace(result, summary=summary)
 
@@ -91,14 +91,13 @@ def _fit(
     recorder: Recorder,
 ) -> FitResult:
     """See `fit`."""
-    clock = Clock(recorder)
     checked = check_request(data, request)
     with Cleanup() as stack:
         if spools is not None:
-            clock.lap("preflight")
+            recorder.phase("wait")
             slots = checked.slots
             stack.enter_context(spools.queue.slots(slots.num_workers, slots.total))
-            clock.lap("wait")
+            recorder.phase("preflight")
         link = open_link(
             checked.spark,
             checked.slots,
@@ -107,7 +106,6 @@ def _fit(
             run_id=run_id,
             stack=stack,
         )
-        clock.lap("preflight")
         recorder.phase("spool")
         table = _table(checked, run_id, spools, stack)
         shards = persistently(
@@ -116,14 +114,16 @@ def _fit(
             prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-        clock.lap("spool")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
-        view = SharedView(_view(plan, request), recorder)
+        view = choose_view(plan, request.verbose)
         stack.callback(view.close)
+        recorder.show(view)
+        if request.on_epoch is not None:
+            recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
             spark=checked.spark,
@@ -138,25 +138,32 @@ def _fit(
             slots=checked.slots,
             link=link,
             settings=checked.settings,
-            view=view,
+            view=recorder,
             max_restarts=request.max_restarts,
-            recorder=recorder,
         )
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = train(run)
-        clock.lap("train")
         recorder.phase("clean up")
-        run.view.done(trained.steps)
+        recorder.done(trained.steps)
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
-    clock.lap("clean up")
-    summary = trained.to_summary(run.plan, clock.laps, clock.total())
+    laps = recorder.end_phase()
+    phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
+    summary = replace(
+        trained,
+        phase_seconds={**phases, **trained.phase_seconds},
+        rows=plan.num_rows,
+        validation_rows=plan.num_validation_rows,
+        skipped_rows=num_skipped,
+        world_size=plan.world_size,
+        seconds=sum(laps.values()),
+    )
     return FitResult(
         module=checked.module.eval(),
         columns=tuple(column for column in found.columns if column.role == "feature"),
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
-        summary=replace(summary, skipped_rows=num_skipped),
+        summary=summary,
     )
 
 
@@ -180,7 +187,7 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
+def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], TrainingSummary]]:
     """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
     if checked.slots.is_gang:
         return "", train_in_gang
@@ -207,11 +214,6 @@ def _make_plan(
     _log_plan(plan, checked.slots, checked.shares)
     check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     return plan
-
-
-def _view(plan: TrainPlan, request: FitRequest) -> View:
-    view = choose_view(plan, request.verbose)
-    return view if request.on_epoch is None else SharedView(view, EpochCallback(request.on_epoch))
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:

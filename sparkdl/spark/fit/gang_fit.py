@@ -10,16 +10,17 @@ from functools import partial
 import cloudpickle
 
 from sparkdl.errors import ShardLost
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.slots import wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.run.resume import find_checkpoint
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import decode
 from sparkdl.worker import training
 
 
-def train_in_gang(run: Run) -> Trained:
+def train_in_gang(run: Run) -> TrainingSummary:
     """Train, and give the weights to the run's module.
 
     Raises:
@@ -44,7 +45,7 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
     link = run.link
     shards = run.plan.shards
     if attempt > 0:
-        run.recorder.begun_again(attempt, None)
+        run.view.begun_again(attempt, None)
         link.hub.clear(f"{run.run_id}/{attempt - 1}/")
         wait_again(run.spark, run.slots, run.settings)
         shards = tuple(part.shard for part in run.table.collect())
@@ -79,14 +80,14 @@ def _load_final(run: Run, result: GangResult) -> None:
     run.module.load_state_dict(decode(data, training.FINAL))
 
 
-def _trained(result: GangResult) -> Trained:
+def _trained(result: GangResult) -> TrainingSummary:
     reports = {rank: json.loads(payload) for rank, kind, payload in result.rows if kind == "result"}
     first = reports[0]
-    return Trained(
+    return TrainingSummary(
         history=first["history"],
         steps=first["steps"],
         restarts=result.restarts,
-        seconds={f"rank 0: {name}": seconds for name, seconds in first["seconds"].items()},
+        phase_seconds={f"rank 0: {name}": spent for name, spent in first["seconds"].items()},
         throughput_by_rank=[reports[rank]["rows_per_second"] for rank in sorted(reports)],
         bytes_sent_by_rank=[reports[rank]["bytes_sent"] for rank in sorted(reports)],
     )

@@ -167,7 +167,7 @@ class SpooledRows:
             if indicator.nulls_and_shapes.nulls:
                 raise DataError(indicator.nulls_and_shapes.message(str(self._spec.validation_col)))
         pairs = list(zip(prepared, found, strict=False))
-        each = [s.problem(p.name, p.role, as_classes=p.as_classes) for p, s in pairs]
+        each = [stats.problem(column) for column, stats in pairs]
         problems = [problem for problem in each if problem is not None]
         if problems:
             raise DataError("; ".join(problems))

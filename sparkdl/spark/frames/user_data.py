@@ -26,6 +26,7 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
+from sparkdl.spark.frames.frame_sample import Sample, take_sample
 from sparkdl.spark.frames.row_table import RowTable, TableSpec
 from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
 from sparkdl.spark.frames.source_table import SourceTable
@@ -33,7 +34,7 @@ from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import Settings
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
-from sparkdl.train.callbacks import make_stopper
+from sparkdl.train.state import check_monitored
 
 Data = DataFrame | Source
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
@@ -81,7 +82,7 @@ class UserData:
             ConfigError: names it.
         """
         if self.source is None:
-            make_stopper(config, has_validation=validation_col is not None)
+            check_monitored(config, has_validation=validation_col is not None)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
         if isinstance(strategy, PopulationStrategy):
@@ -98,6 +99,12 @@ class UserData:
             raise ConfigError(
                 f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
             )
+
+    def sample(self, spec: TableSpec, seconds: float) -> Sample | None:
+        """Some of the rows, see `take_sample`; None: a source tells everything without them."""
+        if self.source is not None:
+            return None
+        return take_sample(self.frame, spec.columns, spec.validation, seconds)
 
     def table(self, spec: TableSpec, run_id: str) -> RowTable:
         """The table of a run's shards, named by its id; whoever makes it closes it."""

@@ -17,19 +17,18 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.report.listeners.listener import Listener
 from sparkdl.report.live.choose_view import choose_view, shows_lines
-from sparkdl.report.live.progress import SharedView, View
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.link import open_link
-from sparkdl.spark.cluster.slots import plan_gang, wait_again
+from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, prepare_sets
-from sparkdl.spark.run.run_facts import Clock, record_run
+from sparkdl.spark.run.run import Request
+from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
@@ -47,27 +46,19 @@ RUN_KEY = "function"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionRequest:
+class FunctionRequest(Request):
     """What a `TorchRunner` asks for."""
 
     function: Callable[[], Any]
     data: Mapping[str, Data]
     inputs: Mapping[str, Specification] | None
     """Columns of a batch by name; None: all columns of each data set."""
-    num_workers: int | None
     device: str
-    max_restarts: int
     checkpoint_dir: str | None
     resume: bool
     keep_checkpoints: int
     results: Literal["first", "all"]
-    cpus_per_worker: int | None
-    gpus_per_worker: float | None
-    verbose: int
-    report_dir: str | None = None
-    listeners: tuple[Listener, ...] = ()
-    params: tuple[Mapping[str, Any], ...] = ()
-    """What was asked for, as `RunRecord.params` shows it."""
+    name: str = "TorchRunner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +83,9 @@ def run_function(spark: SparkSession, request: FunctionRequest) -> FunctionResul
         TrainingFailed: workers were lost more than ``max_restarts`` times.
     """
     run_id = uuid.uuid4().hex[:12]
-    with record_run(
-        spark,
-        run_id=run_id,
-        name="TorchRunner",
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    ) as recorder:
+    with record_run(spark, run_id, request) as recorder:
         result = _run(spark, run_id, request, recorder)
-        recorder.end(None, result.history)
+        recorder.succeeded(result.history)
     return result
 
 
@@ -109,14 +93,13 @@ def _run(
     spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_function`."""
-    clock = Clock(recorder)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
     data = {name: user_data(one) for name, one in request.data.items()}
     for rows in data.values():
         rows.check_files(settings)
     prepared = prepare_sets(data, request.inputs)
-    slots = plan_gang(
+    slots = plan_slots(
         spark,
         settings,
         num_workers=request.num_workers,
@@ -133,7 +116,6 @@ def _run(
             stack=stack,
         )
         check_folder(link.checkpoints, request)
-        clock.lap("preflight")
         recorder.phase("spool")
         sets = DataSets(spark, data, prepared, run_id, slots)
         stack.callback(sets.close)
@@ -142,7 +124,8 @@ def _run(
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings),
         )
-        view: View = SharedView(choose_view(None, request.verbose), recorder)
+        view = choose_view(None, request.verbose)
+        recorder.show(view)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)
         job = FunctionJob(
@@ -151,20 +134,16 @@ def _run(
             slots=slots,
             link=link,
             settings=settings,
-            view=view,
+            view=recorder,
             max_restarts=request.max_restarts,
-            recorder=recorder,
             request=request,
             payload=payload,
             sets=sets,
         )
-        clock.lap("spool")
         recorder.facts(world_size=slots.num_workers, mode="gang", slots=slots.total)
         recorder.phase("train")
         result = job.run()
-        clock.lap("train")
         recorder.phase("clean up")
-    clock.lap("clean up")
     return result
 
 
@@ -202,7 +181,6 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
-    recorder: Recorder
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
@@ -215,7 +193,7 @@ class FunctionJob(Launch):
     def _submit(self, attempt: int) -> Callable[[], Rows]:
         link, request = self.link, self.request
         if attempt > 0:
-            self.recorder.begun_again(attempt, None)
+            self.view.begun_again(attempt, None)
             link.hub.clear(f"{self.run_id}/{attempt - 1}/")
             wait_again(self.spark, self.slots, self.settings)
         found = self._newest()

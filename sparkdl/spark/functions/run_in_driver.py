@@ -16,7 +16,6 @@ from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Hub
 from sparkdl.report.live.choose_view import choose_view
-from sparkdl.report.live.progress import SharedView
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.user_data import user_data
@@ -33,7 +32,6 @@ from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
-from sparkdl.worker.loader import LocalSet
 
 _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""
@@ -50,16 +48,9 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         DataError: a data set cannot be used.
         StorageError: checkpoints cannot be kept.
     """
-    with record_run(
-        spark,
-        run_id=uuid.uuid4().hex[:12],
-        name="TorchRunner",
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    ) as recorder:
+    with record_run(spark, uuid.uuid4().hex[:12], request) as recorder:
         result = _run(spark, request, recorder)
-        recorder.end(None, result.history)
+        recorder.succeeded(result.history)
     return result
 
 
@@ -67,16 +58,14 @@ def _run(
     spark: SparkSession | None, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
-    view = SharedView(choose_view(None, request.verbose), recorder)
+    view = choose_view(None, request.verbose)
+    recorder.show(view)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
         check_folder(storage, request)
         data = {name: user_data(one) for name, one in request.data.items()}
-        sets = {
-            name: LocalSet(name=name, data=found, rank=0, world_size=1)
-            for name, found in local_data_sets(data, request.inputs, Path(folder)).items()
-        }
+        sets = local_data_sets(data, request.inputs, Path(folder))
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
         found = latest(storage, RUN_KEY, lambda _: True)
@@ -91,7 +80,7 @@ def _run(
             sets=sets,
             resumed=None if found is None else load_shared(found),
             save=lambda number, state: manager.save(number, state, {}),
-            show=view.epoch,
+            show=recorder.epoch,
         )
         recorder.facts(world_size=1, mode="the driver's own process")
         recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})

@@ -7,7 +7,7 @@ of the DataFrame travel through Python and back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,52 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas import functions as python_functions
 
-Function = Callable[..., Iterator[pa.Array]]
-"""From an iterator of arrays, or of tuples of them if there are several columns, to one of arrays,
-with as many rows in all."""
+Function = Callable[[Iterator[Sequence[pa.Array]]], Iterator[pa.Array]]
+"""From batches, one array per input, to arrays with as many rows in all."""
+
+
+def with_columns(
+    df: DataFrame,
+    prefix: str,
+    inputs: Sequence[SparkColumn],
+    function: Function,
+    data_type: T.DataType,
+    made: Mapping[str, Callable[[SparkColumn], SparkColumn]],
+) -> DataFrame:
+    """Add columns that are made of what a function computes from others.
+
+    Over columnar files, Spark 4.3 passes all columns through a converter that fails with
+    UNSUPPORTED_DATATYPE on user-defined types, such as the vectors of Spark ML. Where there are
+    such, an expression that the optimizer must not move makes the plan go row by row below the
+    function; it stays in the plan because the new columns depend on it.
+
+    Args:
+        df: the rows.
+        prefix: of the names of columns that are there for a while only.
+        inputs: what the function gets.
+        function: runs in the tasks.
+        data_type: of what it gives.
+        made: name -> makes the new column of what the function gave.
+    """
+    packed, marker = f"{prefix}_output", f"{prefix}_partition"
+    is_plain = all(_is_convertible(field.dataType) for field in df.schema.fields)
+    rows = df if is_plain else df.withColumn(marker, F.spark_partition_id())
+    computed = with_column(rows, packed, inputs, function, data_type)
+    columns = {name: make(F.col(packed)) for name, make in made.items()}
+    if not is_plain:
+        columns = {name: F.when(F.col(marker) >= 0, c) for name, c in columns.items()}
+    return computed.withColumns(columns).drop(packed, marker)
+
+
+def _is_convertible(data_type: T.DataType) -> bool:
+    if isinstance(data_type, T.ArrayType):
+        return _is_convertible(data_type.elementType)
+    if isinstance(data_type, T.MapType):
+        return _is_convertible(data_type.keyType) and _is_convertible(data_type.valueType)
+    if isinstance(data_type, T.StructType):
+        return all(_is_convertible(field.dataType) for field in data_type.fields)
+    known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
+    return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
 
 
 def with_column(
@@ -33,11 +76,19 @@ def with_column(
     """``df`` with column ``name`` of ``data_type``, which ``function`` computes from ``inputs``."""
     arrow_udf: Any = getattr(python_functions, "arrow_udf", None)
     if arrow_udf is not None:
-        return df.withColumn(name, arrow_udf(function, data_type)(*inputs))
+        # Spark tells the kind of a UDF by its type hints.
+        def torch_on_column(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
+            return function((array,) for array in batches)
+
+        def torch_on_columns(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+            return function(batches)
+
+        work = torch_on_column if len(inputs) == 1 else torch_on_columns
+        return df.withColumn(name, arrow_udf(work, data_type)(*inputs))
     packed = f"{name}_inputs"
     parts = [column.alias(f"_{number}") for number, column in enumerate(inputs)]
     schema = T.StructType([*df.schema.fields, T.StructField(name, data_type)])
-    task = WithColumn(function=function, name=name, inputs=packed, is_one=len(inputs) == 1)
+    task = WithColumn(function=function, name=name, inputs=packed)
     return df.withColumn(packed, F.struct(*parts)).mapInArrow(task, schema)
 
 
@@ -50,17 +101,15 @@ class WithColumn:
     """The new column."""
     inputs: str
     """A struct column of what the function gets; it is left out."""
-    is_one: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield each record batch with the new column in place of the inputs."""
         waiting: deque[pa.RecordBatch] = deque()
 
-        def arrays() -> Iterator[Any]:
+        def arrays() -> Iterator[Sequence[pa.Array]]:
             for batch in batches:
                 waiting.append(batch)
-                parts = batch.column(self.inputs).flatten()
-                yield parts[0] if self.is_one else tuple(parts)
+                yield batch.column(self.inputs).flatten()
 
         found: list[pa.Array] = []
         for array in self.function(arrays()):  # of any length: a task cuts batches as it likes

@@ -19,11 +19,12 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
+from pyspark.sql.pandas.types import from_arrow_type
 from torch import nn
 
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ConfigError
-from sparkdl.inference.outputs import Forward, Key, Output, Source, check_rows, children, pick
+from sparkdl.inference.outputs import Forward, Output, check_rows, children, pick
 from sparkdl.inference.predict import Leaf, Make
 from sparkdl.spark.frames.columns import quoted
 
@@ -39,15 +40,6 @@ _ARROW_TYPES: dict[torch.dtype, pa.DataType] = {
     torch.int32: pa.int32(),
     torch.int64: pa.int64(),
 }
-_SPARK_TYPES: dict[pa.DataType, T.DataType] = {
-    pa.float32(): T.FloatType(),
-    pa.float64(): T.DoubleType(),
-    pa.bool_(): T.BooleanType(),
-    pa.int8(): T.ByteType(),
-    pa.int16(): T.ShortType(),
-    pa.int32(): T.IntegerType(),
-    pa.int64(): T.LongType(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +52,8 @@ class Wanted:
     """What is made of the tensor, where that is no matter of its form: a class, logits ..."""
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """How an output column is put together of the flat columns."""
-
-    leaf: int = -1
-    """Number of the flat column; -1 for a struct."""
-    as_vector: bool = False
-    fields: tuple[tuple[str, Assembly], ...] = ()
-
-    def expression(self, flat: Callable[[int], SparkColumn]) -> SparkColumn:
-        """The column as Spark computes it; ``flat`` gives the flat ones."""
-        if self.fields:
-            return F.struct(*(part.expression(flat).alias(name) for name, part in self.fields))
-        # A Python UDF cannot return vectors: over columnar input (Parquet), Spark 4.3 fails with
-        # UNSUPPORTED_DATATYPE when it returns a user-defined type.
-        values = flat(self.leaf)
-        # array_to_vector throws at a null, which stands for a row that is skipped.
-        return F.when(values.isNotNull(), array_to_vector(values)) if self.as_vector else values
+Making = Callable[[SparkColumn], SparkColumn]
+"""Makes an output column of the struct of the flat ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +61,9 @@ class OutputPlan:
     """All output columns of a model, as found by running it on zeros."""
 
     leaves: tuple[Leaf, ...]
-    columns: Mapping[str, Assembly]
+    columns: Mapping[str, Making]
+    found: Mapping[str | None, Any]
+    """What the module gave; see `Forward.outputs`."""
 
     @property
     def spark_type(self) -> T.StructType:
@@ -114,73 +92,63 @@ def plan_outputs(
             f"the module fails on two rows of zeros, by which its outputs are found: "
             f"{type(error).__name__}: {error}"
         ) from error
-    planner = _Planner(num_rows=inputs.num_rows)
+    leaves: list[Leaf] = []
     columns = {}
     for item in wanted:
-        path = item.output.path
-        value = pick(found[item.output.layer], path, item.output)
-        columns[item.column] = planner.assemble(value, path, item)
-    return OutputPlan(leaves=tuple(planner.leaves), columns=columns)
+        value = pick(found[item.output.layer], item.output.path, item.output)
+        columns[item.column] = _making(value, item.output, item, inputs.num_rows, leaves)
+    return OutputPlan(leaves=tuple(leaves), columns=columns, found=found)
 
 
-class _Planner:
-    """Numbers the tensors as they are met."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.leaves: list[Leaf] = []
-        self._num_rows = num_rows
-
-    def assemble(self, value: Any, path: tuple[Key, ...], item: Wanted) -> Assembly:
-        """A struct for several tensors, a flat column for one."""
-        what = dataclasses.replace(item.output, key=path)
-        parts = children(value)
-        if parts is None:
-            return self._flat(check_rows(value, self._num_rows, what), path, item)
-        if item.make is not None:
-            raise ConfigError(
-                f"{item.column!r} is made of one tensor, but {what} is a {type(value).__name__} "
-                f"of {list(parts)}; choose one with predictionOutput"
-            )
-        if not parts:
-            raise ConfigError(f"{what} is an empty {type(value).__name__}")
-        names = {key: f"_{key}" if isinstance(key, int) else str(key) for key in parts}
-        fields = tuple(
-            (names[key], self.assemble(part, (*path, key), item)) for key, part in parts.items()
+def _making(value: Any, part: Output, item: Wanted, num_rows: int, leaves: list[Leaf]) -> Making:
+    """How a column, or the ``part`` of it that is ``value``, is made; notes its flat columns."""
+    parts = children(value)
+    if parts is None:
+        return _flat(check_rows(value, num_rows, part), part, item, leaves)
+    if item.make is not None:
+        raise ConfigError(
+            f"{item.column!r} is made of one tensor, but {part} is a {type(value).__name__} "
+            f"of {list(parts)}; choose one with predictionOutput"
         )
-        return Assembly(fields=fields)
+    if not parts:
+        raise ConfigError(f"{part} is an empty {type(value).__name__}")
+    fields = {}
+    for key, inner in parts.items():
+        name = f"_{key}" if isinstance(key, int) else str(key)
+        what = dataclasses.replace(part, key=(*part.path, key))
+        fields[name] = _making(inner, what, item, num_rows, leaves)
+    return lambda packed: F.struct(*(make(packed).alias(name) for name, make in fields.items()))
 
-    def _flat(self, tensor: torch.Tensor, path: tuple[Key, ...], item: Wanted) -> Assembly:
-        source = Source(item.output.layer, path)
-        form = item.output.form
-        if form == "auto":
-            form = "value" if tensor.numel() == len(tensor) else "array"
-        make: Make = item.make or ("array" if form == "vector" else form)
-        if make in ("value", "number") and tensor.numel() != len(tensor):
-            raise ConfigError(
-                f"{item.column!r} is one number per row, but {source} has shape "
-                f"{tuple(tensor.shape)}; it must be (rows,) or (rows, 1)"
-            )
-        leaf = Leaf(
-            name=f"_{len(self.leaves)}",
-            source=source,
-            make=make,
-            arrow_type=_arrow_type(tensor, make, is_double=form == "vector", source=source),
+
+def _flat(tensor: torch.Tensor, part: Output, item: Wanted, leaves: list[Leaf]) -> Making:
+    form = part.form
+    if form == "auto":
+        form = "value" if tensor.numel() == len(tensor) else "array"
+    make: Make = item.make or ("array" if form == "vector" else form)
+    if make in ("value", "number") and tensor.numel() != len(tensor):
+        raise ConfigError(
+            f"{item.column!r} is one number per row, but {part} has shape "
+            f"{tuple(tensor.shape)}; it must be (rows,) or (rows, 1)"
         )
-        self.leaves.append(leaf)
-        is_vector = form == "vector" or make in ("logits", "probability")
-        return Assembly(leaf=len(self.leaves) - 1, as_vector=is_vector)
+    name = f"_{len(leaves)}"
+    is_vector = form == "vector" or make in ("logits", "probability")
+    arrow_type = _arrow_type(tensor, make, is_double=is_vector, what=part)
+    output = dataclasses.replace(part, form="auto")
+    leaves.append(Leaf(name=name, output=output, make=make, arrow_type=arrow_type))
+    if not is_vector:
+        return lambda packed: packed[name]
+    # A Python UDF cannot return vectors: over columnar input (Parquet), Spark 4.3 fails with
+    # UNSUPPORTED_DATATYPE when it returns a user-defined type. And array_to_vector throws at a
+    # null, which stands for a row that is skipped.
+    return lambda packed: F.when(packed[name].isNotNull(), array_to_vector(packed[name]))
 
 
-def _arrow_type(
-    tensor: torch.Tensor, make: Make, *, is_double: bool, source: Source
-) -> pa.DataType:
+def _arrow_type(tensor: torch.Tensor, make: Make, *, is_double: bool, what: Output) -> pa.DataType:
     if tensor.dtype not in _ARROW_TYPES:
-        raise ConfigError(f"{source} is of {tensor.dtype}, for which Spark has no type")
+        raise ConfigError(f"{what} is of {tensor.dtype}, for which Spark has no type")
     if make in ("class", "number"):
         return pa.float64()
-    element = _ARROW_TYPES[tensor.dtype]
-    if make in ("logits", "probability") or is_double:
-        element = pa.float64()
+    element = pa.float64() if is_double else _ARROW_TYPES[tensor.dtype]
     depth = {"value": 0, "nested": tensor.ndim - 1}.get(make, 1)
     for _ in range(depth):
         element = pa.list_(element)
@@ -191,37 +159,7 @@ def spark_type(arrow_type: pa.DataType) -> T.DataType:
     """The Spark type of numbers, or of arrays of them."""
     if pa.types.is_list(arrow_type):
         return T.ArrayType(spark_type(arrow_type.value_type), containsNull=False)
-    return _SPARK_TYPES[arrow_type]
-
-
-def by_rows(
-    dataset: DataFrame, schema: T.StructType, marker: str
-) -> tuple[DataFrame, Callable[[SparkColumn], SparkColumn]]:
-    """Keep Spark from running the UDF over columnar batches that it cannot handle.
-
-    Over columnar files, Spark 4.3 passes all columns through a converter that fails with
-    UNSUPPORTED_DATATYPE on user-defined types, such as the vectors of Spark ML. An expression
-    that the optimizer must not move makes the plan go row by row below the UDF; it stays in the
-    plan because the outputs depend on it.
-
-    Returns:
-        The DataFrame to apply the UDF to, and what to wrap each output column in.
-    """
-    if all(_is_convertible(field.dataType) for field in schema.fields):
-        return dataset, lambda column: column
-    rows = dataset.withColumn(marker, F.spark_partition_id())
-    return rows, lambda column: F.when(F.col(marker) >= 0, column)
-
-
-def _is_convertible(data_type: T.DataType) -> bool:
-    if isinstance(data_type, T.ArrayType):
-        return _is_convertible(data_type.elementType)
-    if isinstance(data_type, T.MapType):
-        return _is_convertible(data_type.keyType) and _is_convertible(data_type.valueType)
-    if isinstance(data_type, T.StructType):
-        return all(_is_convertible(field.dataType) for field in data_type.fields)
-    known = (T.NumericType, T.StringType, T.BinaryType, T.BooleanType, T.DateType)
-    return isinstance(data_type, (*known, T.TimestampType, T.TimestampNTZType))
+    return from_arrow_type(arrow_type)
 
 
 def vectors_to_arrays(rows: DataFrame) -> DataFrame:

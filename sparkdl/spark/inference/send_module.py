@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from sparkdl.serialization import packed_module
@@ -31,28 +34,24 @@ class Sender:
         """How workers get the packed module. A large one is sent once per session and content."""
         connect = is_connect(spark)
         if packed.num_bytes <= (ARTIFACT_BYTES if connect else BROADCAST_BYTES):
-            return packed_module.SentByValue(packed)
-        owner = spark if connect else spark.sparkContext
+            return partial(packed_module.given, packed)
+        owner: Any = spark if connect else spark.sparkContext
         sent = self.sent.get(packed.digest)
         if sent is None or sent[0] is not owner:
-            fetch = _as_artifact(spark, packed) if connect else _as_broadcast(spark, packed)
-            self.sent.clear()
-            self.sent[packed.digest] = sent = (owner, fetch)
+            how = _as_artifact if connect else _as_broadcast
+            sent = (owner, how(owner, packed))
+            self.sent = {packed.digest: sent}
         return sent[1]
 
 
-def _as_broadcast(
-    spark: SparkSession, packed: packed_module.PackedModule
-) -> packed_module.SentByBroadcast:
-    return packed_module.SentByBroadcast(spark.sparkContext.broadcast(packed))
+def _as_broadcast(context: SparkContext, packed: packed_module.PackedModule) -> Fetch:
+    return partial(packed_module.from_broadcast, context.broadcast(packed))
 
 
-def _as_artifact(
-    spark: SparkSession, packed: packed_module.PackedModule
-) -> packed_module.SentAsArtifact:
+def _as_artifact(spark: SparkSession, packed: packed_module.PackedModule) -> Fetch:
     name = f"sparkdl-{packed.digest[:32]}.module"
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
         path = Path(folder) / name
-        packed_module.write_packed(packed, path)
+        path.write_bytes(pickle.dumps(packed, protocol=5))
         spark.addArtifacts(str(path), file=True)
-    return packed_module.SentAsArtifact(name)
+    return partial(packed_module.from_artifact, name)

@@ -2,21 +2,22 @@
 
 These are type converters as pyspark knows them: called when a Param is set, they return the value
 to keep or raise TypeError, to which pyspark adds the Param's name. Each gives back its own results
-unchanged, because copies of an estimator convert again. Ranges of numbers are checked later, by
-`TrainConfig`.
+unchanged, because copies of an estimator convert again. Most Params need none but their type, see
+`to_type`. Ranges of numbers are checked later, by `TrainConfig`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from sparkdl import sync
-from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
-from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -24,23 +25,35 @@ if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
 
 
-def to_callable(value: Any) -> Any:
-    """Accept anything that can be called: a function, a class, an nn.Module."""
-    if not callable(value):
-        raise TypeError(f"expected a callable, received {value!r}")
-    return value
+def to_type(hint: Any, doc: str, value: Any) -> Any:
+    """Accept the values of a type; ``doc`` says what they are where another is refused."""
+    try:
+        return _converted(value, hint)
+    except TypeError:
+        raise TypeError(f"received {value!r}; expected: {doc}") from None
 
 
-def to_name_or_callable(value: Any) -> Any:
-    """Accept a name or anything that can be called."""
-    return value if isinstance(value, str) else to_callable(value)
+def _converted(value: Any, hint: Any) -> Any:
+    """A value of a type, with dicts and lists of its own; what is no such value is refused."""
+    if len(parts := parts_of(hint)) > 1:
+        for part in parts:
+            with contextlib.suppress(TypeError):
+                return _converted(value, part)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Mapping and isinstance(value, Mapping):
+        return {_converted(k, inner[0]): _converted(v, inner[1]) for k, v in value.items()}
+    if kind is list and isinstance(value, list | tuple):
+        return [_converted(item, inner[0]) for item in value]
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
+        return value
+    raise TypeError
 
 
-def to_losses(value: Any) -> Any:
-    """Accept what `to_name_or_callable` does, or a mapping from labels to such losses."""
-    if isinstance(value, Mapping):
-        return {name: to_name_or_callable(loss) for name, loss in to_options(value).items()}
-    return to_name_or_callable(value)
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; a type that is none is its only one."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def to_inputs(value: Any) -> Any:
@@ -60,14 +73,6 @@ def to_labels(value: Any) -> dict[str, Specification]:
     return {name: _specification(entry) for name, entry in to_options(value).items()}
 
 
-def to_weights(value: Any) -> dict[str, float]:
-    """Accept a mapping from names to numbers."""
-    for name, weight in to_options(value).items():
-        if not isinstance(weight, (int, float)) or isinstance(weight, bool):
-            raise TypeError(f"expected a number for {name!r}, received {weight!r}")
-    return {name: float(weight) for name, weight in value.items()}
-
-
 def _specification(value: Any) -> Specification:
     if isinstance(value, str):
         return Tensor(value)
@@ -79,11 +84,8 @@ def _specification(value: Any) -> Specification:
     return value
 
 
-def to_options(value: Any) -> dict[str, Any]:
-    """Accept a mapping from names to values."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"expected a dict with names as keys, received {value!r}")
-    return dict(value)
+to_patterns = partial(to_type, list[str], "a list of patterns such as ['encoder.*']")
+to_options = partial(to_type, Mapping[str, Any], "a dict with names as keys")
 
 
 def to_groups(value: Any) -> dict[str, dict[str, Any]]:
@@ -93,13 +95,6 @@ def to_groups(value: Any) -> dict[str, dict[str, Any]]:
         if "params" in options:
             raise TypeError(f"{pattern!r} stands for the parameters; leave out 'params'")
     return groups
-
-
-def to_patterns(value: Any) -> list[str]:
-    """Accept a list or tuple of patterns of names."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise TypeError(f"expected a list of patterns such as ['encoder.*'], received {value!r}")
-    return list(value)
 
 
 def to_initial_weights(value: Any) -> InitialWeights:
@@ -115,7 +110,7 @@ def to_initial_weights(value: Any) -> InitialWeights:
 def to_metrics(value: Any) -> dict[str, Any]:
     """Accept a dict of metrics, or a list of them, which are then named by their class."""
     if isinstance(value, Mapping):
-        metrics = to_options(value)
+        metrics: dict[str, Any] = to_options(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         metrics = {getattr(metric, "__name__", type(metric).__name__): metric for metric in value}
         if len(metrics) < len(value):
@@ -128,29 +123,6 @@ def to_metrics(value: Any) -> dict[str, Any]:
         elif not callable(metric):
             raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
     return metrics
-
-
-def to_callbacks(value: Any) -> list[Any]:
-    """Accept a list or tuple of callbacks."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"expected a list of callbacks, received {value!r}")
-    return list(value)
-
-
-def to_listeners(value: Any) -> list[Listener]:
-    """Accept a list or tuple of `Listener`."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Listener) for v in value):
-        raise TypeError(
-            f"expected a list of listeners, such as [sparkdl.TensorBoard()]; received {value!r}"
-        )
-    return list(value)
-
-
-def to_early_stopping(value: Any) -> EarlyStopping:
-    """Accept an `EarlyStopping`."""
-    if not isinstance(value, EarlyStopping):
-        raise TypeError(f"expected sparkdl.EarlyStopping(...), received {value!r}")
-    return value
 
 
 def to_output(value: Any) -> Output:
@@ -183,11 +155,9 @@ def to_shapes(value: Any) -> list[Any]:
         A list of numbers for one shape, otherwise a list of such lists and None.
     """
     if _is_shape(value):
-        return _shape(value)
-    if isinstance(value, (list, tuple)) and all(
-        entry is None or _is_shape(entry) for entry in value
-    ):
-        return [None if entry is None else _shape(entry) for entry in value]
+        return list(map(int, value))
+    if isinstance(value, list | tuple) and all(one is None or _is_shape(one) for one in value):
+        return [None if one is None else list(map(int, one)) for one in value]
     raise TypeError(
         f"expected a shape such as (1, 28, 28), or a list with a shape or None per input column, "
         f"received {value!r}"
@@ -215,7 +185,3 @@ def _is_shape(value: Any) -> bool:
         not isinstance(size, bool) and isinstance(size, Integral) and int(size) > 0
         for size in value
     )
-
-
-def _shape(value: Sequence[Any]) -> list[int]:
-    return [int(size) for size in value]

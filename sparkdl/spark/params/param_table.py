@@ -31,6 +31,7 @@ from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
+from sparkdl.spark.params.converters import parts_of
 from sparkdl.spark.params.inputs_and_labels import (
     feature_columns,
     input_shapes,
@@ -59,7 +60,7 @@ class Option:
     doc: str
     _: KW_ONLY
     convert: Callable[[Any], Any] | None = None
-    """Gives the value to keep, or raises TypeError. None: Spark's converter for the type."""
+    """Gives the value to keep, or raises TypeError. None: it follows from the type."""
     default: Any = _OF_THE_FIELD
     """Left out: that of the field in TrainConfig; none where it fills another field."""
     fills: Literal["config", "checkpoint", "request", "nothing"] = "config"
@@ -125,25 +126,25 @@ class EstimatorArguments(InputArguments, total=False):
 
     module: Annotated[Callable[..., Any], Option(
         "the model to train: a torch.nn.Module, or a callable without arguments that makes one.",
-        convert=converters.to_callable, fills="request")]
+        fills="request")]
     loss: Annotated[str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]], Option(
         "loss function: a name ('cross_entropy', 'mse', ...), a torch loss module, or a callable "
         "(output, target) -> tensor; with several labels a dict of these by label, one for all, "
         "or a callable that gets a dict of all labels.",
         job_file_doc="A name, an object, or with several ``labels`` a table with one of these "
-        "for each.", convert=converters.to_losses, default=NOT_SET, read=loss_of_labels)]
+        "for each.", default=NOT_SET, read=loss_of_labels)]
     trainingStep: Annotated[Callable[..., Any] | None, Option(
         "function (module, inputs, target) that gives the loss of a batch, in place of loss of "
         "what forward returns (without a label target is None), for networks such as GANs; None: "
         "that of a LightningModule, else there is none.",
         job_file_doc="A function ``(module, inputs, target)``, and further ``args`` by name.",
-        convert=converters.to_callable, is_called_later=True)]
+        is_called_later=True)]
     optimizer: Annotated[str | Callable[..., Any], Option(
         "optimizer: the name of a class in torch.optim, 'lars' or 'lamb', an optimizer class, or "
         "a callable params -> torch.optim.Optimizer; 'auto': what a LightningModule configures, "
-        "else Adam.", convert=converters.to_name_or_callable, default="auto", is_called_later=True)]
-    optimizerParams: Annotated[Mapping[str, object], Option(
-        "keyword arguments of the optimizer (dict).", convert=converters.to_options)]
+        "else Adam.", default="auto", is_called_later=True)]
+    optimizerParams: Annotated[
+        Mapping[str, object], Option("keyword arguments of the optimizer (dict).")]
     learningRate: Annotated[float | None, Option(
         "learning rate (> 0); None leaves the optimizer's own default. It is never scaled by the "
         "number of workers.")]
@@ -166,7 +167,7 @@ class EstimatorArguments(InputArguments, total=False):
         "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
         "sparkdl.warmup(...), stepped after every training step.",
         job_file_doc="A callable that gets the optimizer, and ``args`` by name.",
-        convert=converters.to_callable, is_called_later=True)]
+        is_called_later=True)]
     inputShape: Annotated[Sequence[int | Sequence[int] | None] | None, Option(
         "shape of one sample as the module expects it, such as (1, 28, 28); with several "
         "inputCols a list with a shape or None per column. None keeps the column's own shape.",
@@ -175,8 +176,7 @@ class EstimatorArguments(InputArguments, total=False):
         read=input_shapes)]
     augmentation: Annotated[Callable[..., Any] | None, Option(
         "function that changes the inputs of each training batch, on the device: it gets the "
-        "input tensor, a tuple of several, or a dict by name, and returns the same.",
-        convert=converters.to_callable)]
+        "input tensor, a tuple of several, or a dict by name, and returns the same.")]
     groupByLength: Annotated[int | None, Option(
         "batches (>= 2) whose rows are sorted by length together, so that sequences are padded "
         "less; None: rows are in random order.")]
@@ -237,9 +237,8 @@ class EstimatorArguments(InputArguments, total=False):
         default=3, fills="request", least=0)]
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
-        convert=converters.to_early_stopping, in_job_file=EarlyStopping)]
-    callbacks: Annotated[list[Any], Option(
-        "observers called on every worker (list).", convert=converters.to_callbacks)]
+        in_job_file=EarlyStopping)]
+    callbacks: Annotated[list[Any], Option("observers called on every worker (list).")]
     metrics: Annotated[Mapping[str, Any] | Sequence[Any], Option(
         "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
         "that makes one), or a list of metrics, named by class; with several labels a dict of "
@@ -248,7 +247,7 @@ class EstimatorArguments(InputArguments, total=False):
         "observers on the driver (list), such as sparkdl.TensorBoard(...) and "
         "sparkdl.MLflow(...).",
         job_file_doc='Such as ``{factory = "sparkdl:TensorBoard", args = {log_dir = '
-        '"runs/tensorboard"}}``.', convert=converters.to_listeners, default=[], fills="request")]
+        '"runs/tensorboard"}}``.', default=[], fills="request")]
     reportDir: Annotated[str | None, Option(
         "directory or URL that the driver can reach, in which each fit leaves a folder with its "
         "report, report.html and run.json; 'sparkdl ui' shows them. None: nowhere.",
@@ -298,7 +297,7 @@ class LabelsArguments(EstimatorArguments, total=False):
         convert=converters.to_labels, fills="request", read=labels_of)]
     lossWeights: Annotated[Mapping[str, float], Option(
         "by how much each label's loss counts in the sum: a dict by label; 1 where there is none.",
-        convert=converters.to_weights, default=NOT_SET, read=loss_weights)]
+        default=NOT_SET, read=loss_weights)]
 
 
 class ModelArguments(InputArguments, total=False):
@@ -314,25 +313,24 @@ class ModelArguments(InputArguments, total=False):
         convert=converters.to_output, default=None, fills="nothing")]
     preprocessing: Annotated[Callable[..., Any] | None, Option(
         "function called with the input tensors of a batch, on the device; it gives the module's "
-        "argument, or a tuple of several.",
-        convert=converters.to_callable, default=None, fills="nothing")]
+        "argument, or a tuple of several.", default=None, fills="nothing")]
     postprocessing: Annotated[Callable[..., Any] | None, Option(
         "function called with what the module returned for a batch, on the device; transform "
         "takes what it gives, with one row per sample, in its place.",
-        convert=converters.to_callable, default=None, fills="nothing")]
+        default=None, fills="nothing")]
     labelCol: Annotated[str, Option(
         "label column name, for evaluate and scores. If this is not set or empty, the loss is "
         "called with the inputs as target.", fills="nothing")]
     loss: Annotated[str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]], Option(
         "loss function, for evaluate and scores: a name ('cross_entropy', 'mse', ...), a torch "
         "loss module, or a callable (output, target) -> tensor; or a dict of these by label.",
-        convert=converters.to_losses, fills="nothing")]
+        fills="nothing")]
     labels: Annotated[Mapping[str, str | Specification] | None, Option(
         "several labels in place of labelCol, for evaluate and scores: a dict from names to "
         "columns or specifications.", convert=converters.to_labels, fills="nothing")]
     lossWeights: Annotated[Mapping[str, float], Option(
         "by how much each label's loss counts, for evaluate and scores: a dict by label; 1 where "
-        "there is none.", convert=converters.to_weights, fills="nothing")]
+        "there is none.", fills="nothing")]
     batchSize: Annotated[int, Option(
         "rows per forward pass of the module (>= 1).",
         default=INFERENCE_BATCH_SIZE, fills="nothing")]
@@ -362,11 +360,6 @@ def options(arguments: type) -> Mapping[str, Option]:
             type=Union[parts],  # noqa: UP007
         )
     return found
-
-
-def parts_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; a type that is none is its only one."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _is_plain(hint: Any) -> bool:

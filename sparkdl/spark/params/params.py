@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
@@ -23,6 +24,7 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError
+from sparkdl.spark.params.converters import to_type
 from sparkdl.spark.params.param_table import NOT_SET, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
@@ -47,11 +49,6 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         super().__init__()
         defaults = {name: default_of(option) for name, option in self._options.items()}
         self._setDefault(**{k: v for k, v in defaults.items() if v is not NOT_SET})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Params, with setters and getters, which `with_params` makes."""
 
     def _set(self: P, **kwargs: Any) -> P:
         for name, value in kwargs.items():
@@ -104,7 +101,11 @@ def with_params(arguments: type) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         cls._options = options(arguments)
         for name, option in cls._options.items():
-            convert = option.convert or _SPARKS_CONVERTERS[option.type]
+            convert = (
+                option.convert
+                or _SPARKS_CONVERTERS.get(option.type)
+                or partial(to_type, option.type, option.doc)
+            )
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):

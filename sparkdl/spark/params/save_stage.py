@@ -12,15 +12,13 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
-from pyspark.sql import SparkSession
 from torch import Tensor, nn
 
 from sparkdl import __version__
-from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.example_inputs import example_of
@@ -48,8 +46,7 @@ from sparkdl.spark.params.stage_metadata import (
     take_place,
     write_metadata,
 )
-from sparkdl.spark.session.compat import is_connect
-from sparkdl.storage.storage import Storage, drop_password, without_password
+from sparkdl.storage.storage import drop_password, without_password
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
@@ -57,33 +54,6 @@ M = TypeVar("M", bound=MLReadable[Any])
 
 _MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
 _WEIGHTS = "initialWeights"
-
-
-class SavedModel(Protocol):
-    """What is saved of a `TorchModel` besides its Params."""
-
-    module_factory: Any
-    _num_classes: int | None
-
-    @property
-    def module(self) -> nn.Module:
-        """The trained module."""
-        ...
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The inputs as the module was trained on them."""
-        ...
-
-    @property
-    def hasSummary(self) -> bool:
-        """True if there is a summary."""
-        ...
-
-    @property
-    def summary(self) -> TrainingSummary:
-        """How the model was trained."""
-        ...
 
 
 class ParamsWriter(MLWriter):
@@ -113,42 +83,31 @@ class ParamsWriter(MLWriter):
 
     def _write(self, described: Params, folders: Mapping[str, PreparedModule], path: str) -> None:
         """Write to where there is nothing; what was begun is removed if it cannot be ended."""
-        extra = {"sparkdl": _about(described, self.sparkSession)}
+        metadata = json.loads(
+            DefaultParamsWriter._get_metadata_to_save(described, self.sparkSession)
+        )
+        about = {"format": FORMAT, "version": __version__, "sha256": sum_of(metadata)}
         try:
-            storage = write_metadata(described, path, self.sparkSession, extra)
-            self._check_place(storage)
+            storage = write_metadata(described, path, self.sparkSession, {"sparkdl": about})
             for folder, prepared in folders.items():
                 prepared.write(storage, folder)
         except BaseException:
             make_way(path, True, self.sparkSession)
             raise
 
-    def _check_place(self, storage: Storage) -> None:
-        """See that this is the folder in which Spark has written the metadata."""
-        if is_connect(self.sparkSession) and not storage.exists("metadata"):
-            raise StorageError(
-                f"{storage} lies on the host of the Spark Connect server, where this client cannot "
-                "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
-            )
-
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
         """A twin of the instance whose values are JSON; its modules go to ``folders``."""
         twin = copy.copy(self.instance)
-        twin._paramMap = {
-            param: self._as_json(param.name, value, folders)
-            for param, value in self.instance._paramMap.items()
-        }
-        twin._defaultParamMap = {
-            param: self._as_json(param.name, value, folders)
-            for param, value in self.instance._defaultParamMap.items()
-        }
+        for name in ("_paramMap", "_defaultParamMap"):
+            values = getattr(self.instance, name).items()
+            described = {p: self._as_json(p.name, value, folders) for p, value in values}
+            setattr(twin, name, described)
         return twin
 
     def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
         value = self._without_passwords(name, value)
         if self.instance._options[name].is_plain:
             return value
-        value = self._to_save(name, value)
         try:
             if name == "module" and isinstance(value, nn.Module):
                 folders[_MODULE] = prepare_module(value, None, example_inputs=None, extra={})
@@ -176,27 +135,24 @@ class ParamsWriter(MLWriter):
         url = drop_password(url)
         return replace(value, source=url) if is_source else url
 
-    def _to_save(self, name: str, value: Any) -> Any:
-        """The value of a Param, or what is saved in its place."""
-        return value
-
 
 class ModelWriter(ParamsWriter):
     """Saves a model: Params, module, summary."""
 
-    def _to_save(self, name: str, value: Any) -> Any:
+    def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
         """A loss that JSON cannot hold stays behind: the model predicts without."""
-        if name != "loss" or _describable(value) is not None:
-            return value
-        logger.warning(
-            "%s: the loss %r cannot be saved; evaluate and scores of the loaded model need loss=",
-            self.instance.uid,
-            value,
-        )
-        return UNKNOWN_LOSS
+        if name == "loss" and _describable(value) is None:
+            logger.warning(
+                "%s: the loss %r cannot be saved; evaluate and scores of the loaded model need "
+                "loss=",
+                self.instance.uid,
+                value,
+            )
+            value = UNKNOWN_LOSS
+        return super()._as_json(name, value, folders)
 
     def _describe(self, folders: dict[str, PreparedModule]) -> Params:
-        model: SavedModel = self.instance
+        model: Any = self.instance  # a TorchModel, which imports this file
         extra = {
             "columns": [column_as_json(column) for column in model.columns],
             "num_classes": model._num_classes,
@@ -230,7 +186,13 @@ class ParamsReader(MLReader[P]):
             ConfigError: the code that a description names cannot be imported here.
         """
         metadata = read_metadata(path, self.sparkSession)
-        self._check(metadata, path)
+        expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
+        if metadata["class"] != expected:
+            raise StorageError(
+                f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
+            )
+        if "sparkdl" not in metadata:
+            raise damaged(path, "it does not say which sparkdl has written it")
         instance: Any = self._make(path)
         instance._resetUid(metadata["uid"])
         instance._paramMap = {}
@@ -241,15 +203,6 @@ class ParamsReader(MLReader[P]):
 
     def _make(self, path: str) -> P:
         return self.cls()
-
-    def _check(self, metadata: Mapping[str, Any], path: str) -> None:
-        expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
-        if metadata["class"] != expected:
-            raise StorageError(
-                f"{without_password(path)} holds a {metadata['class']}, not a {expected}"
-            )
-        if "sparkdl" not in metadata:
-            raise damaged(path, "it does not say which sparkdl has written it")
 
     def _values(
         self, saved: Mapping[str, Any], instance: CheckedParams, path: str
@@ -292,12 +245,6 @@ class ModelReader(ParamsReader[M]):
         model.module_factory = extra["factory"]
         made: M = model
         return made
-
-
-def _about(described: Params, spark: SparkSession) -> dict[str, Any]:
-    """Our own entry of the metadata, with the sum of what Spark will write."""
-    metadata = json.loads(DefaultParamsWriter._get_metadata_to_save(described, spark))
-    return {"format": FORMAT, "version": __version__, "sha256": sum_of(metadata)}
 
 
 def _describable(factory: Any) -> Any:

@@ -51,22 +51,17 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
 
         RemoteMLWriter.handleOverwrite(path, overwrite)
     elif _is_ours(path, spark):
-        _make_way(open_storage(path), overwrite)
+        storage = open_storage(path)
+        if (names := storage.list("")) and not overwrite:
+            raise StorageError(f"{storage} already exists; use write().overwrite().save(...)")
+        for name in names:
+            storage.remove(name)
     else:
         from pyspark.ml.wrapper import JavaWrapper
 
-        name = "org.apache.spark.ml.util.FileSystemOverwrite"
-        helper: Any = JavaWrapper(JavaWrapper._new_java_obj(name))
+        java = JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite")
+        helper: Any = JavaWrapper(java)
         helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
-
-
-def _make_way(storage: Storage, overwrite: bool) -> None:
-    if not storage.list(""):
-        return
-    if not overwrite:
-        raise StorageError(f"{storage} already exists; use write().overwrite().save(...)")
-    for name in storage.list(""):
-        storage.remove(name)
 
 
 def check_place(path: str, spark: SparkSession) -> None:
@@ -117,15 +112,25 @@ def take_place(aside: str, spark: SparkSession) -> None:
 def write_metadata(
     instance: Params, path: str, spark: SparkSession, extra: dict[str, Any]
 ) -> Storage:
-    """Write ``<path>/metadata``. Returns the folder ``path``, for the files beside it."""
+    """Write ``<path>/metadata``. Returns the folder ``path``, for the files beside it.
+
+    Raises:
+        StorageError: the place cannot be written, or is not the one where Spark has written.
+    """
     if _is_ours(path, spark):
         text = DefaultParamsWriter._get_metadata_to_save(instance, spark, extra)
-        storage = open_storage(path)
-        storage.write(_METADATA, f"{text}\n".encode())
-        storage.write("metadata/_SUCCESS", b"")
-        return storage
+        ours = open_storage(path)
+        ours.write(_METADATA, f"{text}\n".encode())
+        ours.write("metadata/_SUCCESS", b"")
+        return ours
     DefaultParamsWriter.saveMetadata(instance, path, spark, extraMetadata=extra)
-    return place_of(path, spark)
+    storage = place_of(path, spark)
+    if is_connect(spark) and not storage.exists("metadata"):
+        raise StorageError(
+            f"{storage} lies on the host of the Spark Connect server, where this client cannot "
+            "write; save to a storage that both see, such as hdfs://, s3:// or a network mount"
+        )
+    return storage
 
 
 def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
@@ -135,7 +140,11 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
         StorageError: it is not there, cannot be read, is damaged or of a later format.
     """
     try:
-        metadata = _read_metadata(path, spark)
+        if _is_ours(path, spark):
+            text = open_storage(path).read(_METADATA).decode()
+            metadata = DefaultParamsReader._parseMetaData(text)
+        else:
+            metadata = DefaultParamsReader.loadMetadata(path, spark)
         if not isinstance(metadata["class"], str):
             raise TypeError(f"class {metadata['class']!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -147,12 +156,8 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
             f"Spark cannot read {without_password(path)}/metadata: {without_password(str(error))}; "
             "check the path, and that the model is whole"
         ) from error
-    if "sparkdl" in metadata:
-        _check(metadata, path)
-    return metadata
-
-
-def _check(metadata: Mapping[str, Any], path: str) -> None:
+    if "sparkdl" not in metadata:
+        return metadata
     written = metadata["sparkdl"]
     if written.get("format") not in range(1, FORMAT + 1):
         raise StorageError(
@@ -162,18 +167,12 @@ def _check(metadata: Mapping[str, Any], path: str) -> None:
         )
     if written["format"] > 1 and written.get("sha256") != sum_of(metadata):
         raise damaged(path, "it is not what was written")
+    return metadata
 
 
 def sum_of(metadata: Mapping[str, Any]) -> str:
     """SHA-256 of what counts in the metadata."""
     return digest({name: metadata.get(name) for name in _SEALED})
-
-
-def _read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
-    if _is_ours(path, spark):
-        text = open_storage(path).read(_METADATA).decode()
-        return DefaultParamsReader._parseMetaData(text)
-    return DefaultParamsReader.loadMetadata(path, spark)
 
 
 def damaged(path: str, why: str) -> StorageError:
@@ -229,10 +228,7 @@ def _is_ours(path: str, spark: SparkSession) -> bool:
 
 
 def _qualified(path: str, spark: SparkSession) -> str:
-    """``path`` as Spark resolves it: with scheme and host of the cluster's default file system.
-
-    Spark tells where it reads the metadata from; that works on Spark Connect as well.
-    """
+    """``path`` with scheme and host, as Spark tells of the metadata; on Spark Connect as well."""
     row = spark.read.text(f"{path}/metadata").select(F.input_file_name()).first()
     if row is None:
         raise StorageError(f"{without_password(path)}/metadata is empty; save the instance again")

@@ -11,45 +11,49 @@ from __future__ import annotations
 import copy
 import json
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from sparkdl.data.plan import RoundPart
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
 from sparkdl.spark.rounds.round_totals import RoundDone
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
+from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
 
-def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
+def train_in_rounds(run: Run, strategy: AveragingStrategy) -> TrainingSummary:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     period = strategy.make_period()
-    return run_rounds(run, period, lambda jobs: _Averaged(run, strategy, jobs), watch=watch)
+    return run_rounds(run, period, lambda jobs: Averaged(run, strategy, jobs), watch=watch)
 
 
-class _Averaged:
+class Averaged(Stateful):
     """`Replicas` that begin each round from one state, the mean of what they came to before."""
+
+    shared_state: ClassVar = ("round", "outer")
 
     def __init__(self, run: Run, strategy: AveragingStrategy, jobs: RoundJobs) -> None:
         self._strategy = strategy
         self._jobs = jobs
         self._num_shards = run.plan.world_size
         self._outer = strategy.make_outer(run.plan.world_size)
-        self._state: dict[str, Any] = {"model": copy.deepcopy(run.module.state_dict())}
+        self._round: dict[str, Any] = {"model": copy.deepcopy(run.module.state_dict())}
         self._trained = [n for n, p in run.module.named_parameters() if p.requires_grad]
 
     @property
     def learning_rate(self) -> float:
-        if "optimizer" not in self._state:
+        if "optimizer" not in self._round:
             return math.nan
-        return float(self._state["optimizer"]["param_groups"][0].get("lr", math.nan))
+        return float(self._round["optimizer"]["param_groups"][0].get("lr", math.nan))
 
     def train(self, part: RoundPart) -> RoundDone:
-        state = self._jobs.encoded(self._state)
+        state = self._jobs.encoded(self._round)
         rows = self._jobs.run_on_all(part, state, depth=self._strategy.merge_depth)
         reports = {rank: json.loads(data) for rank, kind, data in rows if kind == "result"}
         assert len(reports) == self._num_shards
@@ -67,14 +71,14 @@ class _Averaged:
         mean["model"] = {n: mean["model"].get(n, value) for n, value in self.model().items()}
         if self._outer is not None:
             learning_rate = float(mean["optimizer"]["param_groups"][0].get("lr", math.nan))
-            anchor = [self._state["model"][name] for name in self._trained]
+            anchor = [self._round["model"][name] for name in self._trained]
             self._outer.step(anchor, [mean["model"][name] for name in self._trained], learning_rate)
         if self._strategy.optimizer_state == "reset":
             mean["optimizer"]["state"] = {}
-        self._state = mean
+        self._round = mean
 
     def model(self) -> dict[str, Any]:
-        model: dict[str, Any] = self._state["model"]
+        model: dict[str, Any] = self._round["model"]
         return model
 
     def evaluate(self, state: TrainState) -> Evaluation:
@@ -83,12 +87,3 @@ class _Averaged:
     def notes(self) -> list[Record]:
         """See `Replicas.notes`; there is no population."""
         return []
-
-    def state_dict(self) -> dict[str, Any]:
-        outer = None if self._outer is None else self._outer.state_dict()
-        return {"round": self._state, "outer": outer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = state["round"]
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])

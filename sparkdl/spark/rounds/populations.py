@@ -15,18 +15,20 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, TrainingDiverged
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
 from sparkdl.spark.rounds.round_totals import RoundDone
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
+from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.merge import merge
 from sparkdl.sync.averaging.period import FixedPeriod, Period
 from sparkdl.sync.population.hyperparameters import first_values
@@ -57,7 +59,7 @@ and some ways to send them end at 128 MB."""
 Parts = dict[str, bytes]
 
 
-def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
+def train_population(run: Run, strategy: PopulationStrategy) -> TrainingSummary:
     """Train, and give the result to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     if isinstance(strategy, OneShotAveraging):
@@ -178,10 +180,9 @@ class Population:
         return {
             "members": [
                 {
+                    **vars(member),
                     "model": _as_tensor(member.model),
                     "rest": _as_tensor(member.rest),
-                    "weight": member.weight,
-                    "learning_rate": member.learning_rate,
                 }
                 for member in self.members
             ],
@@ -244,8 +245,10 @@ class _OneShot:
         return self._jobs.measure(self.model())
 
 
-class _Competition(ABC):
+class _Competition(Stateful, ABC):
     """`Replicas` whose members are measured against each other; the best is the result."""
+
+    shared_state: ClassVar[tuple[str, ...]] = ("best_member",)
 
     def __init__(self, run: Run, jobs: RoundJobs) -> None:
         self._run = run
@@ -296,11 +299,11 @@ class _Competition(ABC):
         return Evaluation(record=record, confusion=None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._population.state_dict(), "best_member": self._best_member}
+        return {**self._population.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._population.load_state_dict(state)
-        self._best_member = state["best_member"]
+        super().load_state_dict(state)
 
 
 class _Tournament(_Competition):
@@ -341,6 +344,8 @@ class _Tournament(_Competition):
 
 class _PopulationBased(_Competition):
     """`Replicas` for `PopulationBasedTraining`."""
+
+    shared_state: ClassVar = ("best_member", "values", "has_diverged")
 
     def __init__(self, run: Run, strategy: PopulationBasedTraining, jobs: RoundJobs) -> None:
         super().__init__(run, jobs)
@@ -394,18 +399,6 @@ class _PopulationBased(_Competition):
             "has_diverged": float(self._has_diverged[member]),
             **self._values[member],
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "values": self._values,
-            "has_diverged": self._has_diverged,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._values = state["values"]
-        self._has_diverged = state["has_diverged"]
 
 
 class AlignedPeriod(Period):

@@ -12,19 +12,19 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparkdl.comm.channel import Hub
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.report.live.progress import Progress
+from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
 from sparkdl.spark.run.resume import find_checkpoint
-from sparkdl.spark.run.run import Run, Trained
+from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.sync.averaging.period import Period, RoundReport
@@ -65,7 +65,7 @@ class Replicas(Protocol):
 
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
-) -> Trained:
+) -> TrainingSummary:
     """Train, and give the weights to the run's module.
 
     Args:
@@ -79,32 +79,12 @@ def run_rounds(
         TrainingDiverged: the loss is not finite or has exploded.
         TrainingFailed: jobs failed more than ``max_restarts`` times.
     """
-    book = EpochBook(run.config, run.plan)
-    jobs = RoundJobs(run, book)
-    replicas = make(jobs)
-    num_shards = run.plan.world_size
-    totals = Totals(
-        rows=[0] * num_shards,
-        seconds=[0.0] * num_shards,
-        bytes_sent=[0] * num_shards,
-        epoch_sums=[0.0] * (2 + len(jobs.labels)),
-        report=run.recorder.spent,
-    )
+    rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:
-        checkpoints = None
         if run.link.url is not None:
-            checkpoints = stack.enter_context(_checkpoints(run))
+            rounds.checkpoints = stack.enter_context(_checkpoints(run))
         stack.enter_context(tuned_allocator())  # states of the same size come and go
-        return Rounds(
-            run=run,
-            period=period,
-            book=book,
-            jobs=jobs,
-            replicas=replicas,
-            totals=totals,
-            watch=watch,
-            checkpoints=checkpoints,
-        ).train()
+        return rounds.train()
 
 
 def _checkpoints(run: Run) -> CheckpointManager:
@@ -128,20 +108,22 @@ def _checkpoints(run: Run) -> CheckpointManager:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
+class _Rounds:
     """A run in rounds; what changes is in its parts."""
 
-    run: Run
-    period: Period
-    book: EpochBook
-    jobs: RoundJobs
-    replicas: Replicas
-    totals: Totals
-    watch: LossWatch
-    checkpoints: CheckpointManager | None
+    def __init__(
+        self, run: Run, period: Period, make: Callable[[RoundJobs], Replicas], watch: LossWatch
+    ) -> None:
+        self.run = run
+        self.period = period
+        self.watch = watch
+        self.book = EpochBook(run.config, run.plan)
+        self.jobs = RoundJobs(run, self.book)
+        self.replicas = make(self.jobs)
+        self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
+        self.checkpoints: CheckpointManager | None = None
 
-    def train(self) -> Trained:
+    def train(self) -> TrainingSummary:
         """Train to the end."""
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
@@ -169,11 +151,11 @@ class Rounds:
         run.module.load_state_dict(book.best_model or self.replicas.model())
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
-        return Trained(
+        return TrainingSummary(
             history=book.state.state_dict()["history"],
             steps=book.state.step,
             restarts=self.jobs.restarts,
-            seconds=totals.phases(),
+            phase_seconds=totals.phases(),
             throughput_by_rank=totals.throughput(),
             bytes_sent_by_rank=totals.bytes_sent,
             population=self.replicas.notes(),
@@ -230,7 +212,8 @@ class Rounds:
             self.totals.begin_epoch()
         run.view.epoch(record)
         if is_kept and evaluation is not None and evaluation.confusion is not None:
-            run.recorder.confusion(int(record["epoch"]), evaluation.confusion)
+            counts = evaluation.confusion
+            run.view.fact(0, {"kind": "confusion", "epoch": int(record["epoch"]), "counts": counts})
         if run.config.callbacks:
             run.module.load_state_dict(self.replicas.model())
             for callback in run.config.callbacks:

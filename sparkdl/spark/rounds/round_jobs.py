@@ -77,15 +77,14 @@ class RoundJobs:
             TrainingFailed: jobs failed more than ``max_restarts`` times.
         """
         run = self._run
+        patient = replace(
+            run.settings,
+            heartbeat_timeout_seconds=_PATIENCE * run.settings.heartbeat_timeout_seconds,
+            start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
+        )
         result = supervise(
-            run,
+            replace(run, settings=patient, max_restarts=run.max_restarts - self.restarts),
             partial(self._submit, part, work, stage),
-            limits=replace(
-                run.limits(),
-                max_restarts=run.max_restarts - self.restarts,
-                heartbeat_timeout_seconds=_PATIENCE * run.settings.heartbeat_timeout_seconds,
-                start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
-            ),
             first_attempt=self._num_jobs,
             what="evaluate" if part is None else f"train from step {part.step}",
         )
@@ -145,7 +144,7 @@ class RoundJobs:
         run = self._run
         if attempt > self._num_jobs:
             number = self.restarts + attempt - self._num_jobs
-            run.recorder.begun_again(number, self._book.state.step)
+            run.view.begun_again(number, self._book.state.step)
             run.table.rebuild()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")
         order = RoundOrder(

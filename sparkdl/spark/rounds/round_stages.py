@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -92,23 +92,23 @@ class RoundTask:
             return files.read(f"{self.state}/{shard_id}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeTask:
-    """Merges the states of a group of shards, in the order of their numbers."""
+def merge_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Merge the states of a group of shards, in the order of their numbers. Runs on executors.
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one state per group, under its first shard's number, and all other rows."""
-        rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
-        groups: dict[int, list[tuple[int, bytes]]] = {}
-        group_of = {row["rank"]: row["group"] for row in rows}
-        for rank, kind, payload in sorted(joined_results(rows)):
-            if kind == STATE:
-                groups.setdefault(group_of[rank], []).append((rank, payload))
-            else:
-                yield from result_batches(rank, kind, payload)
-        for members in groups.values():
-            merged = merge_payloads([payload for _, payload in members])
-            yield from result_batches(members[0][0], STATE, merged)
+    Yields:
+        One state per group, under its first shard's number, and all other rows.
+    """
+    rows: list[dict[str, Any]] = [row for batch in batches for row in batch.to_pylist()]
+    groups: dict[int, list[tuple[int, bytes]]] = {}
+    group_of = {row["rank"]: row["group"] for row in rows}
+    for rank, kind, payload in sorted(joined_results(rows)):
+        if kind == STATE:
+            groups.setdefault(group_of[rank], []).append((rank, payload))
+        else:
+            yield from result_batches(rank, kind, payload)
+    for members in groups.values():
+        merged = merge_payloads([payload for _, payload in members])
+        yield from result_batches(members[0][0], STATE, merged)
 
 
 def merge_payloads(payloads: Sequence[bytes]) -> bytes:
@@ -197,7 +197,7 @@ def tree_levels(num_shards: int, depth: int) -> list[int]:
 def _merged(results: DataFrame, num_shards: int, num_groups: int) -> DataFrame:
     group = F.floor(F.col("rank") * num_groups / num_shards).cast("int").alias("group")
     grouped = results.select("*", group).repartition(num_groups, "group")
-    return grouped.mapInArrow(MergeTask(), RESULT_COLUMNS)
+    return grouped.mapInArrow(merge_groups, RESULT_COLUMNS)
 
 
 def _as_rows(table: DataFrame, state: bytes) -> DataFrame:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+_PHASES = ("rounds: slowest task", "rounds: everything else", "evaluate", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +43,31 @@ class RoundDone:
         return max(float(report["seconds"]) for report in self.reports.values())
 
 
-@dataclass(kw_only=True)
 class Totals:
-    """What the tasks have reported so far; lists are by shard."""
+    """What the tasks have reported so far; lists are by shard.
 
-    rows: list[int]
-    seconds: list[float]
-    bytes_sent: list[int]
-    epoch_sums: list[float]
-    """Weighted losses and weights of the samples of the present epoch, and each label's losses."""
-    report: Callable[[int, Mapping[str, float]], None]
-    """Gets what each shard's time was spent on, whenever that has grown."""
-    steps: float = 0.0
-    """Seconds of the slowest task of each round, summed."""
-    overhead: float = 0.0
-    """The rest of the rounds' seconds."""
-    evaluate: float = 0.0
-    checkpoint: float = 0.0
-    began: float = field(default_factory=time.perf_counter)
-    """When training began, by `time.perf_counter`."""
-    _spent: dict[int, dict[str, float]] = field(default_factory=dict)
+    Args:
+        num_shards: number of shards.
+        labels: the labels whose losses are kept apart.
+        report: gets what each shard's time was spent on, whenever that has grown.
+    """
+
+    def __init__(
+        self,
+        num_shards: int,
+        labels: Sequence[str],
+        report: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self.rows = [0] * num_shards
+        self.seconds = [0.0] * num_shards
+        self.bytes_sent = [0] * num_shards
+        self.epoch_sums = [0.0] * (2 + len(labels))
+        """Weighted losses and weights of the samples of the epoch, and each label's losses."""
+        self.began = time.perf_counter()
+        """When training began, by `time.perf_counter`."""
+        self._report = report
+        self._phases = dict.fromkeys(_PHASES, 0.0)
+        self._spent: list[dict[str, float]] = [{} for _ in range(num_shards)]
 
     def add(self, done: RoundDone) -> None:
         """Take note of a round."""
@@ -82,43 +89,32 @@ class Totals:
         A shard waits from its own end to that of the slowest. What the round has taken besides,
         for Spark's scheduling, for states on their way and their mean, is communication.
         """
-        self.steps += done.seconds
-        self.overhead += overhead
-        for shard_id in range(len(self.rows)):
+        self._phases["rounds: slowest task"] += done.seconds
+        self._phases["rounds: everything else"] += overhead
+        for shard_id, spent in enumerate(self._spent):
             report = done.reports.get(shard_id, {"spent": {}})
             own = dict(report["spent"])
             own["waiting"] = max(0.0, done.seconds - sum(own.values()))
             own["communication"] = max(0.0, overhead)
-            self._add(shard_id, own)
+            _add(spent, own)
         self._report_all()
 
     def spend(self, what: Literal["evaluate", "checkpoint"], seconds: float) -> None:
         """Take note of what the driver did while all shards waited for it."""
-        setattr(self, what, getattr(self, what) + seconds)
-        for shard_id in range(len(self.rows)):
-            self._add(shard_id, {what: seconds})
+        for spent in (self._phases, *self._spent):
+            _add(spent, {what: seconds})
         self._report_all()
-
-    def _add(self, shard_id: int, seconds: dict[str, float]) -> None:
-        total = self._spent.setdefault(shard_id, {})
-        for what, value in seconds.items():
-            total[what] = total.get(what, 0.0) + value
 
     def _report_all(self) -> None:
         """What is not accounted for, such as callbacks on the driver, is spent on other things."""
         elapsed = time.perf_counter() - self.began
-        for shard_id, own in self._spent.items():
+        for shard_id, own in enumerate(self._spent):
             rest = max(0.0, elapsed - sum(own.values()))
-            self.report(shard_id, {**own, "other": own.get("other", 0.0) + rest})
+            self._report(shard_id, {**own, "other": own.get("other", 0.0) + rest})
 
     def phases(self) -> dict[str, float]:
         """Phase -> seconds."""
-        return {
-            "rounds: slowest task": self.steps,
-            "rounds: everything else": self.overhead,
-            "evaluate": self.evaluate,
-            "checkpoint": self.checkpoint,
-        }
+        return dict(self._phases)
 
     def throughput(self) -> list[float]:
         """Samples per second of each shard while it was trained on."""
@@ -126,3 +122,8 @@ class Totals:
             rows / seconds if seconds > 0 else 0.0
             for rows, seconds in zip(self.rows, self.seconds, strict=True)
         ]
+
+
+def _add(total: dict[str, float], seconds: Mapping[str, float]) -> None:
+    for what, value in seconds.items():
+        total[what] = total.get(what, 0.0) + value

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.packed_module import PackedModule
@@ -37,43 +36,28 @@ class Run(Launch):
     objective: LossFunction
     """What is minimized, for what the driver asks of it."""
     table: RowTable
-    recorder: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What came of a run; the weights are in its module."""
+class Request:
+    """What fits and runs of functions both ask for."""
 
-    history: list[dict[str, float]]
-    steps: int
-    restarts: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    throughput_by_rank: list[float] = field(default_factory=list)
-    bytes_sent_by_rank: list[int] = field(default_factory=list)
-    population: list[dict[str, float]] = field(default_factory=list)
-
-    def to_summary(
-        self, plan: TrainPlan, laps: dict[str, float], seconds: float
-    ) -> TrainingSummary:
-        """The record for the user."""
-        return TrainingSummary(
-            history=self.history,
-            phase_seconds={**{f"fit: {name}": lap for name, lap in laps.items()}, **self.seconds},
-            restarts=self.restarts,
-            rows=plan.num_rows,
-            validation_rows=plan.num_validation_rows,
-            steps=self.steps,
-            world_size=plan.world_size,
-            throughput_by_rank=self.throughput_by_rank,
-            bytes_sent_by_rank=self.bytes_sent_by_rank,
-            population=self.population,
-            seconds=seconds,
-        )
+    num_workers: int | None
+    max_restarts: int
+    verbose: int
+    cpus_per_worker: int | None
+    gpus_per_worker: float | None
+    report_dir: str | None = None
+    """Directory or URL in which the run leaves its record; None: nowhere."""
+    listeners: tuple[Listener, ...] = ()
+    name: str = "fit"
+    """What is run, for its record."""
+    params: tuple[Mapping[str, Any], ...] = ()
+    """What was asked for, as `RunRecord.params` shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRequest:
+class FitRequest(Request):
     """What the estimator asks for."""
 
     module: Any
@@ -84,11 +68,6 @@ class FitRequest:
     label_col: str | None
     weight_col: str | None
     validation_col: str | None
-    num_workers: int | None
-    max_restarts: int
-    verbose: int
-    cpus_per_worker: int | None
-    gpus_per_worker: float | None
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     execution_mode: str = "auto"
@@ -99,13 +78,6 @@ class FitRequest:
     """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
-    report_dir: str | None = None
-    """Directory or URL in which the run leaves its record; None: nowhere."""
-    listeners: tuple[Listener, ...] = ()
-    name: str = "fit"
-    """What is run, for its record."""
-    params: tuple[Mapping[str, Any], ...] = ()
-    """What was asked for, as `RunRecord.params` shows it."""
 
     @property
     def num_inputs(self) -> int:

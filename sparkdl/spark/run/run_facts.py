@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Params
@@ -20,67 +18,37 @@ from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
-    from sparkdl.report.listeners.listener import Listener
-    from sparkdl.spark.run.run import FitRequest, Run
+    from sparkdl.spark.run.run import Request, Run
 
 _LONGEST_VALUE = 500
 """Characters of a Param's value that are kept."""
 
 
-def recorded(
-    spark: SparkSession, request: FitRequest, run_id: str
-) -> AbstractContextManager[Recorder]:
-    """Record a fit; see `record_run`."""
-    return record_run(
-        spark,
-        run_id=run_id,
-        name=request.name,
-        params=request.params,
-        report_dir=request.report_dir,
-        listeners=request.listeners,
-    )
-
-
 @contextmanager
-def record_run(
-    spark: SparkSession | None,
-    *,
-    run_id: str,
-    name: str,
-    params: tuple[Mapping[str, Any], ...],
-    report_dir: str | None,
-    listeners: tuple[Listener, ...],
-) -> Iterator[Recorder]:
+def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Iterator[Recorder]:
     """Record a run, which may have no session, within `interruptible` if it has; see `recording`.
 
     The record is written while nothing is interrupted. What the user has interrupted says so,
     whatever the cancelled jobs have raised.
     """
     storage: Storage | None = None
-    if report_dir:
-        storage = open_storage(report_dir) if spark is None else open_on_driver(spark, report_dir)
-    record = recording(
+    if place := request.report_dir:
+        storage = open_storage(place) if spark is None else open_on_driver(spark, place)
+    recorded = recording(
         run_id=run_id,
-        name=name,
-        params=params,
+        name=request.name,
+        params=request.params,
         storage=storage,
-        listeners=listeners,
+        listeners=request.listeners,
+        is_interrupted=is_interrupted,
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
-        phase="preflight",
     )
     with Cleanup() as stack:
-        recorder = stack.enter_context(record)
-        stack.push(partial(_end_interrupted, recorder))
+        recorder = stack.enter_context(recorded)
+        recorder.phase("preflight")
         yield recorder
-
-
-def _end_interrupted(
-    recorder: Recorder, _: object, error: BaseException | None, __: object
-) -> None:
-    if error is not None and is_interrupted():
-        recorder.end(KeyboardInterrupt("interrupted"))
 
 
 def shown_params(params: Params) -> tuple[Mapping[str, Any], ...]:
@@ -139,23 +107,3 @@ def _spark_facts(spark: SparkSession) -> dict[str, Any]:
         "name": conf(spark, "spark.app.name"),
         "ui": context.uiWebUrl,
     }
-
-
-class Clock:
-    """Seconds of each phase of a fit on the driver, in order; they go into its record."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._start = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """End a phase, or a part of it."""
-        now = time.perf_counter()
-        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
-        self._recorder.lap(name, now - self._last)
-        self._last = now
-
-    def total(self) -> float:
-        """Seconds since the start."""
-        return self._last - self._start

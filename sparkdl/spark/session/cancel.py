@@ -22,17 +22,20 @@ _WAIT_SECONDS = 60.0
 
 
 def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
-    """Cancel what is tagged until it has ended; after a minute go on doing so in the background.
+    """Cancel what is tagged until it has ended, and wait for that, but no longer than a minute.
 
-    A user who is in a hurry need not wait that long.
+    A user who is in a hurry need not wait that long. The cancelling goes on in the background.
 
     Args:
         spark: the session.
         tag: of `tag_jobs`, in the thread that submits the job.
         is_over: is set when the job has ended.
     """
+    cancelling = threading.Thread(
+        target=_keep_cancelling, args=(spark, tag, is_over), name="sparkdl-cancel", daemon=True
+    )
+    cancelling.start()
     deadline = time.monotonic() + _WAIT_SECONDS
-    _cancel(spark, tag)
     while not is_over.wait(timeout=_AGAIN_SECONDS):
         if time.monotonic() > deadline or is_hurried():
             logger.warning(
@@ -40,23 +43,15 @@ def end_job(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
                 "is cancelled as soon as Spark lets it begin, or kill it in Spark's UI",
                 tag,
             )
-            threading.Thread(
-                target=_keep_cancelling,
-                args=(spark, tag, is_over),
-                name="sparkdl-cancel",
-                daemon=True,
-            ).start()
             return
-        _cancel(spark, tag)
+    cancelling.join()
 
 
 def _keep_cancelling(spark: SparkSession, tag: str, is_over: threading.Event) -> None:
-    while not is_over.wait(timeout=_AGAIN_SECONDS):
-        _cancel(spark, tag)
-
-
-def _cancel(spark: SparkSession, tag: str) -> None:
-    try:
-        cancel_jobs(spark, tag)
-    except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
-        logger.info("Spark does not cancel jobs any more: %s", error)
+    while True:
+        try:
+            cancel_jobs(spark, tag)
+        except Exception as error:  # whatever py4j or gRPC raise where Spark is gone
+            logger.info("Spark does not cancel jobs any more: %s", error)
+        if is_over.wait(timeout=_AGAIN_SECONDS):
+            return

@@ -8,41 +8,26 @@ from typing import Any
 
 from py4j.java_gateway import is_instance_of
 from pyspark import SparkContext
-from pyspark.errors import (
-    AnalysisException,
-    ArithmeticException,
-    ArrayIndexOutOfBoundsException,
-    DateTimeException,
-    IllegalArgumentException,
-    NumberFormatException,
-    PySparkPicklingError,
-    PythonException,
-    SparkNoSuchElementException,
-    SparkRuntimeException,
-    SparkUpgradeException,
-    UnsupportedOperationException,
-)
+from pyspark import errors as spark_errors
 
 from sparkdl.data.spool.local_disk import DISK_REMEDY
 from sparkdl.errors import DataError, SparkDLError, StorageError, TrainingFailed
 
 _WOULD_COME_AGAIN = (
-    AnalysisException,
-    ArithmeticException,
-    ArrayIndexOutOfBoundsException,
-    DateTimeException,
-    IllegalArgumentException,
-    NumberFormatException,
-    PySparkPicklingError,
-    PythonException,
-    SparkNoSuchElementException,
-    SparkRuntimeException,
-    SparkUpgradeException,
-    UnsupportedOperationException,
+    spark_errors.AnalysisException,
+    spark_errors.ArithmeticException,
+    spark_errors.ArrayIndexOutOfBoundsException,
+    spark_errors.DateTimeException,
+    spark_errors.IllegalArgumentException,
+    spark_errors.NumberFormatException,
+    spark_errors.PySparkPicklingError,
+    spark_errors.PythonException,
+    spark_errors.SparkNoSuchElementException,
+    spark_errors.SparkRuntimeException,
+    spark_errors.SparkUpgradeException,
+    spark_errors.UnsupportedOperationException,
 )
 """Errors of Spark that are mistakes in the DataFrame's own query, not the loss of a worker."""
-
-
 _CANCELLED = ("SPARK_JOB_CANCELLED", "OPERATION_CANCELED")
 _CANNOT_READ = "FAILED_READ_FILE"
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))

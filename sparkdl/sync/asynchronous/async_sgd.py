@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -139,6 +139,9 @@ class AsyncSynchronizer(Synchronizer):
     """
 
     trains_apart = True
+    # Weights and clocks are equal when a round is closed.
+    shared_state: ClassVar = ("mean_squares",)
+    rank_state: ClassVar = ("share",)
     optimizer: ServedOptimizer
 
     def __init__(
@@ -205,19 +208,6 @@ class AsyncSynchronizer(Synchronizer):
         if not self._rules.is_bulk:
             self._share.close_round()
         self._steps_since_closed = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.state_dict`; weights and clocks are equal when a round is closed."""
-        return {"mean_squares": self._mean_squares}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean_squares = state["mean_squares"]
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"share": self._share.state_dict()}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._share.load_state_dict(state["share"])
 
     def close(self) -> None:
         if self._exchange is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from sparkdl.comm.communicator import Communicator
+from sparkdl.storage.stateful import Stateful
 
 
-class BatchShare:
+class BatchShare(Stateful):
     """Estimates a rank's part, by the samples' weights, in the united batch of a group of ranks.
 
     The loop says how many samples all ranks have in a step, but not what they weigh and, where
@@ -21,6 +22,8 @@ class BatchShare:
         group: the ranks whose batches are united.
         device: where the communicator wants tensors.
     """
+
+    rank_state: ClassVar = ("total", "divisors")
 
     def __init__(self, group: Communicator, device: torch.device) -> None:
         self._group = group
@@ -56,13 +59,8 @@ class BatchShare:
         if self._total > 0:
             self._ratio = self._total / self._divisors
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is known from closed rounds."""
-        return {"total": self._total, "divisors": self._divisors}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        self._total, self._divisors = state["total"], state["divisors"]
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_rank_state_dict(state)
         self._ratio = self._total / self._divisors if self._total > 0 else None
 
     def _sum(self, value: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -98,6 +98,7 @@ class HogwildSynchronizer(ApartSynchronizer):
     """
 
     keeps_optimizer = True
+    rank_state: ClassVar = ("share",)
 
     def __init__(self, *setup: *SetupArguments, period: int) -> None:
         super().__init__(*setup)
@@ -168,12 +169,6 @@ class HogwildSynchronizer(ApartSynchronizer):
         super().close_round()
         self._is_closed = True
 
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"share": self._share.state_dict()}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._share.load_state_dict(state["share"])
-
     def close(self) -> None:
         """See `Synchronizer.close`; the shared memory goes with the last tensor that uses it."""
         if not self._is_closed:
@@ -199,10 +194,10 @@ class HogwildSynchronizer(ApartSynchronizer):
         weight = self.round_sums[1:].clone()
         self._local.all_reduce(weight)
         if self._across is not None:
-            mean = MeanOfReplicas(self.model, self.optimizer, self._across, None)
+            mean = MeanOfReplicas(self.model, self.optimizer, self._across)
             shares = mean.shares(weight.item())
             if any(shares):
-                mean.parameters(self.parameters, shares, None)
+                mean.tensors(self.parameters, shares)
         self._local.barrier()
 
     def _use(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -17,9 +17,9 @@ from sparkdl.comm.channel import Address
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import unpack
-from sparkdl.sync.asynchronous.flight_link import SliceLink, SliceServer, flats
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
 from sparkdl.sync.asynchronous.parameter_slices import cut
+from sparkdl.sync.asynchronous.slice_link import SliceLink, SliceServer, flats
 from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, make_buckets, zeros
 from sparkdl.sync.strategy import MakeOptimizer
 

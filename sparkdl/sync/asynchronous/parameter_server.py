@@ -59,18 +59,8 @@ class Compensation:
                 drift /= (mean + _EPSILON).sqrt_()
             gradient.addcmul_(squared, drift, value=self._strength)
 
-    def state(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The running mean of the squared gradients of ``parameter``, if one is kept."""
-        return self._by_parameter().get(id(parameter))
-
-    def load(self, means: Mapping[int, torch.Tensor | None]) -> None:
-        """Restore what `state` gave, by ``id`` of the parameter."""
-        for parameter, square in self._by_parameter().items():
-            mean = means[parameter]
-            if mean is not None:
-                square.copy_(mean)
-
-    def _by_parameter(self) -> dict[int, torch.Tensor]:
+    def mean_squares(self) -> dict[int, torch.Tensor]:
+        """The running mean of squared gradients, if one is kept, by ``id`` of the parameter."""
         return {
             id(parameter): square
             for bucket in self._squares
@@ -159,8 +149,10 @@ class ServerSlice:
         if self._optimizer is not None and state["optimizer"]:
             self._optimizer.load_state(state["optimizer"])
         if self._compensation is not None and state["mean_squares"]:
-            mine = {id(p): state["mean_squares"][place] for place, p in self._served.items()}
-            self._compensation.load(mine)
+            squares = self._compensation.mean_squares()
+            for place, parameter in self._served.items():
+                if id(parameter) in squares and state["mean_squares"][place] is not None:
+                    squares[id(parameter)].copy_(state["mean_squares"][place])
 
     def inbox(self, rank: int) -> list[Bucket]:
         """Where the gradient of ``rank`` belongs, in the layout of `make_buckets`."""
@@ -291,7 +283,8 @@ class ServerSlice:
         state = {} if self._optimizer is None else self._optimizer.state()
         squares = {}
         if self._compensation is not None:
-            squares = {place: self._compensation.state(p) for place, p in self._served.items()}
+            found = self._compensation.mean_squares()
+            squares = {place: found.get(id(p)) for place, p in self._served.items()}
         return {"optimizer": state, "mean_squares": squares}
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:

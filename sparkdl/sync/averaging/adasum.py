@@ -165,7 +165,7 @@ def combine(flat: torch.Tensor, sizes: Sequence[int], comm: Communicator) -> Non
             a.copy_(adasum(a, b))
     whole = flat.new_zeros(_padded(len(flat), size))
     whole[: len(flat)] = flat
-    _Halving(whole, sizes, comm).run()
+    _Halving(whole, sizes, comm).run(0, len(whole), 0)
     flat.copy_(whole[: len(flat)])
     if has_extra:
         comm.send(flat, comm.rank + size)
@@ -180,20 +180,17 @@ class _Halving:
         self._comm = comm
         self._levels = _tree(comm.world_size)[0]
 
-    def run(self) -> None:
-        start, length = 0, len(self._whole)
-        given = []
-        for level in range(self._levels):
-            length //= 2
-            is_lower = not self._comm.rank >> level & 1
-            keeps, gives = (start, start + length) if is_lower else (start + length, start)
-            given.append((gives, keeps, length))
-            self._combine_half(level, keeps, gives, length)
-            start = keeps
-        for level, (gives, keeps, length) in reversed(list(enumerate(given))):
-            mine = self._whole[keeps : keeps + length]
-            theirs = self._comm.exchange(mine, self._comm.rank ^ 1 << level)
-            self._whole[gives : gives + length] = theirs
+    def run(self, start: int, length: int, level: int) -> None:
+        """Combine ``length`` values from ``start`` with the ranks of this level and above."""
+        if level == self._levels:
+            return
+        half = length // 2
+        is_lower = not self._comm.rank >> level & 1
+        keeps, gives = (start, start + half) if is_lower else (start + half, start)
+        self._combine_half(level, keeps, gives, half)
+        self.run(keeps, half, level + 1)
+        mine = self._whole[keeps : keeps + half]
+        self._whole[gives : gives + half] = self._comm.exchange(mine, self._comm.rank ^ 1 << level)
 
     def _combine_half(self, level: int, keeps: int, gives: int, length: int) -> None:
         """Combine the half from ``keeps`` with the peer's, with products over all halves."""

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
+from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.period import FixedPeriod, Period, RoundReport
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
+from sparkdl.sync.weight_changes import Changes
 
 if TYPE_CHECKING:
     from sparkdl.sync.averaging.outer_step import OuterRule
@@ -117,23 +119,15 @@ class AveragingStrategy(CollectiveStrategy):
         return AveragingSynchronizer(model, make_optimizer, comm, strategy=self)
 
 
-def check_weighting(weighting: str) -> None:
-    """Refuse what is no `Weighting`.
+def check_choices(*, weighting: str = "equal", optimizer_state: str = "keep") -> None:
+    """Refuse what is no `Weighting` or no `OptimizerState`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: one of them is something else.
     """
-    if weighting not in ("examples", "equal"):
+    if weighting not in get_args(Weighting):
         raise ConfigError(f"weighting must be 'examples' or 'equal'; received {weighting!r}")
-
-
-def check_optimizer_state(optimizer_state: str) -> None:
-    """Refuse what is no `OptimizerState`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if optimizer_state not in ("average", "reset", "keep"):
+    if optimizer_state not in get_args(OptimizerState):
         raise ConfigError(
             f"optimizer_state must be 'average', 'reset' or 'keep'; received {optimizer_state!r}"
         )
@@ -143,6 +137,8 @@ class AveragingSynchronizer(ApartSynchronizer):
     """See `AveragingStrategy`."""
 
     buffers_agree = True
+    shared_state: ClassVar[tuple[str, ...]] = ("period", "outer", "mean")
+    rank_state: ClassVar = ("mean",)
 
     def __init__(self, *setup: *SetupArguments, strategy: AveragingStrategy) -> None:
         super().__init__(*setup)
@@ -150,10 +146,13 @@ class AveragingSynchronizer(ApartSynchronizer):
         self.keeps_optimizer = strategy.optimizer_state == "keep"
         self._period = strategy.make_period()
         self._outer = strategy.make_outer(self._comm.world_size)
-        self._mean = MeanOfReplicas(
-            self.model, self.optimizer, self._comm, strategy.resolved_compression()
-        )
-        self._needs_anchor = self._outer is not None or self._mean.is_lossy
+        self._replicas = MeanOfReplicas(self.model, self.optimizer, self._comm)
+        self._changes: Changes | None = None
+        compression = strategy.resolved_compression()
+        if compression is not None and self._comm.world_size > 1:
+            self._changes = Changes(self.parameters, self._comm, compression)
+        self._mean = self._changes or Stateful()
+        self._needs_anchor = self._outer is not None or self._changes is not None
         self._anchor: list[torch.Tensor] = []
         self._set_anchor()
         self._round_length = 0
@@ -185,7 +184,7 @@ class AveragingSynchronizer(ApartSynchronizer):
         weight = self.round_sums[1].item()
         if self._strategy.weighting == "equal":
             weight = float(weight > 0)
-        shares = self._mean.shares(weight, self.learning_rate())
+        shares = self._replicas.shares(weight, self.learning_rate())
         began = time.perf_counter()  # after `shares`, in which ranks wait for the slowest
         if any(shares):
             self._agree(shares)
@@ -193,39 +192,37 @@ class AveragingSynchronizer(ApartSynchronizer):
             self._period.observe(self._report(step_seconds, time.perf_counter() - began))
         super().close_round()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "period": self._period.state_dict(),
-            "outer": None if self._outer is None else self._outer.state_dict(),
-            "mean": self._mean.state_dict(),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Synchronizer.load_state_dict`; the model must have been restored before."""
-        self._period.load_state_dict(state["period"])
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])
-        self._mean.load_state_dict(state["mean"])
+        super().load_state_dict(state)
         self._set_anchor()
 
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean.rank_state_dict()}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean.load_rank_state_dict(state["mean"])
-
     def _agree(self, shares: Sequence[float]) -> None:
-        self._take_mean(self._mean, shares)
+        self._take_mean(self._replicas, shares, self._changes)
         self.buffers_agree = True
         if self._outer is not None:
             with torch.no_grad():
-                self._outer.step(self._anchor, self.parameters, self._mean.learning_rate)
+                self._outer.step(self._anchor, self.parameters, self._replicas.learning_rate)
         self._set_anchor()
 
-    def _take_mean(self, mean: MeanOfReplicas, shares: Sequence[float]) -> None:
-        """Replace all that the strategy averages by its mean over some ranks."""
+    def _take_mean(
+        self, mean: MeanOfReplicas, shares: Sequence[float], changes: Changes | None = None
+    ) -> None:
+        """Replace all that the strategy averages by its mean over some ranks.
+
+        Parameters travel as compressed ``changes`` since the round began, or else as they are.
+        """
         with torch.no_grad():
-            mean.parameters(self.parameters, shares, self._anchor or None)
+            if changes is None:
+                mean.tensors(self.parameters, shares)
+            else:
+                changes.take(self.parameters, self._anchor)
+                changes.start_all(shares[self._comm.rank])
+                changes.wait()
+                for parameter, begin, change in zip(
+                    self.parameters, self._anchor, changes.tensors, strict=True
+                ):
+                    torch.add(begin, change, out=parameter)
             mean.buffers(shares)
         if self._strategy.optimizer_state == "average":
             mean.optimizer_state(shares)
@@ -246,5 +243,5 @@ class AveragingSynchronizer(ApartSynchronizer):
             step_seconds=everyone[:, 2].max().item(),
             merge_seconds=everyone[:, 3].max().item(),
             loss=losses / weights if weights > 0 else float("nan"),
-            learning_rate=self._mean.learning_rate,
+            learning_rate=self._replicas.learning_rate,
         )

@@ -15,7 +15,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     OptimizerState,
-    check_optimizer_state,
+    check_choices,
 )
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
@@ -52,7 +52,7 @@ class BlockMomentum(AveragingStrategy):
             raise ConfigError(
                 f"block_learning_rate must be positive; received {self.block_learning_rate}"
             )
-        check_optimizer_state(self.optimizer_state)
+        check_choices(optimizer_state=self.optimizer_state)
 
     def make_period(self) -> Period:
         return FixedPeriod(self.averaging_period)

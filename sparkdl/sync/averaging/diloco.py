@@ -1,30 +1,34 @@
 """DiLoCo: replicas train apart for long; what they have moved is a gradient of an outer optimizer.
 
-Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023. In
-fragments, and with overlap, as `streaming_diloco` has it.
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; in
+fragments, and with overlap: Douillard et al., "Streaming DiLoCo with overlapping communication",
+arXiv 2501.18512. Fragment ``p`` of ``P`` is sent at steps ``p H / P``, ``p H / P + H``, ... of the
+run (the first fragment from ``H`` on), arrives a fixed number of steps later, and is then mixed
+with what the replica has made of it meanwhile. What arrives when follows from the step alone, so
+that bits repeat. Ranks wait for each other when a fragment is sent (a message of a few bytes says
+what each replica counts), not while it travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.compression.compression import Shapes
 from sparkdl.errors import ConfigError
+from sparkdl.storage.stateful import Stateful
+from sparkdl.sync.apart import OwnWeightsSynchronizer
 from sparkdl.sync.averaging.averaging import AveragingStrategy, OptimizerState
-from sparkdl.sync.averaging.mean import SHARE_BYTES
+from sparkdl.sync.averaging.mean import SHARE_BYTES, MeanOfReplicas
 from sparkdl.sync.averaging.outer_step import OuterOptimizer
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
-from sparkdl.sync.averaging.streaming_diloco import (
-    Streaming,
-    StreamingSynchronizer,
-    fragments_of,
-)
-from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
+from sparkdl.sync.strategy import MakeOptimizer, SetupArguments, Synchronizer
+from sparkdl.sync.weight_changes import Changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +136,125 @@ class DiLoCo(AveragingStrategy):
             ConfigError: the model has fewer layers than fragments are wanted.
         """
         if self.is_streaming:
-            options = Streaming(
-                averaging_period=self.averaging_period,
-                num_fragments=self.num_fragments,
-                overlap_steps=self.overlap_steps,
-                kept=self.kept,
-                compression=self.resolved_compression(),
-                make_outer=self.make_outer,
-            )
-            return StreamingSynchronizer(model, make_optimizer, comm, options=options)
+            return StreamingSynchronizer(model, make_optimizer, comm, strategy=self)
         return super().setup(model, make_optimizer, comm)
+
+
+class _Fragment(Stateful):
+    """Some parameters, what all replicas agree on about them, and what is under way."""
+
+    shared_state: ClassVar = ("anchor", "due", "outer", "changes")
+    rank_state: ClassVar = ("seen", "changes")
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], offset: int, comm: Communicator, strategy: DiLoCo
+    ) -> None:
+        self.parameters = parameters
+        self.offset = offset
+        self.changes = Changes(parameters, comm, strategy.resolved_compression())
+        self.outer = strategy.make_outer(comm.world_size)
+        self.anchor = [parameter.detach().clone() for parameter in parameters]
+        self.due: int | None = None
+        """Completed steps at which what is under way arrives; None: nothing is."""
+        self.seen = 0.0
+        """Weight of this rank's samples when the fragment was last sent."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Stateful.state_dict`; what is under way must have been waited for."""
+        sums = None if self.due is None else self.changes.sums()
+        return {**super().state_dict(), "sums": sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["sums"] is not None:
+            self.changes.set_sums(state["sums"])
+
+
+class StreamingSynchronizer(OwnWeightsSynchronizer):
+    """See `DiLoCo`. What all replicas agree on is their mean, by the samples each has seen."""
+
+    shared_state: ClassVar = ("fragments",)
+    rank_state: ClassVar = (*OwnWeightsSynchronizer.rank_state, "fragments")
+
+    def __init__(self, *setup: *SetupArguments, strategy: DiLoCo) -> None:
+        super().__init__(*setup)
+        self._strategy = strategy
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm)
+        self._fragments = self._make_fragments()
+
+    def after_step(self, step: int) -> bool:
+        done = step + 1
+        for fragment in self._fragments:
+            if fragment.due == done:
+                self._arrive(fragment)
+            if done % self._strategy.averaging_period == fragment.offset:
+                self._send(fragment, done)
+        return True
+
+    def show_agreed(self) -> None:
+        """See `OwnWeightsSynchronizer.show_agreed`; what is under way arrives at its own time."""
+        for fragment in self._fragments:
+            fragment.changes.wait()
+        shares = self._mean.shares(self.round_sums[1].item())
+        if any(shares):
+            self._mean.tensors(self.parameters, shares)
+
+    def _send(self, fragment: _Fragment, done: int) -> None:
+        """Start to sum what the fragment has moved since all replicas agreed on it."""
+        seen = self.round_sums[1].item()
+        shares = self._mean.shares(seen - fragment.seen)
+        fragment.seen = seen
+        if not any(shares):
+            return
+        fragment.changes.take(fragment.parameters, fragment.anchor)
+        fragment.changes.start_all(shares[self._comm.rank])
+        fragment.due = done + self._strategy.overlap_steps
+        if self._strategy.overlap_steps == 0:
+            self._arrive(fragment)
+
+    @torch.no_grad()
+    def _arrive(self, fragment: _Fragment) -> None:
+        """Let the outer optimizer step, and mix its result into the replica's weights."""
+        fragment.changes.wait()
+        fragment.due = None
+        agreed = torch._foreach_add(fragment.anchor, fragment.changes.tensors)
+        fragment.outer.step(fragment.anchor, agreed, self.learning_rate())
+        for parameter, begin, value in zip(
+            fragment.parameters, fragment.anchor, agreed, strict=True
+        ):
+            parameter.lerp_(value, 1 - self._strategy.kept)
+            begin.copy_(value)
+
+    def _make_fragments(self) -> list[_Fragment]:
+        strategy, wanted = self._strategy, self._strategy.num_fragments
+        places = fragments_of([tuple(p.shape) for p in self.parameters], wanted)
+        if len(places) < wanted:
+            raise ConfigError(
+                f"num_fragments is {wanted}, but the model has {len(places)} layers with trained "
+                "weights; use fewer fragments"
+            )
+        return [
+            _Fragment(
+                [self.parameters[place] for place in some],
+                number * strategy.averaging_period // wanted,
+                self._comm,
+                strategy,
+            )
+            for number, some in enumerate(places)
+        ]
+
+
+def fragments_of(shapes: Shapes, num_fragments: int) -> list[list[int]]:
+    """Which parameters make up each fragment, given all shapes in the model's order.
+
+    A layer begins with each parameter of two or more dimensions; those of fewer that follow it,
+    such as its bias, belong to it. Layers are dealt to fragments in turn (the paper's strided
+    pattern). There are fewer fragments if there are fewer layers.
+    """
+    layers: list[list[int]] = [[]]
+    for place, shape in enumerate(shapes):
+        if len(shape) >= 2 and any(len(shapes[i]) >= 2 for i in layers[-1]):
+            layers.append([])
+        layers[-1].append(place)
+    dealt = [layers[number::num_fragments] for number in range(num_fragments)]
+    return [[place for layer in some for place in layer] for some in dealt if some]

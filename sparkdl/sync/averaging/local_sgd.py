@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     AveragingSynchronizer,
     OptimizerState,
-    check_optimizer_state,
+    check_choices,
 )
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.averaging.period import AdaptivePeriod, FixedPeriod, Period, check_period
@@ -72,7 +72,7 @@ class LocalSGD(AveragingStrategy):
         check_period(self.first_period, name="first_period")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps must not be negative; received {self.warmup_steps}")
-        check_optimizer_state(self.optimizer_state)
+        check_choices(optimizer_state=self.optimizer_state)
 
     def periods(self) -> tuple[int | None, int | Literal["adaptive"]]:
         """Steps between two means inside a node, or None if there are none; and of all ranks.
@@ -121,6 +121,8 @@ class LocalSGD(AveragingStrategy):
 class LocalSGDSynchronizer(AveragingSynchronizer):
     """See `LocalSGD`."""
 
+    shared_state: ClassVar = (*AveragingSynchronizer.shared_state, "buffers_agree")
+
     def __init__(self, *setup: *SetupArguments, strategy: LocalSGD) -> None:
         super().__init__(*setup, strategy=strategy)
         self._inside_period, _ = strategy.periods()
@@ -135,7 +137,7 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
                 device=self.parameters[0].device,
             )
             if self._inside_comm.world_size > 1:
-                self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm, None)
+                self._inside = MeanOfReplicas(self.model, self.optimizer, self._inside_comm)
 
     @property
     def bytes_sent(self) -> int:
@@ -157,13 +159,6 @@ class LocalSGDSynchronizer(AveragingSynchronizer):
         if self._inside_comm is not None:
             self._inside_comm.close()
         super().close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffers_agree": self.buffers_agree}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.buffers_agree = state["buffers_agree"]
 
     def _agree_inside(self) -> None:
         """Take the mean over the ranks of this node, by their samples since the last one."""

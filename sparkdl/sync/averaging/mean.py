@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,6 @@ from torch import nn
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.averaging.merge import STEP
 from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.sync.weight_changes import Changes
-
-if TYPE_CHECKING:
-    from sparkdl.comm.compression.compression import Compression
 
 SHARE_BYTES = 24
 """What a rank tells each other one before a mean: its weight, whether its optimizer has a state,
@@ -27,21 +23,16 @@ and its learning rate."""
 
 
 class MeanOfReplicas:
-    """Replaces what the ranks hold by the mean over ranks. All methods but states are collective.
+    """Replaces what the ranks hold by the mean over ranks. All methods are collective.
 
     Args:
         model: the rank's replica.
         optimizer: its optimizer.
         comm: the gang.
-        compression: what the parameters' changes are sent with; None: as they are.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        comm: Communicator,
-        compression: Compression | None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -50,15 +41,6 @@ class MeanOfReplicas:
         self.learning_rate = math.nan
         """That of the first rank that counted when `shares` was last called: where a replica
         skips a step that others take, schedules differ."""
-        self._changes: Changes | None = None
-        if compression is not None and comm.world_size > 1:
-            trained = [p for p in model.parameters() if p.requires_grad]
-            self._changes = Changes(trained, comm, compression)
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether what is sent are compressed changes, for which `parameters` needs an anchor."""
-        return self._changes is not None
 
     def shares(self, weight: float, learning_rate: float = math.nan) -> list[float]:
         """Every rank's part in the mean, given this rank's weight; all zero if nobody has one."""
@@ -71,23 +53,6 @@ class MeanOfReplicas:
         self.learning_rate = rates[int((weights > 0).int().argmax())].item()
         total = weights.sum().item()
         return [one / total if total > 0 else 0.0 for one in weights.tolist()]
-
-    def parameters(
-        self,
-        parameters: Sequence[torch.Tensor],
-        shares: Sequence[float],
-        anchor: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Overwrite ``parameters`` by their mean; ``anchor`` is where all ranks began."""
-        if self._changes is None:
-            self.tensors(parameters, shares)
-            return
-        assert anchor is not None
-        self._changes.take(parameters, anchor)
-        self._changes.start_all(shares[self._comm.rank])
-        self._changes.wait()
-        for parameter, begin, change in zip(parameters, anchor, self._changes.tensors, strict=True):
-            torch.add(begin, change, out=parameter)
 
     def tensors(self, tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> None:
         """Overwrite floating tensors, of equal shapes on all ranks, by their mean."""
@@ -144,54 +109,23 @@ class MeanOfReplicas:
     def _complete_optimizer(self) -> None:
         """Give states of zeros to the optimizers that never stepped while others did."""
         source = self._has_state.index(True)
-        is_source = self._comm.rank == source
-        kinds = self._comm.broadcast_bytes(
-            json.dumps(self._kinds()).encode() if is_source else None, source
-        )
-        if self._optimizer.state:
-            return
+        state = self._optimizer.state
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for place, entries in json.loads(kinds):
-            for key, shape, dtype in entries:
-                # torch keeps counts of steps on the CPU.
-                device = torch.device("cpu") if key == STEP else trained[place].device
-                self._optimizer.state[trained[place]][key] = torch.zeros(
-                    shape, dtype=getattr(torch, dtype), device=device
-                )
-
-    def _kinds(self) -> list[Any]:
-        """Shape and dtype of each tensor of the optimizer's state."""
-        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [
-            [
-                place,
-                [
-                    [key, list(value.shape), str(value.dtype).removeprefix("torch.")]
-                    for key, value in self._optimizer.state[parameter].items()
-                    if isinstance(value, torch.Tensor)
-                ],
-            ]
+        kinds = [
+            (place, key, list(value.shape), str(value.dtype).removeprefix("torch."))
             for place, parameter in enumerate(trained)
-            if parameter in self._optimizer.state
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The compressors' states that are equal on all ranks."""
-        return {} if self._changes is None else self._changes.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
-        if self._changes is not None and state:  # a gang of one has none
-            self._changes.load_state_dict(state)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """The compressors' states of this rank."""
-        return {} if self._changes is None else self._changes.rank_state_dict()
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `rank_state_dict` gave."""
-        if self._changes is not None:
-            self._changes.load_rank_state_dict(state)
+        mine = json.dumps(kinds).encode() if self._comm.rank == source else None
+        theirs = json.loads(self._comm.broadcast_bytes(mine, source))
+        if state:
+            return
+        for place, key, shape, dtype in theirs:
+            # torch keeps counts of steps on the CPU.
+            device = torch.device("cpu") if key == STEP else trained[place].device
+            zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            state[trained[place]][key] = zeros
 
 
 def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from sparkdl.errors import ConfigError
+from sparkdl.storage.stateful import Stateful
 
 NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
 """Optimizers of torch that call the loss several times a step, or take sparse gradients only."""
@@ -28,7 +29,7 @@ TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 """Lower-case name -> class, of those that work step by step."""
 
 
-class OuterRule(ABC):
+class OuterRule(Stateful, ABC):
     """A rule at work; all ranks call it with equal values, so that their states stay equal."""
 
     @abstractmethod
@@ -42,13 +43,6 @@ class OuterRule(ABC):
             mean: the mean of the replicas' parameters at its end.
             learning_rate: that of the replicas' optimizers at the end of the round.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the rule must remember."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
-        """Restore what `state_dict` gave."""
 
 
 class MomentumRule(OuterRule):

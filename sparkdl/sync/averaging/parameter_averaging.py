@@ -10,7 +10,7 @@ from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     OptimizerState,
     Weighting,
-    check_weighting,
+    check_choices,
 )
 from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, Period, check_period
 
@@ -44,7 +44,7 @@ class ParameterAveraging(AveragingStrategy):
             raise ConfigError(
                 f"aggregation_depth must be at least 1; received {self.aggregation_depth}"
             )
-        check_weighting(self.weighting)
+        check_choices(weighting=self.weighting)
         if not 0 < self.target_share < 1:
             raise ConfigError(f"target_share must be in (0, 1); received {self.target_share}")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from sparkdl.errors import ConfigError
+from sparkdl.storage.stateful import Stateful
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class RoundReport:
     """That of the replicas' optimizers at the end of the round."""
 
 
-class Period(ABC):
+class Period(Stateful, ABC):
     """Decides on the length of every round, on all ranks alike."""
 
     needs_report: bool = False
@@ -39,15 +40,8 @@ class Period(ABC):
     def steps(self, step: int) -> int:
         """Steps of the round that begins when ``step`` steps of the run are done; at least 1."""
 
-    def observe(self, report: RoundReport) -> None:  # noqa: B027  # may stay
+    def observe(self, report: RoundReport) -> None:
         """Take note of a round that has ended."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # may stay
-        """Restore what `state_dict` gave."""
 
 
 class FixedPeriod(Period):
@@ -75,6 +69,7 @@ class AutoPeriod(Period):
     """
 
     needs_report = True
+    shared_state: ClassVar = ("length", "step_seconds", "merge_seconds")
 
     def __init__(self, *, share: float = 0.05, first: int = 8, limit: int = 10_000) -> None:
         self.target_share: float = share
@@ -92,18 +87,6 @@ class AutoPeriod(Period):
         wanted = steps_for_share(self._merge_seconds, self._step_seconds, self.target_share)
         bounded = min(max(wanted, self._length / 2), self._length * 2)
         self._length = min(max(1, round(bounded)), self._limit)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "length": self._length,
-            "step_seconds": self._step_seconds,
-            "merge_seconds": self._merge_seconds,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._length = state["length"]
-        self._step_seconds = state["step_seconds"]
-        self._merge_seconds = state["merge_seconds"]
 
 
 class AdaptivePeriod(Period):
@@ -123,6 +106,7 @@ class AdaptivePeriod(Period):
     """
 
     needs_report = True
+    shared_state: ClassVar = ("length", "origin")
 
     def __init__(self, *, first: int, limit: int = 16) -> None:
         self._first = first
@@ -141,13 +125,6 @@ class AdaptivePeriod(Period):
             self._origin = now
         wanted = math.sqrt(now / self._origin * self._first)
         self._length = max(1, math.floor(min(wanted, self._limit)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"length": self._length, "origin": self._origin}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._length = state["length"]
-        self._origin = state["origin"]
 
 
 def steps_for_share(merge_seconds: float, step_seconds: float, share: float) -> float:

@@ -15,7 +15,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.averaging import (
     AveragingStrategy,
     OptimizerState,
-    check_optimizer_state,
+    check_choices,
 )
 from sparkdl.sync.averaging.outer_step import MomentumRule, OuterRule
 from sparkdl.sync.averaging.period import FixedPeriod, Period, check_period
@@ -48,7 +48,7 @@ class SlowMo(AveragingStrategy):
             raise ConfigError(
                 f"slow_learning_rate must be positive; received {self.slow_learning_rate}"
             )
-        check_optimizer_state(self.optimizer_state)
+        check_choices(optimizer_state=self.optimizer_state)
 
     def make_period(self) -> Period:
         return FixedPeriod(self.averaging_period)

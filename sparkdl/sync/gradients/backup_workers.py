@@ -132,7 +132,8 @@ class BackupWorkersSynchronizer(AllReduceSynchronizer):
         self._has_samples = True
 
     def reduce_gradients(self, sums: torch.Tensor, divisor: float) -> Reduced:
-        result = self._thread.contribute(Contribution(sums, self._has_samples))
+        readiness = Readiness.READY if self._has_samples else Readiness.EMPTY
+        result = self._thread.contribute(readiness, sums)
         for bucket, flat in zip(self._buckets, result.flats, strict=True):
             if bucket.flat is not flat:
                 bucket.flat.copy_(flat)
@@ -154,13 +155,6 @@ class Readiness(IntEnum):
     FULL = 3
     """Not ready, and too far behind for the others to go on."""
     LEAVING = 4
-
-
-class Contribution(NamedTuple):
-    """What the main thread has for a step; its gradients are in the buckets."""
-
-    sums: torch.Tensor
-    has_samples: bool
 
 
 class ConcludedStep(NamedTuple):
@@ -196,7 +190,8 @@ class StepThread(threading.Thread):
         self._flats = flats
         self._messages = messages
         self._changed = threading.Condition()
-        self._contribution: Contribution | None = None
+        self._readiness = Readiness.NOT_READY
+        self._sums = torch.zeros(2, dtype=torch.float64)
         self._results: deque[ConcludedStep] = deque()
         self._is_leaving = False
         self._failure: Exception | None = None
@@ -210,15 +205,17 @@ class StepThread(threading.Thread):
         with self._changed:
             return bool(self._results)
 
-    def contribute(self, contribution: Contribution) -> ConcludedStep:
+    def contribute(self, readiness: Readiness, sums: torch.Tensor) -> ConcludedStep:
         """Give this rank's part of the main thread's next step and get what came of the step.
+
+        The gradients are in the buckets.
 
         Raises:
             CommunicationError: a peer was lost, or has left.
         """
         with self._changed:
             if not self._results:
-                self._contribution = contribution
+                self._readiness, self._sums = readiness, sums
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._results or self._failure)
             if not self._results:
@@ -259,7 +256,7 @@ class StepThread(threading.Thread):
             elapsed = time.monotonic() - self._since
             self._changed.wait_for(
                 lambda: (
-                    self._contribution is not None
+                    self._readiness is not Readiness.NOT_READY
                     or self._is_leaving
                     or (is_full and len(self._results) < MAX_LAG)
                 ),
@@ -267,9 +264,9 @@ class StepThread(threading.Thread):
             )
             if self._is_leaving:
                 return Readiness.LEAVING
-            if self._contribution is not None:
-                return Readiness.READY if self._contribution.has_samples else Readiness.EMPTY
-            return Readiness.FULL if len(self._results) >= MAX_LAG else Readiness.NOT_READY
+            if self._readiness is Readiness.NOT_READY and len(self._results) >= MAX_LAG:
+                return Readiness.FULL
+            return self._readiness
 
     def _conclude(self, mine: Readiness, everyone: Sequence[Readiness]) -> None:
         """Sum the gradients of those that were ready; collective."""
@@ -279,15 +276,14 @@ class StepThread(threading.Thread):
             flats = [torch.zeros_like(flat) for flat in self._flats]
             sums = torch.zeros(2, dtype=torch.float64)
         else:
-            assert self._contribution is not None
-            flats, sums = list(self._flats), self._contribution.sums
+            flats, sums = list(self._flats), self._sums
         self._messages.start_plain(sums)
         for number, flat in enumerate(flats):
             self._messages.start(number, flat)
         self._messages.wait()
         is_all = len(ranks) == len(everyone)
         with self._changed:
-            self._contribution = None
+            self._readiness = Readiness.NOT_READY
             self._results.append(ConcludedStep(sums, flats, None if is_all else ranks))
             now = time.monotonic()
             self._recent.append(now - self._since)

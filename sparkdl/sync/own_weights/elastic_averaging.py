@@ -7,7 +7,7 @@ synchronous form: every rank holds the center, and moves it by the same sum.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -86,6 +86,9 @@ class ElasticAveraging(CollectiveStrategy):
 class ElasticSynchronizer(OwnWeightsSynchronizer):
     """See `ElasticAveraging`."""
 
+    shared_state: ClassVar = ("center", "pulls")
+    rank_state: ClassVar = (*OwnWeightsSynchronizer.rank_state, "pulls")
+
     def __init__(self, *setup: *SetupArguments, strategy: ElasticAveraging) -> None:
         super().__init__(*setup)
         self._period = strategy.averaging_period
@@ -102,21 +105,6 @@ class ElasticSynchronizer(OwnWeightsSynchronizer):
         """See `OwnWeightsSynchronizer.show_agreed`: the center."""
         for parameter, center in zip(self.parameters, self._center, strict=True):
             parameter.copy_(center)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"center": self._center, "pulls": self._pulls.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for center, value in zip(self._center, state["center"], strict=True):
-            center.copy_(value)
-        self._pulls.load_state_dict(state["pulls"])
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {**super().rank_state_dict(), "pulls": self._pulls.rank_state_dict()}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_rank_state_dict(state)
-        self._pulls.load_rank_state_dict(state["pulls"])
 
     @torch.no_grad()
     def _pull(self) -> None:

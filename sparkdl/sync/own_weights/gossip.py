@@ -9,7 +9,7 @@ seed and step, and both push at once, so that bits repeat.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -95,10 +95,12 @@ class Gossip(SyncStrategy):
 class GossipSynchronizer(OwnWeightsSynchronizer):
     """See `Gossip`."""
 
+    rank_state: ClassVar = (*OwnWeightsSynchronizer.rank_state, "weight", "has_trained")
+
     def __init__(self, *setup: *SetupArguments, strategy: Gossip) -> None:
         super().__init__(*setup)
         self._strategy = strategy
-        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm)
         self._weight = 0.0
         self._has_trained = False
 
@@ -115,18 +117,6 @@ class GossipSynchronizer(OwnWeightsSynchronizer):
         shares = self._mean.shares(self._weight)
         if any(shares):
             self._mean.tensors(self.parameters, shares)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        return {
-            **super().rank_state_dict(),
-            "weight": self._weight,
-            "has_trained": self._has_trained,
-        }
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_rank_state_dict(state)
-        self._weight = state["weight"]
-        self._has_trained = state["has_trained"]
 
     @torch.no_grad()
     def _meet(self, peer: int) -> None:

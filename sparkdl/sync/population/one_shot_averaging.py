@@ -6,16 +6,15 @@ Large-Scale Distributed Training of Conditional Maximum Entropy Models", NIPS 20
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.sync.apart import OwnWeightsSynchronizer
-from sparkdl.sync.averaging.averaging import Weighting, check_weighting
+from sparkdl.sync.averaging.averaging import Weighting, check_choices
 from sparkdl.sync.averaging.mean import MeanOfReplicas
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import MakeOptimizer, SetupArguments
@@ -37,7 +36,7 @@ class OneShotAveraging(PopulationStrategy):
     """A replica counts by all samples it has seen (their weights), or ``"equal"``: as others."""
 
     def __post_init__(self) -> None:
-        check_weighting(self.weighting)
+        check_choices(weighting=self.weighting)
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, comm: Communicator
@@ -49,13 +48,14 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
     """See `OneShotAveraging`. Buffers are the replica's own as well, and part of the mean."""
 
     buffers_agree = True
-    _own_buffers: Sequence[torch.Tensor] | None = None
+    rank_state: ClassVar = (*OwnWeightsSynchronizer.rank_state, "own_buffers")
+    _own_buffers: list[torch.Tensor] | None = None
     """The replica's buffers while the model shows the mean."""
 
     def __init__(self, *setup: *SetupArguments, strategy: OneShotAveraging) -> None:
         super().__init__(*setup)
         self._weighting = strategy.weighting
-        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm, None)
+        self._mean = MeanOfReplicas(self.model, self.optimizer, self._comm)
 
     def zero_gradients(self) -> None:
         if self._own_buffers is not None:
@@ -71,11 +71,3 @@ class OneShotSynchronizer(OwnWeightsSynchronizer):
         if any(shares):
             self._mean.tensors(self.parameters, shares)
             self._mean.buffers(shares)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        buffers = None if self._own_buffers is None else list(self._own_buffers)
-        return {**super().rank_state_dict(), "own_buffers": buffers}
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_rank_state_dict(state)
-        self._own_buffers = state["own_buffers"]

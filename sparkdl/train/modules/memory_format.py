@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def in_memory_format(module: nn.Module, memory_format: MemoryFormat) -> Iterator
     handles = []
     if memory_format == "channels_last":
         handles = [
-            layer.register_forward_pre_hook(_Turn(wanted))
+            layer.register_forward_pre_hook(partial(_turn_input, wanted))
             for layer in module.modules()
             for kind, wanted in _FORMATS.items()
             if isinstance(layer, kind)
@@ -48,17 +49,14 @@ def in_memory_format(module: nn.Module, memory_format: MemoryFormat) -> Iterator
             handle.remove()
 
 
-class _Turn:
+def _turn_input(
+    wanted: torch.memory_format, layer: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """A forward hook; copies nothing where the order is right already."""
-
-    def __init__(self, wanted: torch.memory_format) -> None:
-        self._wanted = wanted
-        self._dim = 4 if wanted is torch.channels_last else 5
-
-    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not inputs or inputs[0].dim() != self._dim:  # named, or a single image
-            return inputs
-        return (_turned(inputs[0], self._wanted), *inputs[1:])
+    dim = 4 if wanted is torch.channels_last else 5
+    if not inputs or inputs[0].dim() != dim:  # named, or a single image
+        return inputs
+    return (_turned(inputs[0], wanted), *inputs[1:])
 
 
 def _turned(values: torch.Tensor, wanted: torch.memory_format) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,7 @@ class _SharedForward:
         self._comm = comm
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_forward, (self._layer,)
+        return partial, (_BatchNorm.forward, self._layer)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """``values``, ``(batch, channels, ...)``, normalized; in evaluation mode as ever."""
@@ -120,10 +120,6 @@ class _SharedForward:
             values, layer.weight, layer.bias, total, layer.eps, self._comm
         )
         return normalized
-
-
-def _plain_forward(layer: _BatchNorm) -> MethodType:
-    return MethodType(_BatchNorm.forward, layer)
 
 
 class _Total(NamedTuple):

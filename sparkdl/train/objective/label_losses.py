@@ -7,7 +7,7 @@ adds up over micro-batches and ranks as that of a single loss does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,32 +17,20 @@ from sparkdl.errors import ConfigError
 from sparkdl.train.objective.loss import ClassLoss, LossFunction, Rows, Sums, resolve_loss, rows_of
 
 
-class Losses(Protocol):
-    """What says which loss there is: a `TrainConfig`, or the measures of an evaluation."""
+def loss_of(loss: Any, task: Task, weights: Mapping[str, float]) -> LossFunction:
+    """The loss: one, or with a mapping the weighted sum of those of several labels.
 
-    @property
-    def loss(self) -> Any:
-        """One, or by label."""
-
-    @property
-    def task(self) -> Task:
-        """What is learnt."""
-
-    @property
-    def loss_weights(self) -> Mapping[str, float]:
-        """By how much each label's loss counts."""
-
-
-def loss_of(config: Losses) -> LossFunction:
-    """The loss: one, or the weighted sum of those of several labels.
+    Args:
+        loss: one, or label -> its loss; see `resolve_loss`.
+        task: what is learnt.
+        weights: label -> by how much its loss counts; 1 where there is none.
 
     Raises:
         ConfigError: see `resolve_loss`.
     """
-    if not isinstance(config.loss, Mapping):
-        return resolve_loss(config.loss, config.task)
-    parts = {name: resolve_loss(loss, config.task) for name, loss in config.loss.items()}
-    return LossSum(parts, config.loss_weights)
+    if not isinstance(loss, Mapping):
+        return resolve_loss(loss, task)
+    return LossSum({name: resolve_loss(part, task) for name, part in loss.items()}, weights)
 
 
 def for_each(loss: Any, labels: tuple[str, ...]) -> Any:
@@ -82,64 +70,37 @@ class LossSum:
     The module returns a dict by the labels' names, a tuple in the labels' order, or one tensor,
     which then goes to every loss. Class weights weigh the losses of their samples but do not enter
     the mean, and targets that are ignored count as no loss: the denominator is that of all labels.
+
+    Attributes:
+        parts: label -> its loss.
+        weights: label -> by how much its loss counts; 1 where none was given.
     """
 
     def __init__(self, parts: Mapping[str, LossFunction], weights: Mapping[str, float]) -> None:
-        """Join losses.
-
-        Args:
-            parts: label -> its loss.
-            weights: label -> by how much its loss counts; 1 where there is none.
-        """
-        self._parts = dict(parts)
-        self._weights = {name: float(weights.get(name, 1.0)) for name in parts}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The labels."""
-        return tuple(self._parts)
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """By how much each label's loss counts."""
-        return self._weights
-
-    def part(self, name: str) -> LossFunction:
-        """The loss of a label."""
-        return self._parts[name]
-
-    def output_for(self, name: str, output: Any) -> Any:
-        """The part of the module's output that a label is compared with."""
-        return self._outputs(output)[self.names.index(name)]
+        self.parts = dict(parts)
+        self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
 
     def to(self, device: torch.device) -> None:
-        """See `LossFunction.to`."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.to(device)
 
     def predictions(self, output: Any) -> dict[str, Any]:
         """What each label's metrics see."""
         return {
             name: part.predictions(value) if isinstance(part, ClassLoss) else value
-            for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True)
+            for name, part, value in self.pairs(output)
         }
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
-        """See `LossFunction.__call__`."""
         loss_sum, weight_sum, _ = self.apart(output, target, weight)
         return loss_sum, weight_sum
 
     def rows(self, output: Any, target: Mapping[str, torch.Tensor]) -> Rows | None:
-        """See `LossFunction.rows`."""
         by_label = self.rows_by_label(output, target)
         if by_label is None:
             return None
-        total: torch.Tensor | None = None
-        for name, losses in by_label.items():
-            losses = self._weights[name] * losses
-            total = losses if total is None else total + losses
-        assert total is not None, "there is no label"
-        return total, None
+        weighted = [self.weights[name] * losses for name, losses in by_label.items()]
+        return torch.stack(weighted).sum(0), None
 
     def rows_by_label(
         self, output: Any, target: Mapping[str, torch.Tensor]
@@ -150,7 +111,7 @@ class LossSum:
             None if some label's loss knows sums only.
         """
         found: dict[str, torch.Tensor] = {}
-        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+        for name, part, value in self.pairs(output):
             if isinstance(part, ClassLoss):
                 found[name] = part.sample_losses(value, target[name])
                 continue
@@ -165,29 +126,29 @@ class LossSum:
     ) -> tuple[torch.Tensor, torch.Tensor | float, tuple[torch.Tensor, ...]]:
         """As `__call__`, and the sum of each label's losses, without its weight."""
         sums = []
-        for (name, part), value in zip(self._parts.items(), self._outputs(output), strict=True):
+        for name, part, value in self.pairs(output):
             if isinstance(part, ClassLoss):
                 losses = part.sample_losses(value, target[name])
                 sums.append((losses if weight is None else losses * weight.to(losses.dtype)).sum())
             else:
                 sums.append(part(value, target[name], weight)[0])
-        total = torch.stack([w * s for w, s in zip(self._weights.values(), sums, strict=True)])
+        total = torch.stack([w * s for w, s in zip(self.weights.values(), sums, strict=True)])
         weight_sum = float(rows_of(target)) if weight is None else weight.sum()
         return total.sum(), weight_sum, tuple(sums)
 
-    def _outputs(self, output: Any) -> list[Any]:
-        """The output for each label.
+    def pairs(self, output: Any) -> list[tuple[str, LossFunction, Any]]:
+        """Each label with its loss, and the part of the module's output that it is compared with.
 
         Raises:
             ConfigError: the module returned none for some.
         """
-        names = list(self._parts)
+        names, parts = list(self.parts), self.parts.values()
         if isinstance(output, Mapping) and set(names) <= set(output):
-            return [output[name] for name in names]
+            return [(name, part, output[name]) for name, part in self.parts.items()]
         if isinstance(output, (tuple, list)) and len(output) == len(names):
-            return list(output)
+            return list(zip(names, parts, output, strict=True))
         if isinstance(output, torch.Tensor):
-            return [output] * len(names)
+            return [(name, part, output) for name, part in self.parts.items()]
         got = list(output) if isinstance(output, Mapping) else type(output).__name__
         raise ConfigError(
             f"the module must return a dict with the labels {names}, a tuple of {len(names)} in "
@@ -206,7 +167,7 @@ def sums_of(
 
 def part_names(loss: LossFunction) -> tuple[str, ...]:
     """The labels whose losses `sums_of` tells apart."""
-    return loss.names if isinstance(loss, LossSum) else ()
+    return tuple(loss.parts) if isinstance(loss, LossSum) else ()
 
 
 def no_sums(loss: LossFunction, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,6 @@ need not be there. Its other hooks are not called, and what it logs goes nowhere
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,26 +40,14 @@ def lightning_step(module: nn.Module, inputs: Any, target: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Configured:
-    """What ``configure_optimizers`` gives."""
-
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    """The learning rate's schedule, or None."""
-    interval: str
-    """``step`` or ``epoch``: when the schedule is stepped."""
-    frequency: int
-    """Of how many of these one is."""
-
-
 class OwnOptimizer:
     """Makes a module's own optimizer; fits `strategy.MakeOptimizer`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.configured: Configured | None = None
-        """What it gave when it was last called."""
+        self.schedule: tuple[Any, str, int] | None = None
+        """The schedule that it gave when it was last called: the scheduler, ``step`` or ``epoch``,
+        and after how many of these it is stepped; None: there is none."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters, which must be those that train.
@@ -69,9 +56,9 @@ class OwnOptimizer:
             ConfigError: it is not one optimizer of just these.
         """
         name = f"{type(self._module).__name__}.configure_optimizers"
-        configured = _configured(name, self._module.configure_optimizers())  # type: ignore[operator]
+        optimizer, schedule = _configured(name, self._module.configure_optimizers())  # type: ignore[operator]
         wanted = {id(parameter) for parameter in parameters}
-        groups = configured.optimizer.param_groups
+        groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         if has != wanted:
             raise ConfigError(
@@ -79,11 +66,11 @@ class OwnOptimizer:
                 f"strategy must leave them in the module; it has {len(has)} of {len(wanted)}; set "
                 "optimizer= instead"
             )
-        self.configured = configured
-        return configured.optimizer
+        self.schedule = schedule
+        return optimizer
 
 
-def _configured(name: str, value: Any) -> Configured:
+def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any, str, int] | None]:
     """Read the forms that Lightning knows, as far as they mean one optimizer."""
     schedulers: Any = ()
     if isinstance(value, Mapping):
@@ -97,14 +84,13 @@ def _configured(name: str, value: Any) -> Configured:
             f"{name} must return one optimizer, with at most one schedule; for several optimizers "
             "make one with a group for each part, or use TorchRunner for a loop of your own"
         )
-    options: dict[str, Any] = {"scheduler": None}
-    if schedulers:
-        given = schedulers[0]
-        options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    given = schedulers[0] if schedulers else None
+    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
     interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
     if interval not in ("step", "epoch") or frequency < 1:
         raise ConfigError(
             f"the schedule of {name} is stepped each 'step' or 'epoch', with a frequency of at "
             f"least 1; received {interval!r}, {frequency}"
         )
-    return Configured(value[0], options.get("scheduler"), interval, frequency)
+    scheduler = options.get("scheduler")
+    return value[0], None if scheduler is None else (scheduler, interval, frequency)

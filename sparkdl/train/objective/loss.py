@@ -35,20 +35,9 @@ LOSSES: dict[str, type[nn.Module]] = {
 }
 """Names that ``loss`` accepts. Instances of other classes with a ``reduction`` work too."""
 
-_NUMBERS = (
-    nn.BCELoss,
-    nn.HingeEmbeddingLoss,
-    nn.HuberLoss,
-    nn.KLDivLoss,
-    nn.L1Loss,
-    nn.MSELoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.PoissonNLLLoss,
-    nn.SmoothL1Loss,
-    nn.SoftMarginLoss,
-)
-_ELEMENTWISE = (nn.BCEWithLogitsLoss, *_NUMBERS)
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_ELEMENTWISE = (*(set(LOSSES.values()) - set(_CLASSES)), nn.MultiLabelSoftMarginLoss)
+"""Those that compare each number of the output with one of the target."""
 
 
 class LossFunction(Protocol):
@@ -106,7 +95,8 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
             f"{type(loss).__name__} compares class numbers, which a regression has not; "
             "use 'mse' or another loss of numbers"
         )
-    if isinstance(loss, _NUMBERS) and task == "classification":
+    takes_logits = isinstance(loss, nn.BCEWithLogitsLoss)
+    if isinstance(loss, _ELEMENTWISE) and not takes_logits and task == "classification":
         raise ConfigError(
             f"{type(loss).__name__} compares numbers, but a classifier's outputs are taken as "
             "logits; use 'cross_entropy', or for one output 'bce_with_logits' on a module without "
@@ -133,19 +123,15 @@ class ModuleLoss:
         self._module.reduction = "none"
 
     def to(self, device: torch.device) -> None:
-        """See `LossFunction.to`."""
         self._module.to(device)
 
     def predictions(self, output: Any) -> Any:
-        """See `LossFunction.predictions`."""
         return torch.sigmoid(output) if isinstance(self._module, nn.BCEWithLogitsLoss) else output
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
-        """See `LossFunction.__call__`."""
         return _summed(*self.rows(output, target), weight)
 
     def rows(self, output: Any, target: Any) -> Rows:
-        """See `LossFunction.rows`."""
         output = _full_precision(output)
         if isinstance(self._module, _ELEMENTWISE):
             output, target = match_shapes(output, target)
@@ -174,30 +160,34 @@ class ClassLoss(ModuleLoss):
         return int(self._module.ignore_index)
 
     def rows(self, output: Any, target: Any) -> Rows:
-        output = _full_precision(output)
-        _check_tensors(output, target)
-        if target.shape == output.shape and target.is_floating_point():
-            return _per_sample(self._module(output, target.to(output.dtype))), None
-        target = _class_numbers(output, target)
-        losses = _per_sample(self._module(output, target))
-        return losses, _per_sample(self._counts(target, losses.dtype))
+        losses, classes = self._losses(output, target)
+        counts = None if classes is None else _per_sample(self._counts(classes, losses.dtype))
+        return _per_sample(losses), counts
 
     def sample_losses(self, output: Any, target: Any) -> torch.Tensor:
         """``(batch,)``: each sample's mean over its own targets, without those to be ignored.
 
         Class weights weigh the losses but not the mean.
         """
+        losses, classes = self._losses(output, target)
+        if classes is None:
+            return _per_sample(losses)
+        counted = (classes != self.ignore_index).to(losses.dtype)
+        num_counted = _per_sample(counted, sums_dimensions=True).clamp(min=1)
+        return _per_sample(losses, sums_dimensions=True) / num_counted
+
+    def _losses(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The losses ``(batch, ...)`` and the class numbers; None: targets are probabilities."""
         output = _full_precision(output)
+        _check_tensors(output, target)
         if target.shape == output.shape and target.is_floating_point():
-            return _per_sample(self._module(output, target.to(output.dtype)))
-        target = _class_numbers(output, target)
-        losses = _per_sample(self._module(output, target), sums_dimensions=True)
-        counted = (target != self._module.ignore_index).to(losses.dtype)
-        return losses / _per_sample(counted, sums_dimensions=True).clamp(min=1)
+            return self._module(output, target.to(output.dtype)), None
+        classes = _class_numbers(output, target)
+        return self._module(output, classes), classes
 
     def _counts(self, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """By how much each target counts in torch's mean."""
-        counted: torch.Tensor = target != self._module.ignore_index
+        counted = target != self.ignore_index
         class_weight: torch.Tensor | None = self._module.weight
         if class_weight is None:
             return counted.to(dtype)
@@ -214,16 +204,13 @@ class CallableLoss:
             self._function = copy.deepcopy(function).requires_grad_(False)
 
     def to(self, device: torch.device) -> None:
-        """See `LossFunction.to`."""
         if isinstance(self._function, nn.Module):
             self._function.to(device)
 
     def predictions(self, output: Any) -> Any:
-        """See `LossFunction.predictions`."""
         return output
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
-        """See `LossFunction.__call__`."""
         result = self._function(_full_precision(output), target)
         is_pair = _is_pair(result)
         if _is_sum(result):
@@ -237,7 +224,6 @@ class CallableLoss:
         return _summed(self._checked(result, target), None, weight)
 
     def rows(self, output: Any, target: Any) -> Rows | None:
-        """See `LossFunction.rows`."""
         result = self._function(_full_precision(output), target)
         return None if _is_sum(result) else (self._checked(result, target), None)
 
@@ -312,7 +298,7 @@ def _full_precision(output: Any) -> Any:
     """Losses are computed in float32 at least, whatever autocast made of the output."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
+    if type(output) in (tuple, list):
         return type(output)(_full_precision(value) for value in output)
     if type(output) is dict:
         return {name: _full_precision(value) for name, value in output.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,61 +26,37 @@ MOST_CLASSES = 100
 """With more, nobody could read the matrix, and it would travel for nothing."""
 
 
-class Confusion:
-    """One rank's counts of one evaluation: label by prediction."""
+def confusion(probabilities: Any, target: Any) -> torch.Tensor | None:
+    """Counts of a batch, label by prediction; None for what is no classification of rows.
 
-    def __init__(self) -> None:
-        """Count nothing yet; how many classes there are, the first output tells."""
-        self._counts: torch.Tensor | None = None
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self._counts = None
-
-    def update(self, probabilities: Any, target: Any) -> None:
-        """Count a batch; what is no classification of rows is passed over.
-
-        Args:
-            probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
-            target: ``(batch,)`` or ``(batch, 1)``; labels that are no class do not count.
-        """
-        both = (probabilities, target)
-        if not all(isinstance(v, torch.Tensor) and v.dim() in (1, 2) for v in both):
-            return
-        if target.dim() == 2 and target.shape[1] == 1:
-            target = target[:, 0]
-        single = probabilities.dim() == 1 or probabilities.shape[1] == 1
-        num_classes = 2 if single else probabilities.shape[1]
-        if target.dim() != 1 or num_classes > MOST_CLASSES:
-            return
-        predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
-        label = target.long()
-        known = (label >= 0) & (label < num_classes)
-        place = (label * num_classes + predicted.long())[known]
-        counts = torch.bincount(place, minlength=num_classes**2).view(num_classes, num_classes)
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    def state(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """As a metric's: whether there is anything, and the counts."""
-        return (0, {}) if self._counts is None else (1, {"counts": self._counts})
-
-
-def added(states: Sequence[tuple[int, dict[str, torch.Tensor]]]) -> list[list[int]] | None:
-    """The counts of several ranks together; None if none has any."""
-    counts = [values["counts"].cpu() for number, values in states if number]
-    if not counts:
+    Args:
+        probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
+        target: ``(batch,)`` or ``(batch, 1)``; labels that are no class do not count.
+    """
+    both = (probabilities, target)
+    if not all(isinstance(v, torch.Tensor) and v.dim() in (1, 2) for v in both):
         return None
-    total: list[list[int]] = sum(counts[1:], start=counts[0]).tolist()
-    return total
+    if target.dim() == 2 and target.shape[1] == 1:
+        target = target[:, 0]
+    single = probabilities.dim() == 1 or probabilities.shape[1] == 1
+    num_classes = 2 if single else probabilities.shape[1]
+    if target.dim() != 1 or num_classes > MOST_CLASSES:
+        return None
+    predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
+    label = target.long()
+    known = (label >= 0) & (label < num_classes)
+    place = (label * num_classes + predicted.long())[known]
+    return torch.bincount(place, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-_TAKEN = {"loss"}
-_CONFUSION = "\0confusion"
-"""Among the states of metrics; no metric has such a name."""
+def added(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The counts of several batches or ranks together; None if none has any."""
+    counts = [part for part in parts if part is not None]
+    return sum(counts[1:], start=counts[0]) if counts else None
+
 
 State = tuple[int, dict[str, Any]]
 """How often a metric was updated, and its states by name: tensors or lists of tensors."""
-Seen = dict[str, State]
 
 
 class Metrics:
@@ -127,31 +103,31 @@ class Metrics:
         )
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
-        self._confusion = Confusion() if counts_classes and task == "classification" else None
+        self._counts_classes = counts_classes and task == "classification"
+        self._counts: torch.Tensor | None = None
         self.confusion: list[list[int]] | None = None
         """Label by prediction, in what was computed last; None: nothing was counted."""
 
     def __bool__(self) -> bool:
         """True if there are any."""
-        return bool(self._metrics) or self._confusion is not None
+        return bool(self._metrics) or self._counts_classes
 
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._metrics.values():
             metric.reset()
-        if self._confusion is not None:
-            self._confusion.reset()
+        self._counts = None
 
     def update(self, output: Any, target: Any) -> None:
         """Take note of a batch."""
-        plain, wide = (output, target), None
+        plain = wide = output, target
         if self._double:
-            wide = (_widened(output), _widened(target))
+            wide = _widened(output), _widened(target)
         for name, metric in self._metrics.items():
-            seen = wide if wide is not None and name in self._double else plain
-            metric.update(*self._for_metric(name, *seen))
-        if self._confusion is not None and isinstance(output, torch.Tensor):
-            self._confusion.update(self._predictions(_full_precision(output)), target)
+            metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
+        if self._counts_classes and isinstance(output, torch.Tensor):
+            counts = confusion(self._predictions(_full_precision(output)), target)
+            self._counts = added((self._counts, counts))
 
     def compute(self, comm: Communicator) -> dict[str, float]:
         """The values over the samples of all ranks; equal on all. Collective."""
@@ -162,20 +138,19 @@ class Metrics:
     def states(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
         buffer = io.BytesIO()
-        torch.save(on_cpu(self.seen()), buffer)
+        torch.save((self.seen(), None if self._counts is None else self._counts.cpu()), buffer)
         return buffer.getvalue()
 
-    def seen(self) -> Seen:
-        """The same as a tree of tensors."""
-        seen = {
-            name: (metric.update_count, {key: getattr(metric, key) for key in metric._reductions})
+    def seen(self) -> dict[str, State]:
+        """The metrics' states on the CPU, by their names."""
+        return {
+            name: (metric.update_count, _each_tensor(_states(metric), torch.Tensor.cpu))
             for name, metric in self._metrics.items()
         }
-        return seen if self._confusion is None else {**seen, _CONFUSION: self._confusion.state()}
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
-        return {name: _listed_bytes(states) for name, (_, states) in self.seen().items()}
+        return {name: listed_bytes(_states(metric)) for name, metric in self._metrics.items()}
 
     def united(self, name: str, parts: Sequence[State]) -> list[State]:
         """Several parts' states of a metric in as few as its rules allow, for a later `value`.
@@ -217,10 +192,11 @@ class Metrics:
 
     def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given their `states` in rank order."""
-        by_rank: list[Seen] = [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
-        self.confusion = added([seen[_CONFUSION] for seen in by_rank if _CONFUSION in seen])
+        by_rank = [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
+        counts = added(counts for _, counts in by_rank)
+        self.confusion = None if counts is None else counts.tolist()
         return {
-            name: _scalar(name, merged(metric, [seen[name] for seen in by_rank]).compute())
+            name: _scalar(name, merged(metric, [seen[name] for seen, _ in by_rank]).compute())
             for name, metric in self._metrics.items()
         }
 
@@ -320,7 +296,7 @@ def _make_metric(name: str, value: Any) -> Metric:
             f"metric {name!r} ({type(metric).__name__}) is made of other metrics; pass those by "
             "names of their own"
         )
-    if name in _TAKEN:
+    if name == "loss":
         raise ConfigError(f"a metric cannot be called {name!r}: the history has that name already")
     return copy.deepcopy(metric)
 
@@ -340,9 +316,14 @@ def _widened(value: Any) -> Any:
     return _each_tensor(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
-def _listed_bytes(states: Mapping[str, Any]) -> int:
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._reductions}
+
+
+def listed_bytes(states: Mapping[str, Any]) -> int:
+    """Size of those states of a metric that grow by the sample."""
     lists = [value for value in states.values() if isinstance(value, list)]
-    return sum(item.numel() * item.element_size() for value in lists for item in value)
+    return sum(item.nbytes for value in lists for item in value)
 
 
 def _plain(value: Any) -> Any:
@@ -351,15 +332,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, (tuple, list)) else value
-
-
-def on_cpu(seen: Seen) -> Seen:
-    """The same on the CPU, to be saved."""
-    return {
-        name: (count, {key: _on_cpu(value) for key, value in states.items()})
-        for name, (count, states) in seen.items()
-    }
-
-
-def _on_cpu(value: Any) -> Any:
-    return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()

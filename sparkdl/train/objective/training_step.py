@@ -50,7 +50,7 @@ def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
     Raises:
         ConfigError: see `loss.resolve_loss`.
     """
-    loss = loss_of(config)
+    loss = loss_of(config.loss, config.task, config.loss_weights)
     step = config.training_step
     if step is None and is_lightning(module):
         step = lightning_step

@@ -121,9 +121,9 @@ class LARS(_LayerwiseOptimizer):
         trust_coefficient: float = 0.001,
         decay_vectors: bool = False,
     ) -> None:
-        _positive(trust_coefficient=trust_coefficient)
-        _not_negative(lr=lr, weight_decay=weight_decay)
-        _share(momentum=momentum)
+        _check("be positive", trust_coefficient=trust_coefficient)
+        _check("not be negative", lr=lr, weight_decay=weight_decay)
+        _check("be at least 0 and below 1", momentum=momentum)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -189,9 +189,9 @@ class LAMB(_LayerwiseOptimizer):
         clip_norm: float = 10.0,
         decay_vectors: bool = False,
     ) -> None:
-        _positive(eps=eps, clip_norm=clip_norm)
-        _not_negative(lr=lr, weight_decay=weight_decay)
-        _share(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        _check("be positive", eps=eps, clip_norm=clip_norm)
+        _check("not be negative", lr=lr, weight_decay=weight_decay)
+        _check("be at least 0 and below 1", **{"betas[0]": betas[0], "betas[1]": betas[1]})
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -259,19 +259,14 @@ def _decay(group: dict[str, Any], is_adapted: bool) -> float:
     return float(group["weight_decay"]) if is_adapted or group["decay_vectors"] else 0.0
 
 
-def _positive(**options: float) -> None:
+_RULES: dict[str, Callable[[float], bool]] = {
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+    "be at least 0 and below 1": lambda value: 0 <= value < 1,
+}
+
+
+def _check(rule: str, **options: float) -> None:
     for name, value in options.items():
-        if not value > 0:
-            raise ConfigError(f"{name} must be positive; received {value}")
-
-
-def _not_negative(**options: float) -> None:
-    for name, value in options.items():
-        if not value >= 0:
-            raise ConfigError(f"{name} must not be negative; received {value}")
-
-
-def _share(**options: float) -> None:
-    for name, value in options.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name} must be at least 0 and below 1; received {value}")
+        if not _RULES[rule](value):
+            raise ConfigError(f"{name} must {rule}; received {value}")

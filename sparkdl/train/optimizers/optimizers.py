@@ -5,7 +5,7 @@ The learning rate is what the user set, on any number of ranks: it is never scal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,58 +24,50 @@ Groups = list[dict[str, Any]]
 """What torch's optimizers take: ``params`` and options of each group."""
 
 
-class ParameterGroups:
-    """The groups of one module's parameters.
+def parameter_groups(
+    module: nn.Module, options: Mapping[str, Mapping[str, Any]]
+) -> Callable[[Sequence[nn.Parameter]], Groups]:
+    """What puts the parameters that train into groups.
 
-    The first holds what no pattern means, unless that is nothing; the others follow in the order
-    in which they were given. Reports and schedules that speak of the learning rate mean the first.
+    The first group holds what no pattern means, unless that is nothing; the others follow in the
+    order in which they were given. Reports and schedules that speak of the learning rate mean the
+    first.
 
     Args:
         module: its parameters that train are divided.
         options: pattern (see `name_patterns`) -> options, in torch's words, such as ``lr``.
 
+    Returns:
+        A function of one parameter for each of the module's that trains, in its order; a strategy
+        may have others step in their stead. It raises a ConfigError if they are more or fewer.
+
     Raises:
         ConfigError: a pattern means no parameter that trains, or two mean the same one.
     """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    trained = [aliases[id(p)] for p in module.parameters() if p.requires_grad]
+    check_fit(options, [name for names in trained for name in names], "parameterGroups")
+    patterns = [_pattern_of(names, list(options)) for names in trained]
 
-    def __init__(self, module: nn.Module, options: Mapping[str, Mapping[str, Any]]) -> None:
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        check_fit(options, [n for p in trained for n in aliases[id(p)]], "parameterGroups")
-        self._options = {pattern: dict(values) for pattern, values in options.items()}
-        self._patterns = [_pattern_of(aliases[id(p)], list(options)) for p in trained]
-
-    def divide(self, parameters: Sequence[nn.Parameter]) -> Groups:
-        """Put ``parameters`` into their groups.
-
-        Args:
-            parameters: one for each parameter of the module that trains, in its order; a strategy
-                may have others step in their stead.
-
-        Raises:
-            ConfigError: they are more or fewer.
-        """
-        if len(parameters) != len(self._patterns):
+    def divide(parameters: Sequence[nn.Parameter]) -> Groups:
+        if len(parameters) != len(patterns):
             raise ConfigError(
-                f"parameterGroups divide the {len(self._patterns)} parameters that train, but the "
+                f"parameterGroups divide the {len(patterns)} parameters that train, but the "
                 f"strategy makes an optimizer of {len(parameters)}; let it pass those with "
                 "requires_grad, in the module's order"
             )
-        members: dict[str | None, list[nn.Parameter]] = {None: []}
-        members |= {pattern: [] for pattern in self._options}
-        for parameter, pattern in zip(parameters, self._patterns, strict=True):
-            members[pattern].append(parameter)
-        return [
-            {"params": group, **({} if pattern is None else self._options[pattern])}
-            for pattern, group in members.items()
-            if group
-        ]
+        groups: dict[str | None, dict[str, Any]] = {None: {"params": []}}
+        groups |= {pattern: {"params": [], **values} for pattern, values in options.items()}
+        for parameter, pattern in zip(parameters, patterns, strict=True):
+            groups[pattern]["params"].append(parameter)
+        return [group for group in groups.values() if group["params"]]
+
+    return divide
 
 
-def _pattern_of(names: Iterable[str], patterns: Sequence[str]) -> str | None:
-    names = list(names)
+def _pattern_of(names: Sequence[str], patterns: Sequence[str]) -> str | None:
     found = [pattern for pattern in patterns if any(fits(pattern, name) for name in names)]
     if len(found) > 1:
         raise ConfigError(
@@ -121,22 +113,19 @@ def resolve_optimizer(config: TrainConfig, module: nn.Module | None = None) -> M
         and config.precision != "fp16"
         and not options.keys() & {"fused", "foreach", "differentiable"}
     )
-    divides = bool(config.parameter_groups) and module is not None
-    _check(kind, options, has_groups=bool(config.parameter_groups), divides=divides)
+    groups = config.parameter_groups if module is not None else {}
+    _check(kind, options, has_groups=bool(groups))
     if isinstance(kind, OwnOptimizer):
         return kind
-    groups = None
-    if divides:
-        assert module is not None
-        groups = ParameterGroups(module, config.parameter_groups)
+    divide = parameter_groups(module, groups) if module is not None and groups else None
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         fused = {"fused": True} if may_fuse and _can_be_fused(parameters) else {}
-        for values in config.parameter_groups.values() if groups is not None else ():
+        for values in groups.values():
             # All parameters with a group's options: in groups an optimizer never looks at them.
             _made(kind, parameters, {**options, **fused, **values}, " of parameterGroups")
-        divided: Any = parameters if groups is None else groups.divide(parameters)
+        divided: Any = parameters if divide is None else divide(parameters)
         made = _made(kind, divided, {**options, **fused})
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer must make a torch.optim.Optimizer; received {made!r}")
@@ -164,7 +153,7 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     return OPTIMIZERS[kind.lower()]
 
 
-def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: bool) -> None:
+def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool) -> None:
     """Refuse what cannot make an optimizer, or does not take the options.
 
     Raises:
@@ -187,7 +176,7 @@ def _check(kind: Any, options: Mapping[str, Any], *, has_groups: bool, divides: 
         )
     if not callable(kind):
         raise ConfigError(f"optimizer must be a name, a class or a callable; received {kind!r}")
-    if divides and not is_class:
+    if has_groups and not is_class:
         raise ConfigError(
             "a callable makes its optimizer itself; make the parameterGroups there, or pass the "
             "optimizer's class"
@@ -238,11 +227,12 @@ def make_scheduler(
         ConfigError: what was given does not make a schedule that is stepped without a metric.
     """
     if config.scheduler is None:
-        own = make_optimizer.configured if isinstance(make_optimizer, OwnOptimizer) else None
-        if own is None or own.scheduler is None:
+        own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
+        if own is None:
             return None
-        every = own.frequency * (steps_per_epoch if own.interval == "epoch" else 1)
-        return Schedule(check_scheduler(own.scheduler), every)
+        scheduler, interval, frequency = own
+        every = frequency * (steps_per_epoch if interval == "epoch" else 1)
+        return Schedule(check_scheduler(scheduler), every)
     if not callable(config.scheduler):
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"

@@ -12,7 +12,6 @@ def rank(host: str = "a", gpu: str | None = None, device: str = "cpu", **values:
         "host": host,
         "device": device,
         "gpu": gpu,
-        "visible_gpus": 0,
         "has_cuda_build": False,
         "seconds": 0.004,
         "is_right": True,

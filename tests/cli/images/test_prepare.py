@@ -32,7 +32,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, in
 
 
 def run(spark: SparkSession, *arguments: Any, **options: Any) -> Any:
-    return prepare(spark, job(*arguments, **options), shows_progress=False)
+    return prepare(spark, job(*arguments, **options))
 
 
 def files_in(output: Path) -> dict[str, bytes]:
@@ -99,19 +99,19 @@ def test_labels_of_a_table(
     )
     section = {"source": "table", "table": {"path": "-"}, "path_col": "file", "label_col": "half"}
     told = job(root, tmp_path / "o", labels=section)
-    report = prepare(spark, told, table, shows_progress=False)
+    report = prepare(spark, told, table)
     rows = spark.read.parquet(str(tmp_path / "o" / "train")).collect()
     assert {row.path: row.label for row in rows} == {path: labels[path] / 2 for path in paths}
     assert report.rows_by_label == {"train": {}}
     more = table.union(spark.createDataFrame([("none.png", 1.0)], table.schema))
     with pytest.raises(DataError, match=r"1 file cannot be used:\n  none.png: named in the table"):
-        prepare(spark, job(root, tmp_path / "p", labels=section), more, shows_progress=False)
+        prepare(spark, job(root, tmp_path / "p", labels=section), more)
     skipping = job(root, tmp_path / "p", labels=section, output_on_error="skip")
-    report = prepare(spark, skipping, more, shows_progress=False)
+    report = prepare(spark, skipping, more)
     assert report.bad == (("none.png", "named in the table of labels, but not in the folder"),)
     wrong = job(root, tmp_path / "q", labels={**section, "path_col": "nowhere"})
     with pytest.raises(DataError, match=r'no column "nowhere"; its columns: file, half'):
-        prepare(spark, wrong, table, shows_progress=False)
+        prepare(spark, wrong, table)
 
 
 @pytest.fixture

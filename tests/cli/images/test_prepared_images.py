@@ -41,7 +41,7 @@ def prepared(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> P
         root / "files", root / "o", split={"test": 0.25}, output_rows_per_file=200,
         image={"encoding": "jpeg", "mode": "L", "size": [12, 12], "quality": 90},
     )  # fmt: skip
-    prepare(spark, told, shows_progress=False)
+    prepare(spark, told)
     return root / "o"
 
 

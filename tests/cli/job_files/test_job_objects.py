@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
 from sparkdl.cli.job_files.job_file import PARAMS, EstimatorSection, ObjectRef, TrainJob, load_job
-from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, import_object, make_estimator
+from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
 from sparkdl.cli.job_files.toml_values import build
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
@@ -204,7 +204,7 @@ def test_a_validation_section_marks_rows_by_a_column() -> None:
 @pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.models.demo:NoSuchNet"])
 def test_what_cannot_be_imported_is_named_with_a_remedy(reference: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot import '{reference}'.*--py-files"):
-        import_object(reference)
+        make_estimator(job(model={"factory": reference}))
 
 
 def test_a_factory_must_be_callable() -> None:

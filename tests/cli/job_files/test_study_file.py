@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.cli.job_files.job_file import ExplainSection, load_job
+from sparkdl.cli.job_files.job_file import load_job
 from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
+from sparkdl.config import ExplainOptions
 from sparkdl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +53,7 @@ def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
     with pytest.raises(ConfigError, match=r"choose another output\.path"):
         replace(job, output=replace(job.output, overwrite=True))
     with pytest.raises(ConfigError, match=r"\[explain\].*jobs/train\.py --explain"):
-        replace(job, explain=ExplainSection(num_rows=1000))
+        replace(job, explain=ExplainOptions(num_rows=1000))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def held_bytes(contents: Contents) -> list[int]:
     assert isinstance(rows, StreamedRows)
     epoch = rows.epoch(0, 0)
     found = []
-    for number in range(epoch._order.num_windows):
+    for number in range(epoch.order.num_windows):
         pieces = epoch._load_window(number).pieces
         found.append(sum(rows.num_bytes for p in pieces for rows in p.values()))
     epoch.close()

@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from sparkdl.data.batches import Batch, Batches, sequential_batches
-from sparkdl.data.plan import SpoolColumn, TrainPlan, make_plan
+from sparkdl.data.batches import Batch, sequential_batches
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Contents, Source, Wanted
 from sparkdl.data.sources.torch_dataset import DatasetShard, DatasetSource
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
+from tests.data.sources import test_parquet
+from tests.data.sources.test_parquet import labels, plan_of
 
 FEATURES = SpoolColumn(name="features", role="feature", dtype="float32")
 LABEL = SpoolColumn(name="label", role="label", dtype="int64", as_classes=True)
@@ -45,29 +46,11 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
 
 
 def wanted(*columns: SpoolColumn, **changes: Any) -> Wanted:
-    default = Wanted(
-        columns=columns or (FEATURES, LABEL), validation=None, num_shards=2, shares=None
-    )
-    return replace(default, **changes)
+    return test_parquet.wanted(*(columns or (FEATURES, LABEL)), **changes)
 
 
-def plan_of(contents: Contents, batch_size: int = 4) -> TrainPlan:
-    return make_plan(
-        columns=contents.columns, shards=contents.shards, world_size=len(contents.shards),
-        batch_size=batch_size, epochs=1,
-    )  # fmt: skip
-
-
-def epoch_of(contents: Contents, rank: int, epoch: int = 0, start_step: int = 0) -> list[Batch]:
-    plan = plan_of(contents)
-    reader = cloudpickle.loads(cloudpickle.dumps(contents.reader))
-    rows = reader.open(plan, plan.shards_of(rank), "train")
-    found = Batches(rows, plan, rank, seed=1, epoch=epoch, start_step=start_step)
-    return [batch.map(torch.clone) for batch in found]
-
-
-def labels(batches: list[Batch]) -> list[int]:
-    return [int(label) for batch in batches for label in batch.target]
+def epoch_of(contents: Contents, rank: int, **changes: Any) -> list[Batch]:
+    return test_parquet.epoch_of(contents, plan_of(contents), rank, **changes)
 
 
 @pytest.mark.parametrize("make", [tensors, Stream])

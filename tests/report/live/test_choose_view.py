@@ -7,19 +7,25 @@ import pytest
 from sparkdl.report.live import choose_view as module
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.notebook import Board, NotebookView
-from sparkdl.report.live.progress import LineView, ProgressView, SilentView
+from sparkdl.report.live.progress import ConsoleView, SilentView
 from tests.report.live.test_notebook import FakeCell
 from tests.report.live.test_progress import PLAN
 
 
-@pytest.mark.parametrize(("terminal", "shown"), [(True, ProgressView), (False, LineView)])
-def test_on_a_console(monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: type) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_on_a_console(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """Of a fit on a terminal there is a bar at once, of a function there is none."""
     monkeypatch.setattr(module, "on_terminal", lambda: terminal)
-    for verbose, expected in ((0, SilentView), (1, shown), (2, shown)):
-        view = choose_view(PLAN, verbose)
-        view.close()
-        assert type(view) is expected
-    assert [type(choose_view(None, n)) for n in range(3)] == [SilentView, LineView, LineView]
+    for verbose, expected in ((0, SilentView), (1, ConsoleView), (2, ConsoleView)):
+        for plan in (PLAN, None):
+            view = choose_view(plan, verbose)
+            view.close()
+            assert type(view) is expected
+            assert ("0/20 steps" in capsys.readouterr().err) == (
+                terminal and verbose > 0 and plan is not None
+            )
     assert [shows_lines(n) for n in range(3)] == [False, False, True]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live.learning_curves import Curves, blocks, panels_of, picture, sketch
+from sparkdl.report.record.run_record import add_record
 
 
 def fit(name: str = "fit 1") -> Curves:
@@ -17,7 +18,7 @@ def fit(name: str = "fit 1") -> Curves:
     for step in range(1, 21):
         curves.add_step(step, 1 / step)
     for epoch in (1, 2):
-        curves.add_record(
+        curves.history.append(
             {"epoch": epoch, "steps": 10, "loss": 1 / epoch, "val_loss": 2 / epoch,
              "val_accuracy": epoch / 2, "seconds": 3.0, "learning_rate": 0.1}
         )  # fmt: skip
@@ -34,7 +35,7 @@ def test_a_restart_takes_back_what_was_lost() -> None:
     curves.add_step(16, 0.5)
     assert curves.steps[0][-2:] == [1.5, 1.6]
     assert curves.steps[1][-1] == 0.5
-    curves.add_record({"epoch": 2, "loss": 0.25})
+    add_record(curves.history, {"epoch": 2, "loss": 0.25})
     assert curves.panels()["loss"]["loss"] == ([1.0, 2.0], [1.0, 0.25])
 
 
@@ -59,7 +60,7 @@ def test_losses_share_a_panel_and_what_is_no_measure_has_none() -> None:
 
 def test_panels_are_of_all_fits_and_not_too_many() -> None:
     other = Curves(name="fit 2")
-    other.add_record({"epoch": 1, **{f"val_metric{n}": 1.0 for n in range(9)}})
+    other.history.append({"epoch": 1, **{f"val_metric{n}": 1.0 for n in range(9)}})
     assert panels_of([fit(), other]) == ["loss", "accuracy", "metric0", "metric1"]
 
 
@@ -68,8 +69,8 @@ def test_the_picture_is_a_png_of_all_panels() -> None:
         return int.from_bytes(data[16:20], "big")
 
     assert picture([fit()]).startswith(b"\x89PNG")
-    assert width(picture([fit()])) == 2 * width(picture([Curves(name="a", records={1: {
-        "epoch": 1, "loss": 1.0}})]))  # fmt: skip
+    assert width(picture([fit()])) == 2 * width(picture([Curves(name="a", history=[
+        {"epoch": 1, "loss": 1.0}])]))  # fmt: skip
     assert picture([fit(f"fit {n}") for n in range(30)]).startswith(b"\x89PNG")
 
 

@@ -64,7 +64,7 @@ def test_a_fit_from_start_to_end(board: Board, cell: FakeCell, clock: Clock) -> 
     for rank in (0, 1):
         view.progress(rank, at(2, 20))
     clock.now += 4
-    view.progress(1, at(5, 60))
+    view.progress(1, at(9, 60))  # only rank 0 moves the bar
     view.progress(0, at(5, 40))
     assert cell.text("progress") == (
         "fit 1: epoch 1 of 2 · 5 of 20 steps, 0:12 left · loss 0.2500 · 8 rows/s per worker"
@@ -135,7 +135,7 @@ def test_warnings_are_printed_and_other_lines_if_asked_for(
     ]  # fmt: skip
 
 
-def test_a_restart_is_told(board: Board, cell: FakeCell, clock: Clock) -> None:
+def test_a_restart_and_an_early_stop_are_told(board: Board, cell: FakeCell, clock: Clock) -> None:
     view = view_of(board)
     view.attempt(0, 0)
     view.progress(0, at(15, 150))
@@ -143,23 +143,9 @@ def test_a_restart_is_told(board: Board, cell: FakeCell, clock: Clock) -> None:
     clock.now += 1
     view.progress(0, at(11, 10))
     assert cell.text("progress").startswith("fit 1: epoch 2 of 2, restart 1 · 11 of 20 steps")
-
-
-def test_only_rank_0_moves_the_bar(board: Board, cell: FakeCell, clock: Clock) -> None:
-    view = view_of(board)
-    view.attempt(0, 0)
-    view.progress(0, at(5, 50))
-    view.progress(1, at(9, 90))
-    view.close()
-    assert "5 of 20 steps" in cell.text("progress")
-
-
-def test_an_early_stop_fills_the_bar(board: Board, cell: FakeCell) -> None:
-    view = view_of(board)
-    view.progress(0, at(14, 140))
     view.done(14)
     view.close()
-    assert cell.text("progress").startswith("fit 1: stopped early · 14 of 14 steps")
+    assert cell.text("progress").startswith("fit 1: stopped early, restart 1 · 14 of 14 steps")
 
 
 def test_fits_of_a_search_share_the_outputs(cell: FakeCell, clock: Clock) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.report.live import progress
-from sparkdl.report.live.progress import LineView, Progress, ProgressView, SilentView, View
+from sparkdl.report.live.progress import ConsoleView, Progress, SilentView, View
 
 PLAN = make_plan(
     columns=[Column(name="x", role="feature", dtype="float32", shape=())],
@@ -72,7 +72,7 @@ def at(step: int, rows: int, phase: str = "train") -> Progress:
 
 
 def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN, shows_logs=True)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, Progress.of({"kind": "heartbeat", "phase": "setup"}))
     for rank in (0, 1):
@@ -93,7 +93,7 @@ def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
 
 
 def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN, shows_logs=True)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(5, 50))
     view.progress(1, at(9, 90))
@@ -103,7 +103,7 @@ def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: 
 
 
 def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN, shows_logs=True)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(15, 150))
     view.attempt(1, 10)
@@ -120,7 +120,7 @@ def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> N
 
 
 def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -> None:
-    view = ProgressView(PLAN, shows_logs=True)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.log(1, "hello", logging.INFO)
     view.epoch(
@@ -133,7 +133,7 @@ def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -
 
 @pytest.mark.parametrize(("steps", "shown"), [(20, "trained"), (14, "stopped early")])
 def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: str) -> None:
-    view = ProgressView(PLAN, shows_logs=True)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(11, 110))
     view.done(steps)
@@ -154,7 +154,7 @@ def test_the_silent_view_shows_nothing(console: Console) -> None:
 
 
 def test_without_logs_only_warnings_appear_above_the_bar(console: Console) -> None:
-    view = ProgressView(PLAN, shows_logs=False)
+    view = ConsoleView(PLAN, has_bar=True, shows_logs=False)
     view.log(0, "hello", logging.INFO)
     view.log(1, "beware", logging.WARNING)
     view.close()
@@ -170,7 +170,7 @@ def test_the_silent_view_passes_warnings_on(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console) -> None:
-    view = LineView(None, shows_logs=False)
+    view = ConsoleView(None, has_bar=False, shows_logs=False)
     view.attempt(0, 0)
     view.attempt(1, 7)
     view.epoch({"report": 2.0, "epoch": 1.0, "loss": 0.5})
@@ -186,7 +186,7 @@ def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console
 def test_without_a_terminal_there_is_a_line_for_each_epoch(
     console: Console, steps: int, last: str
 ) -> None:
-    view = LineView(PLAN, shows_logs=False)
+    view = ConsoleView(PLAN, has_bar=False, shows_logs=False)
     view.attempt(0, 0)
     for step in range(steps):
         view.progress(0, at(step, 10 * step))

@@ -10,8 +10,8 @@ import pytest
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, tag
 from sparkdl.report.page.report_page import page
-from sparkdl.report.page.svg import Curve, layers_of, line_chart, ticks
-from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, binned
+from sparkdl.report.page.svg import layers_of, line_chart, ticks
+from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
 from sparkdl.report.record.run_record import RunRecord, curve_panels
 from sparkdl.train import time_spent
 from tests.report.runs import GRAPH, record
@@ -163,11 +163,12 @@ def test_the_words_for_time_are_those_of_training() -> None:
     assert SPENT_ON == time_spent.SPENT_ON
 
 
-def test_bins_hold_shares_of_time() -> None:
-    bins = binned([[0.0, 4.0, {"data": 1.0, "compute": 3.0}], [6.0, 8.0, {"data": 2.0}]], 8.0, 4)
-    assert bins[0] == pytest.approx({"data": 0.25, "compute": 0.75})
-    assert sum(bins[2].values()) == 0
-    assert bins[3] == pytest.approx({"data": 1.0})
+def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:
+    spans = [[0.0, 1.0, {}], [1.0, 2.0, {}], [2.0, 3.0, {}], [7.0, 8.0, {}], [8.0, 20.0, {}]]
+    assert grouped(spans, 2.0) == [spans[:2], spans[2:3], spans[3:4], spans[4:]]
+    day = 24 * 3600.0
+    spent = {"0": [[10.0 * k, 10.0 * (k + 1), {"data": 4.0, "compute": 6.0}] for k in range(8640)]}
+    assert len(page(replace(record(), spent=spent, seconds=day))) < 200_000
 
 
 def test_text_is_escaped_unless_it_is_markup() -> None:
@@ -187,9 +188,10 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
 
 
 def test_a_chart_leaves_out_what_is_not_finite() -> None:
-    chart = line_chart("t", [Curve(name="a", xs=[1, 2, 3], ys=[1.0, None, float("inf")])], "x")
+    nothing: Any = None
+    chart = line_chart("t", {"a": ([1, 2, 3], [1.0, nothing, float("inf")])}, "x")
     assert chart.count("<circle") == 1
-    assert line_chart("t", [Curve(name="a", xs=[1], ys=[None])], "x") == ""
+    assert line_chart("t", {"a": ([1], [nothing])}, "x") == ""
 
 
 def test_layers_go_down_and_shortcuts_go_around() -> None:

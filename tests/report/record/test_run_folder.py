@@ -143,7 +143,7 @@ def test_a_part_that_is_still_being_written_is_read_later(tmp_path: Path, length
 def test_a_damaged_part_is_an_error(tmp_path: Path) -> None:
     begun(LocalStorage(tmp_path), NAMES[0])
     (tmp_path / NAMES[0] / "events" / "000003.jsonl").write_bytes(b'{"kind": "\xff\n')
-    with pytest.raises(StorageError, match="holds no JSON lines"):
+    with pytest.raises(StorageError, match="is no JSON"):
         RunReader(LocalStorage(tmp_path)).read(NAMES[0])
 
 

@@ -29,8 +29,7 @@ def test_a_record_in_json_is_the_same_again() -> None:
 
 
 def test_an_epoch_that_is_told_again_after_a_restart_counts_once() -> None:
-    builder = RecordBuilder()
-    builder.take({"kind": "begin", "at": 0.0, "run_id": "r", "name": "n", "started": 1.0})
+    builder = begun()
     for loss in (3.0, 2.0):
         builder.take({"kind": "epoch", "at": 1.0, "record": {"epoch": 1, "loss": loss}})
     builder.take({"kind": "epoch", "at": 2.0, "record": {"epoch": 2, "loss": 1.0}})

@@ -15,7 +15,7 @@ from py4j.protocol import Py4JJavaError
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
 from sparkdl.comm.file_chunks import CHUNK_BYTES
 from sparkdl.comm.worker_environment import WorkerEnvironment
-from sparkdl.spark.cluster.gang import launch
+from sparkdl.spark.cluster.gang import GangTask, Work, launch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,6 +37,10 @@ def server() -> Iterator[ChannelServer]:
     server.shutdown()
 
 
+def run(table: DataFrame, work: Work, order: Any, **options: Any) -> list[tuple[int, str, bytes]]:
+    return launch(table, GangTask(work=work, order=order, **options), None)
+
+
 def results_of_any_size(environment: WorkerEnvironment, order: tuple[int, ...]) -> Results:
     for number, size in enumerate(order):
         yield f"{number}", bytes([environment.rank]) * size
@@ -45,7 +49,7 @@ def results_of_any_size(environment: WorkerEnvironment, order: tuple[int, ...]) 
 
 def test_results_of_any_size_come_back_whole(table: DataFrame, server: ChannelServer) -> None:
     sizes = (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5)
-    rows = launch(table, results_of_any_size, sizes, channel=server.address, profile=None)
+    rows = run(table, results_of_any_size, sizes, channel=server.address)
     assert [(rank, kind) for rank, kind, _ in rows] == [
         (rank, kind) for rank in (0, 1) for kind in ("0", "1", "2", "3", "4", "pid")
     ]
@@ -68,7 +72,7 @@ def who_and_where(environment: WorkerEnvironment, order: str) -> Results:
 def test_all_start_at_the_same_time_and_know_their_place(
     table: DataFrame, server: ChannelServer
 ) -> None:
-    rows = launch(table, who_and_where, "scope/", channel=server.address, profile=None)
+    rows = run(table, who_and_where, "scope/", channel=server.address)
     for rank, kind, payload in rows:
         assert kind == "environment"
         assert payload.decode() == repr((rank, 2, "127.0.0.1", ()))
@@ -101,7 +105,7 @@ def listening_ports() -> set[int]:
 
 
 def test_without_a_channel_rank_0_hosts_one(table: DataFrame) -> None:
-    rows = launch(table, talk, None, channel=None, profile=None)
+    rows = run(table, talk, None, channel=None)
     found = {(rank, kind): payload.decode() for rank, kind, payload in rows}
     assert found[0, "heard"] == "1"
     assert found[1, "heard"] == "0"
@@ -112,9 +116,9 @@ def test_without_a_channel_rank_0_hosts_one(table: DataFrame) -> None:
 
 
 def test_python_workers_are_kept_for_the_next_job(table: DataFrame, server: ChannelServer) -> None:
-    rows = launch(table, results_of_any_size, (), channel=server.address, profile=None)
+    rows = run(table, results_of_any_size, (), channel=server.address)
     pids = [int(payload) for _, _, payload in rows]
-    rows = launch(table, talk, None, channel=None, profile=None)
+    rows = run(table, talk, None, channel=None)
     assert len(set(pids)) == 2
     for pid in pids:
         os.kill(pid, 0)  # they are still there, waiting for work
@@ -131,9 +135,7 @@ def is_alive(pid: int) -> bool:
 def test_python_workers_end_if_they_shall_not_be_used_again(
     table: DataFrame, server: ChannelServer
 ) -> None:
-    rows = launch(
-        table, results_of_any_size, (), channel=server.address, profile=None, keeps_process=False
-    )
+    rows = run(table, results_of_any_size, (), channel=server.address, keeps_process=False)
     pids = [int(payload) for _, _, payload in rows]
     assert len(set(pids)) == 2
     deadline = time.monotonic() + 20
@@ -151,5 +153,5 @@ def fail(environment: WorkerEnvironment, order: Any) -> Results:
 def test_work_that_raises_is_an_error_of_spark(table: DataFrame, server: ChannelServer) -> None:
     # A barrier stage hides the type: the supervisor cannot tell it from a lost worker.
     with pytest.raises(Py4JJavaError, match="work must not raise"):
-        launch(table, fail, None, channel=server.address, profile=None)
+        run(table, fail, None, channel=server.address)
     assert not [t for t in threading.enumerate() if t.name.startswith("sparkdl-")]

@@ -30,8 +30,9 @@ org.apache.spark.api.python.PythonException
 
 def ask(spark: Any) -> bool:
     return probe(
-        spark, num_tasks=1, profile=None, channel=None, storage_url=None, marker=None, run_id="r"
-    )
+        spark, num_tasks=1, profile=None, channel=None, storage_url=None, checkpoints=None,
+        run_id="r",
+    )  # fmt: skip
 
 
 def test_executors_without_sparkdl() -> None:

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
+from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.explain import explain_fit, measure_gang
-from sparkdl.spark.explain.estimate import ExplainOptions
 from sparkdl.spark.explain.explain_fit import explain
 from sparkdl.spark.fit.check_request import check_request
 from sparkdl.spark.fit.fit import fit
@@ -112,7 +111,7 @@ def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     prepared = [prepare(many.schema, "features", "feature", float_dtype="float32")]
     sample = take_sample(many, prepared, None, 60.0)
     assert sample.is_all
-    expected = shard_rows(sample.hashes, 1000, 5, is_all=True)
+    expected = shard_rows(sample.hashes, 1000, 5)
     spec = TableSpec(columns=tuple(prepared), num_shards=5, is_gang=False)
     table = ShardTable(many, spec, run_id="skew")
     try:
@@ -258,9 +257,9 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
 ) -> None:
     real = measure_gang.measure_rounds
 
-    def pressed(bench: Any) -> Any:
+    def pressed(run: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return real(bench)
+        return real(run)
 
     monkeypatch.setattr(measure_gang, "measure_rounds", pressed)
     with pytest.raises(KeyboardInterrupt, match="the files that it needed are removed"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def double(arrays: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    for array in arrays:
+def double(arrays: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
+    for (array,) in arrays:
         doubled = pc.multiply(array, 2)
         yield doubled.slice(0, 1)
         yield doubled.slice(1)
 
 
-def added(arrays: Iterator[tuple[pa.Array, pa.Array]]) -> Iterator[pa.Array]:
+def added(arrays: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
     """Looks a batch ahead, as a task may."""
     before = None
     for pair in arrays:
@@ -39,7 +39,7 @@ def record_batch(*rows: int) -> pa.RecordBatch:
 
 
 def test_rows_stay_with_their_batches() -> None:
-    task = WithColumn(function=double, name="twice", inputs="inputs", is_one=True)
+    task = WithColumn(function=double, name="twice", inputs="inputs")
     found = list(task(iter([record_batch(1, 2, 3), record_batch(), record_batch(4)])))
     assert [batch.to_pydict() for batch in found if batch.num_rows] == [
         {"x": [1, 2, 3], "twice": [2, 4, 6]},

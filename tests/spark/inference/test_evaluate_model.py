@@ -180,7 +180,7 @@ def test_a_label_that_the_model_does_not_know_counts_as_wrong(rows: DataFrame) -
 
 def test_wrong_labels_are_named(rows: DataFrame) -> None:
     wrong = rows.selectExpr("x", "CAST(1.5 AS DOUBLE) AS label")
-    with pytest.raises(DataError, match=r'"label" has the label 1\.5, which is no class number'):
+    with pytest.raises(DataError, match=r'"label" must hold whole, .* \(first: 1\.5 in row 0'):
         classifier().evaluate(wrong)
 
 
@@ -270,7 +270,7 @@ def test_tasks_that_add_up_refuse_states_that_are_too_large_in_all(
         evaluator.update(logits, logits, labels, None, 3)
         part = evaluator.part()
         sizes.add(part.listed_bytes()["auroc"])
-        rows.append({"part": 0, "kind": "part", "payload": part.to_bytes()})
+        rows.append({"part": 0, "payload": part.to_bytes()})
     (size,) = sizes
     unpacked: list[bytes] = []
     unpack = Part.from_bytes
@@ -281,11 +281,14 @@ def test_tasks_that_add_up_refuse_states_that_are_too_large_in_all(
 
     monkeypatch.setattr(Part, "from_bytes", counted)
     batch = pa.RecordBatch.from_pylist(rows)
-    for most, kind in ((3 * size, "part"), (size, "ConfigError")):
+    errors = []
+    for most in (3 * size, size):
         monkeypatch.setattr(evaluate_rows, "MOST_LISTED_BYTES", most)
         (row,) = next(AddTask(measures)(iter([batch]))).to_pylist()
-        assert row["kind"] == kind
-    assert b"'auroc' keeps something" in row["payload"]
+        errors.append(unpack(row["payload"]).error)
+    assert errors[0] is None
+    assert errors[1] is not None and errors[1][0] == "ConfigError"
+    assert "'auroc' keeps something" in errors[1][1]
     assert len(unpacked) == 3 + 2  # the third was not even looked at
 
 
@@ -293,14 +296,14 @@ def test_the_driver_gets_states_of_metrics_as_one_part(
     many: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    add = evaluate_model._sum
+    add = evaluate_model.united
 
-    def counted(rows: Any, measures: Measures) -> Part:
-        given = list(rows)
+    def counted(parts: Any, measures: Measures) -> Part:
+        given = list(parts)
         seen.append(len(given))
         return add(given, measures)
 
-    monkeypatch.setattr(evaluate_model, "_sum", counted)
+    monkeypatch.setattr(evaluate_model, "united", counted)
     column = Column(name="features", role="feature", dtype="float64", shape=(4,))
     model = TorchClassifierModel(nn.Linear(4, 3).double(), [column], num_classes=3)
     auroc = {"auroc": classification.MulticlassAUROC(3)}

@@ -74,14 +74,6 @@ def test_types_are_found_by_running_the_module(output: Output, types: list[str])
     assert types_of(plan(Heads(), output)) == types
 
 
-def test_structures_become_structs() -> None:
-    (column,) = plan(Heads(), Output()).columns.values()
-    assert [name for name, _ in column.fields] == ["logits", "box", "states"]
-    inner = dict(column.fields)
-    assert [name for name, _ in inner["box"].fields] == ["size", "grid"]
-    assert [name for name, _ in inner["states"].fields] == ["_0", "_1"]
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [

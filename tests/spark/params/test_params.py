@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -277,3 +278,4 @@ def test_copies_are_independent() -> None:
     assert (estimator.getEpochs(), other.getEpochs()) == (1, 2)
     assert estimator.getBatchSize() != 8
     assert other.uid == estimator.uid
+    assert pickle.loads(pickle.dumps(estimator)).getEpochs() == 1

@@ -368,7 +368,7 @@ def test_a_client_that_does_not_see_the_servers_disk_is_refused(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleared: list[bool] = []
-    monkeypatch.setattr(save_stage, "is_connect", lambda _: True)
+    monkeypatch.setattr(stage_metadata, "is_connect", lambda _: True)
     monkeypatch.setattr(
         save_stage, "make_way", lambda path, overwrite, _: cleared.append(overwrite)
     )
@@ -386,7 +386,7 @@ def test_nor_does_such_a_client_delete_what_is_there(
     model = TorchModel(nn.Linear(3, 1), [COLUMN])
     model.save(path)
     cleared: list[str] = []
-    monkeypatch.setattr(save_stage, "is_connect", lambda _: True)
+    monkeypatch.setattr(stage_metadata, "is_connect", lambda _: True)
     monkeypatch.setattr(save_stage, "make_way", lambda path, *_: cleared.append(path))
     monkeypatch.setattr(stage_metadata, "_qualified", lambda *_: f"file:{tmp_path}/elsewhere")
     with pytest.raises(StorageError, match=r"elsewhere lies on the host of the Spark Connect serv"):

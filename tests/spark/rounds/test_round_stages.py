@@ -9,7 +9,7 @@ import torch
 from sparkdl.comm import file_chunks
 from sparkdl.comm.file_chunks import joined_results, result_batches
 from sparkdl.spark.rounds import round_stages
-from sparkdl.spark.rounds.round_stages import MergeTask, merge_states, tree_levels
+from sparkdl.spark.rounds.round_stages import merge_groups, merge_states, tree_levels
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 
@@ -40,7 +40,7 @@ def test_a_group_is_merged_in_the_order_of_shards(monkeypatch: pytest.MonkeyPatc
     merged = joined_results(
         [
             row
-            for batch in MergeTask()([pa.RecordBatch.from_pylist(rows)])
+            for batch in merge_groups([pa.RecordBatch.from_pylist(rows)])
             for row in batch.to_pylist()
         ]
     )

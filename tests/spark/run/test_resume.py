@@ -13,10 +13,10 @@ from sparkdl.spark.run.resume import find_checkpoint, windows_to_go_on
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
-    Recorder,
     encode,
     folder_name,
     rank_file,
+    write_file,
     write_manifest,
 )
 from sparkdl.storage.tensor_tree import snapshot
@@ -28,10 +28,8 @@ def write(storage: MemoryStorage, state: TrainState, *, run_key: str = "run") ->
     path = f"{run_key}/{folder_name(state.step)}"
     files = {}
     for name in (SHARED, rank_file(0)):
-        recorder = Recorder()
         content = encode(snapshot({"state": state.state_dict()}))
-        storage.write(f"{path}/{name}", recorder.watch(content))
-        files[name] = recorder.record()
+        files[name] = write_file(storage, f"{path}/{name}", content)
     write_manifest(
         CheckpointInfo(
             storage=storage, path=path, step=state.step, world_size=1, run_key=run_key,

@@ -12,23 +12,13 @@ from sparkdl.errors import ConfigError
 from sparkdl.sync import resolve
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from tests.gang import Gang
-from tests.sync.apart import assert_equal_bits, train_and_resume
+from tests.sync.apart import assert_equal_bits, make_net, train_and_resume
 from tests.train.runs import Keeper, but, make_data, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9, "weight_decay": 0.01})
 ADAM = but(SGD, optimizer="adamw", learning_rate=0.01)
 BULK = AsyncSGD(staleness_bound=0)
-
-
-def make_net(norm: bool = False) -> torch.nn.Module:
-    def make() -> torch.nn.Module:
-        layers = [torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
-        if norm:
-            layers.insert(1, torch.nn.BatchNorm1d(5))
-        return torch.nn.Sequential(*layers).double()
-
-    return seeded(make)
 
 
 def train_on_rank(

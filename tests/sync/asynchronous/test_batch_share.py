@@ -38,7 +38,7 @@ def shares_of(comm: Any, weights: list[float]) -> list[float]:
             shares.append(share.of(weights[comm.rank] * rows[comm.rank], sum(rows)))
         share.close_round()
         other = BatchShare(comm, CPU)
-        other.load_state_dict(share.state_dict())
+        other.load_rank_state_dict(share.rank_state_dict())
         share = other
     return shares
 

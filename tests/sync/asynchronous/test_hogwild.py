@@ -15,20 +15,12 @@ from sparkdl.sync.asynchronous.hogwild import Hogwild
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from tests.comm.topology.placing import placed
 from tests.gang import Gang
-from tests.sync.apart import assert_equal_bits, train_and_resume
+from tests.sync.apart import assert_equal_bits, make_net, train_and_resume
 from tests.train.runs import but, make_data, run, seeded, weights
 
 SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9, "weight_decay": 0.01})
 ADAM = but(SGD, optimizer="adamw", learning_rate=0.01)
-
-
-def make_net() -> torch.nn.Module:
-    def make() -> torch.nn.Module:
-        layers = [torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
-        return torch.nn.Sequential(*layers).double()
-
-    return seeded(make)
 
 
 def train_on(

@@ -139,7 +139,7 @@ def train_and_look_around(comm: Any) -> tuple[list[str], bool]:
                 def close(self) -> None:
                     assert self._exchange is not None
                     assert self._exchange.server is not None
-                    ports.append(self._exchange.server.port)
+                    ports.append(self._exchange.server.address.port)
                     super().close()
 
             return Watched(model, make_optimizer, comm, self)

@@ -12,8 +12,8 @@ from sparkdl.data.batches import Batches
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.adasum import Adasum, adasum, combine
-from tests.gang import Gang
-from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights
+from tests.sync.apart import make_net
+from tests.train.runs import but, make_data, plan_for, run, weights
 
 CONFIG = TrainConfig(
     optimizer="sgd",
@@ -24,10 +24,6 @@ CONFIG = TrainConfig(
     loss="mse",
     sync_strategy=Adasum(),
 )
-
-
-def make_net() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
 
 
 def formula(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -169,25 +165,6 @@ def test_alone_nothing_changes() -> None:
     run(plain, but(CONFIG, sync_strategy=None), make_data([13]))
     run(combined, CONFIG, make_data([13]))
     assert torch.equal(weights(plain), weights(combined))
-
-
-@pytest.mark.gang
-@pytest.mark.parametrize("period", [1, 2])
-def test_resumed_run_has_the_same_bits(gang3: Gang, period: int) -> None:
-    config = but(CONFIG, sync_strategy=Adasum(averaging_period=period))
-    for undisturbed, resumed in gang3.run(train_and_resume, config, [22, 17, 9]):
-        assert torch.equal(undisturbed, resumed)
-
-
-def train_and_resume(
-    comm: Any, config: TrainConfig, rows: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sink = Keeper(steps=(3,))
-    net, again = make_net(), make_net()
-    run(net, config, make_data(rows), comm=comm, sink=sink)
-    (point,) = sink.points.values()
-    run(again, config, make_data(rows), comm=comm, resume=point)
-    return weights(net), weights(again)
 
 
 @pytest.mark.gang

@@ -12,30 +12,13 @@ from sparkdl.sync.averaging.merge import merge
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.period import AutoPeriod, FixedPeriod, RoundReport
 from tests.gang import Gang
-from tests.train.runs import Keeper, but, make_data, run, seeded, weights
+from tests.sync import apart
+from tests.sync.apart import make_net, train_on_rank
+from tests.train.runs import but, make_data, run, weights
 
-SGD = TrainConfig(optimizer="sgd", learning_rate=0.05, batch_size=4, epochs=3, loss="mse")
+SGD = but(apart.SGD, epochs=3)
 ADAM = but(SGD, optimizer="adam", learning_rate=0.01)
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9})
-
-
-def make_net(norm: bool = False) -> torch.nn.Module:
-    def make() -> torch.nn.Module:
-        layers = [torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
-        if norm:
-            layers.insert(1, torch.nn.BatchNorm1d(5))
-        return torch.nn.Sequential(*layers).double()
-
-    return seeded(make)
-
-
-def train_on_rank(
-    comm: Any, config: TrainConfig, rows: list[int], norm: bool = False
-) -> tuple[torch.Tensor, dict[str, Any], int]:
-    net = make_net(norm)
-    outcome = run(net, config, make_data(rows), comm=comm)
-    state = {"model": net.state_dict(), "optimizer": outcome.final.shared["optimizer"]}
-    return weights(net), state, outcome.bytes_sent
 
 
 @pytest.mark.gang
@@ -54,8 +37,8 @@ def test_period_one_with_plain_sgd_is_allreduce(gang: Gang, rows: list[int]) -> 
 def test_a_round_is_the_merge_of_replicas(gang3: Gang, rows: list[int], average: bool) -> None:
     strategy = ParameterAveraging(averaging_period=100, average_optimizer_state=average)
     config = but(ADAM, epochs=1, sync_strategy=strategy)
-    apart = gang3.run(train_apart, config, rows)
-    expected = merge([state for state, _ in apart], [weight for _, weight in apart])
+    found = gang3.run(train_apart, config, rows)
+    expected = merge([state for state, _ in found], [weight for _, weight in found])
     for _, state, _ in gang3.run(train_on_rank, config, rows, True):
         for name, value in expected["model"].items():
             torch.testing.assert_close(state["model"][name], value, rtol=0, atol=1e-12)
@@ -120,35 +103,6 @@ def watch_rounds(comm: Any, config: TrainConfig, rows: list[int]) -> list[torch.
     strategy = Watching(averaging_period=config.sync_strategy.averaging_period)
     run(make_net(), but(config, sync_strategy=strategy), make_data(rows), comm=comm)
     return seen
-
-
-@pytest.mark.gang
-def test_resumed_run_has_the_same_bits(gang: Gang) -> None:
-    config = but(ADAM, sync_strategy=ParameterAveraging(averaging_period=2))
-    for undisturbed, resumed in gang.run(train_and_resume, config, [22, 17]):
-        assert torch.equal(undisturbed, resumed)
-
-
-def train_and_resume(
-    comm: Any, config: TrainConfig, rows: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sink = Keeper(steps=(3,))
-    net = make_net(norm=True)
-    run(net, config, make_data(rows), comm=comm, sink=sink)
-    (point,) = sink.points.values()
-    again = make_net(norm=True)
-    run(again, config, make_data(rows), comm=comm, resume=point)
-    return weights(net), weights(again)
-
-
-@pytest.mark.gang
-@pytest.mark.parametrize("period", [1, 4])
-def test_bytes_are_those_of_the_formula(gang: Gang, period: int) -> None:
-    config = but(SGD, epochs=2, sync_strategy=ParameterAveraging(averaging_period=period))
-    shapes = [tuple(p.shape) for p in make_net().parameters()]
-    steps = 2 * 4
-    expected = config.sync_strategy.bytes_per_step(shapes, 8, 2) * steps
-    assert [sent for _, _, sent in gang.run(train_on_rank, config, [16, 15])] == [expected] * 2
 
 
 def test_alone_nothing_changes() -> None:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.block_momentum import BlockMomentum, BlockMomentumRule
-from sparkdl.sync.averaging.local_sgd import LocalSGD
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
+from tests.sync.apart import ROWS, SGD, Replicas, assert_close, train_on_rank
 from tests.train.runs import but
 
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9})
@@ -52,28 +50,6 @@ def test_follows_the_paper(
         assert_close(mine, begin)
 
 
-@pytest.mark.gang
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_without_momentum_it_is_averaging(gang: Gang, nesterov: bool) -> None:
-    block = BlockMomentum(averaging_period=2, block_momentum=0.0, nesterov=nesterov)
-    plain = LocalSGD(averaging_period=2, optimizer_state="reset")
-    for (mine, _, sent), (theirs, _, theirs_sent) in zip(
-        gang.run(train_on_rank, but(MOMENTUM, sync_strategy=block, epochs=2), [21, 17]),
-        gang.run(train_on_rank, but(MOMENTUM, sync_strategy=plain, epochs=2), [21, 17]),
-        strict=True,
-    ):
-        assert_close(mine, theirs)
-        assert sent == theirs_sent
-
-
-@pytest.mark.gang
-def test_bytes_are_those_of_the_formula(gang3: Gang) -> None:
-    strategy = BlockMomentum(averaging_period=3)
-    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
-    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
-    assert [sent for _, _, sent in results] == [expected] * 3
-
-
 def test_default_momentum_follows_from_the_number_of_replicas() -> None:
     """So that momentum alone makes up for the division by the number of replicas."""
     rule = BlockMomentum(nesterov=False).make_outer(4)
@@ -83,18 +59,6 @@ def test_default_momentum_follows_from_the_number_of_replicas() -> None:
         rule.step([anchor], [mean], 0.1)
         step, anchor = mean - anchor, mean
     assert step.item() == pytest.approx(4)
-
-
-def test_state_survives() -> None:
-    anchor = torch.zeros(3)
-    rules = [BlockMomentumRule(0.5, 1.0, True), BlockMomentumRule(0.5, 1.0, True)]
-    rules[0].step([anchor], [anchor + 1], 0.1)
-    rules[1].load_state_dict(copy.deepcopy(rules[0].state_dict()))
-    means = [anchor + 2, anchor + 2]
-    for rule, mean in zip(rules, means, strict=True):
-        rule.step([anchor], [mean], 0.1)
-    assert torch.equal(*means)
-    assert torch.equal(anchor, torch.zeros(3))
 
 
 @pytest.mark.parametrize(

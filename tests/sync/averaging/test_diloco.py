@@ -7,9 +7,8 @@ import torch
 
 from sparkdl.errors import ConfigError
 from sparkdl.sync.averaging.diloco import DiLoCo
-from sparkdl.sync.averaging.local_sgd import LocalSGD
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
+from tests.sync.apart import ROWS, SGD, Replicas, assert_close, train_on_rank
 from tests.train.runs import but
 
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9})
@@ -32,27 +31,6 @@ def test_follows_the_paper(gang3: Gang, rows: list[int]) -> None:
     config = but(MOMENTUM, sync_strategy=DiLoCo(averaging_period=3))
     for mine, _, _ in gang3.run(train_on_rank, config, rows):
         assert_close(mine, begin)
-
-
-@pytest.mark.gang
-def test_with_outer_sgd_of_one_it_is_averaging(gang: Gang) -> None:
-    outer = DiLoCo(averaging_period=2, outer_learning_rate=1.0, outer_params={})
-    plain = LocalSGD(averaging_period=2, optimizer_state="keep")
-    for (mine, _, sent), (theirs, _, theirs_sent) in zip(
-        gang.run(train_on_rank, but(ADAM, sync_strategy=outer), [21, 17]),
-        gang.run(train_on_rank, but(ADAM, sync_strategy=plain), [21, 17]),
-        strict=True,
-    ):
-        assert_close(mine, theirs)
-        assert sent == theirs_sent
-
-
-@pytest.mark.gang
-def test_bytes_are_those_of_the_formula(gang3: Gang) -> None:
-    strategy = DiLoCo(averaging_period=3)
-    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
-    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
-    assert [sent for _, _, sent in results] == [expected] * 3
 
 
 def test_mixing_is_half_where_steps_overlap() -> None:

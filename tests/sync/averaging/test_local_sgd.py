@@ -8,9 +8,12 @@ import torch
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.sync.averaging.block_momentum import BlockMomentum
+from sparkdl.sync.averaging.diloco import DiLoCo
 from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.averaging.period import AdaptivePeriod, RoundReport
+from sparkdl.sync.averaging.slowmo import SlowMo
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
 from tests.sync.apart import (
@@ -59,6 +62,31 @@ def test_averaged_optimizer_is_parameter_averaging(gang: Gang) -> None:
         strict=True,
     ):
         assert torch.equal(mine, theirs)
+        assert sent == theirs_sent
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        BlockMomentum(averaging_period=2, block_momentum=0.0),
+        BlockMomentum(averaging_period=2, block_momentum=0.0, nesterov=False),
+        SlowMo(averaging_period=2, slow_momentum=0.0, optimizer_state="keep"),
+        SlowMo(averaging_period=2, slow_momentum=0.0, optimizer_state="average"),
+        SlowMo(averaging_period=2, slow_momentum=0.0),
+        DiLoCo(averaging_period=2, outer_learning_rate=1.0, outer_params={}),
+    ],
+    ids=str,
+)
+def test_outer_steps_without_momentum_are_averaging(gang: Gang, strategy: Any) -> None:
+    outer = but(MOMENTUM, sync_strategy=strategy, epochs=2)
+    plain = LocalSGD(averaging_period=2, optimizer_state=strategy.optimizer_state)
+    for (mine, _, sent), (theirs, _, theirs_sent) in zip(
+        gang.run(train_on_rank, outer, [21, 17]),
+        gang.run(train_on_rank, but(outer, sync_strategy=plain), [21, 17]),
+        strict=True,
+    ):
+        assert_close(mine, theirs)
         assert sent == theirs_sent
 
 

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.local_sgd import LocalSGD
 from sparkdl.sync.averaging.slowmo import SlowMo, SlowMoRule
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, train_on_rank
+from tests.sync.apart import ROWS, SGD, Replicas, assert_close, train_on_rank
 from tests.train.runs import but
 
 MOMENTUM = but(SGD, optimizer_params={"momentum": 0.9})
@@ -46,28 +44,6 @@ def test_follows_the_paper(gang3: Gang, rows: list[int]) -> None:
         assert_close(mine, begin)
 
 
-@pytest.mark.gang
-@pytest.mark.parametrize("optimizer_state", ["keep", "average", "reset"])
-def test_without_momentum_it_is_averaging(gang: Gang, optimizer_state: str) -> None:
-    slow = SlowMo(averaging_period=2, slow_momentum=0.0, optimizer_state=optimizer_state)
-    plain = LocalSGD(averaging_period=2, optimizer_state=optimizer_state)
-    for (mine, _, sent), (theirs, _, theirs_sent) in zip(
-        gang.run(train_on_rank, but(MOMENTUM, sync_strategy=slow, epochs=2), [21, 17]),
-        gang.run(train_on_rank, but(MOMENTUM, sync_strategy=plain, epochs=2), [21, 17]),
-        strict=True,
-    ):
-        assert_close(mine, theirs)
-        assert sent == theirs_sent
-
-
-@pytest.mark.gang
-def test_bytes_are_those_of_the_formula(gang3: Gang) -> None:
-    strategy = SlowMo(averaging_period=3)
-    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
-    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
-    assert [sent for _, _, sent in results] == [expected] * 3
-
-
 def test_a_learning_rate_of_zero_leaves_the_mean() -> None:
     rule = SlowMoRule(0.5, 1.0)
     anchor, mean = torch.zeros(3), torch.ones(3)
@@ -79,17 +55,6 @@ def test_a_learning_rate_of_zero_leaves_the_mean() -> None:
 def test_an_optimizer_without_a_learning_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match="learning rate"):
         SlowMoRule(0.5, 1.0).step([torch.zeros(3)], [torch.ones(3)], float("nan"))
-
-
-def test_state_survives() -> None:
-    anchor = torch.zeros(3)
-    rules = [SlowMoRule(0.5, 1.0), SlowMoRule(0.5, 1.0)]
-    rules[0].step([anchor], [anchor + 1], 0.1)
-    rules[1].load_state_dict(copy.deepcopy(rules[0].state_dict()))
-    means = [anchor + 2, anchor + 2]
-    for rule, mean in zip(rules, means, strict=True):
-        rule.step([anchor], [mean], 0.1)
-    assert torch.equal(*means)
 
 
 @pytest.mark.parametrize(

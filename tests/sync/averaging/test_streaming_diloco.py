@@ -7,9 +7,8 @@ import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.diloco import DiLoCo
+from sparkdl.sync.averaging.diloco import DiLoCo, fragments_of
 from sparkdl.sync.averaging.mean import SHARE_BYTES
-from sparkdl.sync.averaging.streaming_diloco import fragments_of
 from tests.gang import Gang
 from tests.sync.apart import (
     ROWS,

@@ -15,7 +15,8 @@ from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.gang import Gang
-from tests.train.runs import Keeper, but, make_data, plan_for, run, seeded, weights
+from tests.sync.apart import make_net
+from tests.train.runs import Keeper, but, make_data, plan_for, run, weights
 
 CONFIG = TrainConfig(
     optimizer="adamw",
@@ -26,10 +27,6 @@ CONFIG = TrainConfig(
     loss="mse",
     sync_strategy=AllReduce(double_buffering=True, bucket_bytes=64),
 )
-
-
-def make_net() -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
 
 
 def train_on_rank(

@@ -9,7 +9,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from tests.gang import Gang
-from tests.sync.apart import ROWS, SGD, SHAPES, Replicas, assert_close, make_net, train_on_rank
+from tests.sync.apart import ROWS, SGD, Replicas, assert_close, make_net, train_on_rank
 from tests.train.runs import Keeper, but, make_data, run, weights
 
 NESTEROV = but(SGD, optimizer_params={"momentum": 0.9})
@@ -71,14 +71,6 @@ def train_with_checkpoints(comm: Any, config: TrainConfig, rows: list[int]) -> t
     sink, net = Keeper(steps=(1, 2, 3, 4, 5, 7)), make_net()
     run(net, config, make_data(rows), comm=comm, sink=sink)
     return weights(net), sink.points[5]
-
-
-@pytest.mark.gang
-def test_bytes_are_those_of_the_formula(gang3: Gang) -> None:
-    strategy = ElasticAveraging(averaging_period=3)
-    expected = strategy.bytes_per_step(SHAPES, 8, 3) * 9
-    results = gang3.run(train_on_rank, but(SGD, sync_strategy=strategy), ROWS)
-    assert [sent for _, _, sent in results] == [expected] * 3
 
 
 def test_a_center_that_would_swing_is_refused() -> None:

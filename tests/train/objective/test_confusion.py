@@ -5,16 +5,15 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.train.objective.metrics import Confusion, Metrics, added
+from sparkdl.train.objective.metrics import Metrics, added, confusion
 from tests.gang import Gang
 
 PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
 
 
 def counted(output: Any, target: Any) -> list[list[int]] | None:
-    one = Confusion()
-    one.update(output, target)
-    return added([one.state()])
+    counts = confusion(output, target)
+    return None if counts is None else counts.tolist()
 
 
 def test_labels_are_rows_and_predictions_columns() -> None:
@@ -44,13 +43,11 @@ def test_what_is_no_classification_of_rows_is_passed_over() -> None:
 
 
 def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
-    one = Confusion()
-    one.update(PROBABILITIES[:2], torch.tensor([0, 0]))
-    one.update(PROBABILITIES[2:], torch.tensor([1, 1]))
-    total = added([one.state(), Confusion().state(), one.state()])
-    assert total == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
-    one.reset()
-    assert added([one.state()]) is None
+    one = confusion(PROBABILITIES[:2], torch.tensor([0, 0]))
+    two = confusion(PROBABILITIES[2:], torch.tensor([1, 1]))
+    total = added([one, two, None, one, two])
+    assert total is not None and total.tolist() == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
+    assert added([None]) is None
 
 
 def test_it_travels_with_the_metrics(gang: Gang) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
-from sparkdl.train.optimizers.optimizers import ParameterGroups, make_scheduler, resolve_optimizer
+from sparkdl.train.optimizers.optimizers import make_scheduler, parameter_groups, resolve_optimizer
 from sparkdl.train.optimizers.warmup import warmup
 
 
@@ -79,7 +79,7 @@ def test_frozen_parameters_belong_to_no_group() -> None:
 
 def test_a_parameter_cannot_be_in_two() -> None:
     with pytest.raises(ConfigError, match=r"both 'head' and '\*\.bias' mean 'head.bias'; let each"):
-        ParameterGroups(make_net(), {"head": {}, "*.bias": {}})
+        parameter_groups(make_net(), {"head": {}, "*.bias": {}})
 
 
 def test_tied_parameters_go_by_any_of_their_names() -> None:
@@ -92,10 +92,10 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
 def test_parameters_that_stand_in_for_the_modules_go_by_their_places() -> None:
     module = make_net()
     twins = [nn.Parameter(p.detach().clone()) for p in module.parameters()]
-    groups = ParameterGroups(module, {"head": {"lr": 1.0}}).divide(twins)
+    groups = parameter_groups(module, {"head": {"lr": 1.0}})(twins)
     assert groups[1]["params"][0] is twins[4]
     with pytest.raises(ConfigError, match=r"the 6 parameters that train, .* optimizer of 5"):
-        ParameterGroups(module, {"head": {}}).divide(twins[:5])
+        parameter_groups(module, {"head": {}})(twins[:5])
 
 
 @pytest.mark.parametrize(

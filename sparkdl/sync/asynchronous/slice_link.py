@@ -1,29 +1,28 @@
-"""Streams between ranks and the slices that others serve: one Arrow Flight server per rank.
+"""Connections between ranks and the slices that others serve: one TCP server per rank.
 
-Each rank keeps one stream open to each other rank's server, so that a request costs no new call,
-and the end of a stream, orderly or not, tells the server at once that the rank has gone. Every
-stream must show the server's secret. A message is a header and the bytes of tensors behind it,
-which are sent from where they lie.
-
-Never use a link in a process that forks afterwards: gRPC does not survive a fork.
+Each rank keeps one connection open to each other rank's server, so that a request costs no new
+one, and the end of a connection, orderly or not, tells the server at once that the rank has gone.
+A connection begins with the server's secret. A message is a header and the bytes of tensors behind
+it, which are sent from where they lie and received where they belong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import logging
 import secrets
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.flight as flight
 import torch
 
-from sparkdl.comm.channel import Address, SecretFactory, call_options, location
+from sparkdl.comm.channel import Address
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerSlice
@@ -31,76 +30,69 @@ from sparkdl.sync.gradient_buckets import Bucket
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 8 << 20
-"""Largest piece that is sent at once; while one travels the next is written."""
 STOP_SECONDS = 3.0
 """How long the end of a server is waited for; longer only if a peer hangs."""
 
-_SCHEMA = pa.schema([("data", pa.uint8())])
-_BROKEN = (pa.ArrowException, OSError, StopIteration)
+_LENGTH = struct.Struct("!I")
+"""In front of each header."""
 
 
 class Messages:
-    """One end of a stream."""
+    """One end of a connection. Raises OSError when the other end has gone."""
 
-    def __init__(self, reader: Any, writer: Any) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._next: Any = None
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a header and the bytes of contiguous CPU tensors."""
         data = json.dumps(header).encode()
-        for batch in _batches(tensors):
-            if data:
-                self._writer.write_with_metadata(batch, data)
-            else:
-                self._writer.write_batch(batch)
-            data = b""
-        if data:
-            self._writer.write_metadata(data)
+        self._connection.sendall(_LENGTH.pack(len(data)) + data)
+        for tensor in tensors:
+            self._connection.sendall(_bytes(tensor))
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next header; None at the end of the stream."""
-        assert self._next is None, "the tensors of the last message were not taken"
-        try:
-            chunk = self._reader.read_chunk()
-        except StopIteration:
-            return None
-        self._next = chunk.data
-        header: dict[str, Any] = json.loads(chunk.app_metadata.to_pybytes())
+    def receive(self) -> dict[str, Any]:
+        """The next header."""
+        (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
+        header: dict[str, Any] = json.loads(self.read(length))
         return header
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite tensors like those that were sent by what came behind the header."""
         for tensor in tensors:
-            room = _bytes(tensor)
-            at = 0
-            while at < len(room):
-                batch = self._next if self._next is not None else self._reader.read_chunk().data
-                self._next = None
-                stop = at + batch.num_rows
-                room[at:stop] = np.frombuffer(batch.column(0).buffers()[1], np.uint8, stop - at)
-                at = stop
+            self._read_into(_bytes(tensor))
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next bytes."""
+        data = bytearray(num_bytes)
+        self._read_into(memoryview(data))
+        return bytes(data)
+
+    def _read_into(self, room: memoryview) -> None:
+        while room:
+            num_bytes = self._connection.recv_into(room, 0, socket.MSG_WAITALL)
+            if num_bytes == 0:
+                raise ConnectionResetError("the other end has closed the connection")
+            room = room[num_bytes:]
 
 
-class SliceServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has no stubs
-    """Serves one slice.
+class SliceServer:
+    """Serves one slice, each other rank in a thread of its own.
 
     Args:
         served: the slice.
         host: address to listen on, which the peers can reach.
-        on_leave: is told of each rank whose stream has ended.
+        on_leave: is told of each rank whose connection has ended.
 
     Raises:
         ClusterError: the address is not this host's.
     """
 
     def __init__(self, served: ServerSlice, *, host: str, on_leave: Callable[[int], None]) -> None:
-        token = secrets.token_hex(32)
         try:
-            super().__init__(location(host, 0), middleware={"secret": SecretFactory(token)})
-        except (pa.ArrowException, OSError) as error:
+            family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(place[:2], family=family)
+        except OSError as error:
             raise ClusterError(
                 f"cannot serve parameters at {host}, which Spark uses for this host ({error}); set "
                 "SPARK_LOCAL_IP there to an address of its own that the others can reach"
@@ -108,38 +100,66 @@ class SliceServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has 
         self._served = served
         self._on_leave = on_leave
         self._bytes_sent: dict[int, int] = {}
-        self.address = Address(host=host, port=self.port, token=token)
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        port, token = self._listener.getsockname()[1], secrets.token_hex(32)
+        self.address = Address(host=host, port=port, token=token)
+        self._start(self._accept)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensors that were sent so far."""
         return sum(self._bytes_sent.values())
 
-    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+    def stop(self) -> None:
+        """Stop listening, and answer no more requests than are under way."""
+        _shut(self._listener, socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._connections:
+            _shut(connection, socket.SHUT_RD)
+        # Python must not end while a thread is in torch.
+        deadline = time.monotonic() + STOP_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        name = "sparkdl slice server"
+        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # until the listener is shut
+            while True:
+                connection, _ = self._listener.accept()
+                self._connections.append(connection)
+                self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
         """Answer the requests of one rank, one after the other, until it has gone."""
-        rank = int(descriptor.command)
-        writer.begin(_SCHEMA)
-        messages = Messages(reader, writer)
+        with connection:
+            messages = Messages(connection)
+            try:
+                token = messages.read(len(self.address.token))
+                if hmac.compare_digest(token, self.address.token.encode()):
+                    self._answer_all(messages.receive()["rank"], messages)
+                else:
+                    logger.warning("a connection without the secret of this run was refused")
+            except OSError as error:
+                logger.debug("a connection to this slice ended: %s", error)
+
+    def _answer_all(self, rank: int, messages: Messages) -> None:
         self._bytes_sent[rank] = 0
         try:
-            while (header := messages.receive()) is not None:
+            while True:
+                header = messages.receive()
                 try:
                     self._answer(rank, header, messages)
                 except CommunicationError as error:
                     messages.send({"error": str(error)})
-        except _BROKEN as error:  # the rank has gone in the midst of it
-            logger.debug("the stream of rank %d broke: %s", rank, error)
         finally:
             self._served.leave(rank)
             self._on_leave(rank)
-
-    def stop(self) -> None:
-        """Stop listening; all streams should have ended, or be about to."""
-        thread = threading.Thread(target=self.shutdown, name="end of a slice server", daemon=True)
-        thread.start()
-        thread.join(STOP_SECONDS)
-        if thread.is_alive():
-            logger.debug("a peer does not let go of its stream; the server ends with it")
 
     def _answer(self, rank: int, header: dict[str, Any], messages: Messages) -> None:
         served = self._served
@@ -182,18 +202,12 @@ class SliceLink:
 
     def __init__(self, address: Address, rank: int) -> None:
         self._where = f"{address.host}:{address.port}"
-        self._client = flight.connect(location(address.host, address.port))
-        descriptor = flight.FlightDescriptor.for_command(str(rank).encode())
-        options = call_options(address.token, None)
-        try:
-            with self._peer_errors():
-                self._writer, self._reader = self._client.do_exchange(descriptor, options)
-                self._writer.begin(_SCHEMA)
-        except BaseException:
-            self._client.close()
-            raise
-        self._messages = Messages(self._reader, self._writer)
         self.bytes_sent = 0
+        with self._peer_errors():
+            self._connection = socket.create_connection((address.host, address.port))
+            self._messages = Messages(self._connection)
+            self._connection.sendall(address.token.encode())
+            self._messages.send({"rank": rank})
 
     def step(
         self, push: Push | None, gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
@@ -214,23 +228,18 @@ class SliceLink:
             CommunicationError: as `step` does.
         """
         answer = self._ask({"kind": "close", "pull": bool(weights)}, [], weights)
-        encoded = torch.empty(answer["state_bytes"], dtype=torch.uint8)
         with self._peer_errors():
-            self._messages.fill([encoded])
-        return decode(encoded.numpy().tobytes(), f"the state of the slice at {self._where}")
+            encoded = self._messages.read(answer["state_bytes"])
+        return decode(encoded, f"the state of the slice at {self._where}")
 
     def cancel(self) -> None:
-        """End the stream at once, also while another thread waits for an answer."""
-        self._reader.cancel()
+        """End the connection at once, also while another thread waits for an answer."""
+        _shut(self._connection, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the stream."""
+        """End the connection."""
         self.cancel()
-        try:
-            self._writer.close()
-        except (pa.ArrowException, OSError) as error:  # it says that it was cancelled
-            logger.debug("end of the stream to %s: %s", self._where, error)
-        self._client.close()
+        self._connection.close()
 
     def _ask(
         self,
@@ -241,8 +250,6 @@ class SliceLink:
         with self._peer_errors():
             self._messages.send(header, sent)
             answer = self._messages.receive()
-            if answer is None:
-                raise CommunicationError(f"the slice at {self._where} has gone")
             if "error" in answer:
                 raise CommunicationError(f"the slice at {self._where}: {answer['error']}")
             self._messages.fill(received)
@@ -252,7 +259,7 @@ class SliceLink:
     def _peer_errors(self) -> Iterator[None]:
         try:
             yield
-        except _BROKEN as error:
+        except OSError as error:
             raise CommunicationError(f"the slice at {self._where} is lost: {error}") from error
 
 
@@ -261,15 +268,11 @@ def flats(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
     return [bucket.flat for bucket in buckets if bucket.flat.numel()]
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[pa.RecordBatch]:
-    for tensor in tensors:
-        data = _bytes(tensor)
-        for start in range(0, len(data), CHUNK_BYTES):
-            piece = data[start : start + CHUNK_BYTES]
-            array = pa.Array.from_buffers(pa.uint8(), len(piece), [None, pa.py_buffer(piece)])
-            yield pa.record_batch([array], schema=_SCHEMA)
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    memory: memoryview = tensor.detach().view(torch.uint8).numpy().data
+    return memory
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    array: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(torch.uint8).numpy()
-    return array
+def _shut(connection: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(how)
