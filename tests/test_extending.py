@@ -28,6 +28,7 @@ from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.explain import comparison
 from sparkdl.inputs import Named, Sequence
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.spark.frames.prepare_columns import prepare
@@ -35,7 +36,7 @@ from sparkdl.spark.frames.user_data import require_data
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.comm.compression.ranks import Exchanged, Threads, exchange, unsent
 from tests.docs.blocks import blocks_of
-from tests.explain.test_recommend import predictor
+from tests.explain.test_comparison import predictor
 from tests.gang import Gang
 from tests.sync.apart import SGD, train_on_rank
 from tests.train.runs import but
@@ -84,14 +85,14 @@ def test_a_strategy_trains_in_a_gang(gang: Gang, rows: list[int]) -> None:
 
 def test_a_strategy_is_explained() -> None:
     found = predictor()
-    own, *others = found.strategies(sign_vote(), 8, in_rounds=False)
+    own, *others = comparison.strategies(found, sign_vote(), 8, in_rounds=False)
     assert (own.strategy, own.mode, own.why_not) == ("SignVote()", "gang", None)
     assert own.sent_bytes_per_step == pytest.approx(2 * 7 / 8 * 1_000_000)
     plain = next(row for row in others if row.strategy == "AllReduce()")
     assert plain.step_seconds is not None
     assert own.step_seconds is not None
     assert 0.064 < own.step_seconds < plain.step_seconds
-    scaling = found.scaling(sign_vote(), (1, 8), in_rounds=False, planned=8)
+    scaling = comparison.scaling(found, sign_vote(), (1, 8), in_rounds=False)
     assert [row.workers for row in scaling] == [1, 8]
 
 

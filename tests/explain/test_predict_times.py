@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
-from tests.explain.test_recommend import predictor
+from tests.explain.test_comparison import predictor
 
 
 @pytest.mark.parametrize(("slots", "waves"), [(8, 1), (4, 2), (3, 3), (1, 8), (None, 1)])

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
 """How long the end of a server is waited for; longer only if a peer hangs."""
+_SECRET_SECONDS = 30.0
+"""Whoever connects and does not say the secret in this time is shut out."""
 
 _LENGTH = struct.Struct("!I")
 """In front of each header."""
@@ -140,7 +142,9 @@ class SliceServer:
         with connection:
             messages = Messages(connection)
             try:
+                connection.settimeout(_SECRET_SECONDS)
                 token = messages.read(len(self.address.token))
+                connection.settimeout(None)
                 if hmac.compare_digest(token, self.address.token.encode()):
                     self._answer_all(messages.receive()["rank"], messages)
                 else:

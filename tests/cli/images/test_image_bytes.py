@@ -27,7 +27,8 @@ def encoded(pixels: np.ndarray = PIXELS, kind: str = "PNG", **options: Any) -> b
 def pixels_of(value: Any, options: ImageSection, channels: int = 3) -> np.ndarray:
     """As training reads them: ``(channels, height, width)``."""
     array = pa.array([value], arrow_type(options))
-    return np.asarray(read_images(array, Image("x", channels=channels))[0])
+    images, _, _ = read_images(array, Image("x", channels=channels))
+    return np.asarray(images)[0]
 
 
 def test_a_files_bytes_are_kept() -> None:
