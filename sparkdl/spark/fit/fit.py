@@ -14,11 +14,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from pyspark.sql import DataFrame
-
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
@@ -32,7 +29,7 @@ from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
 from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
-from sparkdl.spark.frames.user_data import UserData, user_data
+from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
@@ -52,7 +49,7 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user gets a warning."""
 
 
-def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = None) -> FitResult:
+def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitResult:
     """Train on all workers of the cluster.
 
     Args:

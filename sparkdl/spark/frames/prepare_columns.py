@@ -113,7 +113,7 @@ def prepare(
 
 
 def prepare_trained(
-    schema: T.StructType, wanted: str | Named, column: Column, *, is_case_sensitive: bool
+    schema: T.StructType, entry: Named, column: Column, *, is_case_sensitive: bool
 ) -> SpoolColumn:
     """Prepare an input for a module that was trained on ``column``.
 
@@ -123,7 +123,7 @@ def prepare_trained(
     trained = column.dtype
     float_dtype = trained if trained.startswith("float") else "float32"
     found = prepare(
-        schema, wanted, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
+        schema, entry, "feature", float_dtype=float_dtype, is_case_sensitive=is_case_sensitive
     )
     is_checked = isinstance(found.kind, (Tensor, Sequence)) and found.kind.transform is None
     fits = trained.startswith("float") or np.promote_types(found.dtype, trained) == trained
