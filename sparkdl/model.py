@@ -31,9 +31,8 @@ from sparkdl.inputs import Named, Tensor
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization import packed_module
 from sparkdl.spark.frames.columns import find, quoted, require
-from sparkdl.spark.frames.label_columns import prepare_labels
+from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
-from sparkdl.spark.frames.specified_columns import specification_of, trained_entry
 from sparkdl.spark.inference import evaluate_model
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
@@ -202,7 +201,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         """The fields of a `predict.ModuleTask`, and its inputs, as it was trained on them."""
         spark, schema, inputs = dataset.sparkSession, dataset.schema, self._inputs()
         case = is_case_sensitive(spark)
-        prepared = [trained_entry(schema, *one, is_case_sensitive=case) for one in inputs]
+        prepared = [prepare_trained(schema, *one, is_case_sensitive=case) for one in inputs]
         batch_size = self.getOrDefault("batchSize")
         if batch_size < 1:
             raise ConfigError(f"batchSize must be at least 1; received {batch_size}")
@@ -312,9 +311,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             weight_dtype="float64",
             is_case_sensitive=is_case_sensitive(dataset.sparkSession),
         )
-        others = [
-            (p.argument, asked) for p, asked in zip(prepared, spool_columns(prepared), strict=True)
-        ]
+        others = spool_columns(prepared)
         forward, predicted = self._forward(()), self._predictions()[0]
         num_classes = evaluate_model.num_classes(
             self._module, example_arguments(self._columns), forward, predicted, self._task
@@ -331,8 +328,8 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
                 curves=chosen_curves(curves, num_classes),
             ),
             predicted=predicted.output,
-            labels=tuple(label for label in others if label[1].role == "label"),
-            weight=next((asked for _, asked in others if asked.role == "weight"), None),
+            labels=tuple(column for column in others if column.role == "label"),
+            weight=next((column for column in others if column.role == "weight"), None),
         )
         return task, [*inputs, *(entry.expression for entry in prepared)]
 

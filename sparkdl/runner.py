@@ -15,7 +15,13 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
-from sparkdl.spark.frames.user_data import active_session, require_source
+from sparkdl.spark.frames.user_data import (
+    Data,
+    active_session,
+    described,
+    require_data,
+    session_of,
+)
 from sparkdl.spark.functions.run_function import FunctionRequest, run_function
 from sparkdl.spark.functions.run_in_driver import run_here
 from sparkdl.spark.params.converters import to_inputs
@@ -141,11 +147,11 @@ class TorchRunner:
         request = self._ask(function=_callable(train, args, kwargs))
         request = replace(request, params=_shown(request, train))
         with _arguments_named():
+            session = session_of(list(request.data.values()))
             if self._in_driver:
-                result = run_here(_session(request.data, required=False), request)
+                result = run_here(session or SparkSession.getActiveSession(), request)
             else:
-                session = _session(request.data, required=True)
-                assert session is not None
+                session = session or active_session()
                 with interruptible(session, request.checkpoint_dir):
                     result = run_function(session, request)
         self.history = result.history
@@ -157,20 +163,12 @@ def _shown(request: FunctionRequest, train: Any) -> tuple[Mapping[str, Any], ...
     names = ("num_workers", "device", "max_restarts", "checkpoint_dir", "resume",
              "keep_checkpoints", "cpus_per_worker", "gpus_per_worker")  # fmt: skip
     values = {"run": train, **{name: getattr(request, name) for name in names}}
-    values |= {f"data: {name}": _described(value) for name, value in request.data.items()}
+    values |= {f"data: {name}": described(value) for name, value in request.data.items()}
     return tuple(
         {"name": name, "value": shown(value), "is_set": True}
         for name, value in values.items()
         if value is not None
     )
-
-
-def _described(data: DataFrame | Source) -> str:
-    """Without running a job, as a notebook's ``repr`` of a DataFrame may, nor showing secrets."""
-    if isinstance(data, DataFrame):
-        return f"DataFrame[{', '.join(f'{name}: {kind}' for name, kind in data.dtypes)}]"
-    place = getattr(data, "path", getattr(data, "url", None))
-    return f"{type(data).__name__}({'' if place is None else repr(place)})"
 
 
 @contextmanager
@@ -186,13 +184,12 @@ def _arguments_named() -> Iterator[None]:
         raise
 
 
-def _by_name(data: Any) -> dict[str, DataFrame | Source]:
+def _by_name(data: Any) -> dict[str, Data]:
     if data is None:
         return {}
     sets = dict(data) if isinstance(data, Mapping) else {"train": data}
     for value in sets.values():
-        if not isinstance(value, DataFrame):
-            require_source(value)
+        require_data(value)
     return sets
 
 
@@ -216,13 +213,6 @@ def _callable(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
         return Script(path.name, path.read_text(encoding="utf-8"), tuple(map(str, args)))
     _require(callable(train), "run takes a function or the path of a script")
     return partial(train, *args, **kwargs)
-
-
-def _session(data: Mapping[str, DataFrame | Source], *, required: bool) -> SparkSession | None:
-    for value in data.values():
-        if isinstance(value, DataFrame):
-            return value.sparkSession
-    return active_session() if required or data else SparkSession.getActiveSession()
 
 
 def _require(holds: bool, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.data.batches import Batches
 from sparkdl.data.collate import arguments, example_arguments
 from sparkdl.data.column_readers import read_trained
-from sparkdl.data.plan import Column, Shard, SpoolColumn, make_plan
+from sparkdl.data.plan import Column, SpoolColumn, make_plan
 from sparkdl.data.source import Contents, Wanted
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
@@ -30,8 +31,8 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.explain import comparison
 from sparkdl.inputs import Named, Sequence
 from sparkdl.serialization.json_objects import describe, restore
-from sparkdl.spark.frames.specified_columns import prepare_named
-from sparkdl.spark.frames.user_data import require_source
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.user_data import require_data
 from sparkdl.sync.gradients.allreduce import AllReduce
 from tests.comm.compression.ranks import Exchanged, Threads, exchange, unsent
 from tests.docs.blocks import blocks_of
@@ -155,7 +156,8 @@ def folder_of_files(folder: Path) -> str:
 
 
 def contents_of(folder: str, num_shards: int, **more: Any) -> Contents:
-    source = require_source(module_of_a_user("NpzSource").NpzSource(folder))
+    source = module_of_a_user("NpzSource").NpzSource(folder)
+    require_data(source)
     more = {"columns": WANTED, "validation": None, "shares": None, **more}
     return source.contents(Wanted(num_shards=num_shards, **more))
 
@@ -225,7 +227,7 @@ def no_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(data_type: T.DataType) -> Any:
     schema = T.StructType([T.StructField("fingerprint", data_type)])
     entry = Named(argument="x", specification=bits())
-    return prepare_named(schema, entry, "feature", float_dtype="float32")
+    return prepare(schema, entry, "feature", float_dtype="float32")
 
 
 @pytest.mark.usefixtures("no_jvm")
@@ -258,21 +260,11 @@ def test_a_kind_of_input_is_spooled_and_put_together(tmp_path: Path) -> None:
     first = 0
     for number, size in enumerate(sizes):
         summary = spooled(tmp_path / str(number), list(values[first : first + size]))
-        assert summary.num_bytes == 2 * size + 8 * (size + 1)
+        assert summary.shard.num_bytes == 2 * size + 8 * (size + 1)
         assert (summary.columns[0].dtype, summary.columns[0].shape) == (
             ("uint8", (16,)) if size else (None, None)
         )
-        shards.append(
-            Shard(
-                shard_id=number,
-                host="",
-                path=str(tmp_path / str(number)),
-                num_rows=size,
-                num_validation_rows=0,
-                fingerprint=summary.fingerprint,
-                num_bytes=summary.num_bytes,
-            )
-        )
+        shards.append(replace(summary.shard, shard_id=number))
         first += size
     column = Column(name="fingerprint", role="feature", dtype="uint8", shape=(16,), argument="x",
                     specification=bits())  # fmt: skip

@@ -21,14 +21,9 @@ def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
         return found
     if wanted.kind.transform is None:
         return np.dtype(wanted.dtype)
-    return made_dtype(found, wanted.role, wanted.dtype)
-
-
-def made_dtype(found: np.dtype[Any], role: Role, float_dtype: str) -> np.dtype[Any]:
-    """The dtype in which the result of a transform is stored."""
     if found.kind == "f":
-        return np.dtype(float_dtype)
-    if role == "feature" and found.name in ("bool", "uint8"):
+        return np.dtype(wanted.dtype)
+    if wanted.role == "feature" and found.name in ("bool", "uint8"):
         return found
     return np.dtype("int64")
 

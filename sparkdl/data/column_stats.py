@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkdl.data.arrow_arrays import Findings
 from sparkdl.data.column_rules import bad_values_message
-from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.plan import Shard, SpoolColumn
 
 
 @dataclass(kw_only=True)
@@ -60,54 +60,53 @@ class ColumnStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpoolSummary:
-    """What a finished spool holds."""
+class SpooledShard:
+    """A shard, and what was noted while it was spooled."""
 
-    num_rows: int
-    num_validation_rows: int
-    fingerprint: str
-    """Hash of the rows' hashes in their order, and of which are for validation."""
+    shard: Shard
     content: int
     """Sum of the rows' hashes modulo 2**64: equal for equal rows in any order and sharding."""
-    num_bytes: int
     columns: tuple[ColumnStats, ...]
     num_skipped_rows: int = 0
     """Rows that are in neither split, since some column's value cannot be used."""
+    memory_bytes: int = 0
+    """Memory of the host or container that holds the shard, as its task has found it."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        return {**vars(self), "columns": [column.to_dict() for column in self.columns]}
+        columns = [column.to_dict() for column in self.columns]
+        return {**vars(self), "shard": vars(self.shard), "columns": columns}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SpoolSummary:
+    def from_dict(cls, values: dict[str, Any]) -> SpooledShard:
         """Inverse of `to_dict`."""
         columns = tuple(ColumnStats.from_dict(column) for column in values["columns"])
-        return cls(**{**values, "columns": columns})
+        return cls(**{**values, "shard": Shard(**values["shard"]), "columns": columns})
 
 
-def no_rows(summaries: Sequence[SpoolSummary]) -> str:
-    """Why there is nothing to train on, given that no spool holds a row."""
-    skipped = sum(summary.num_skipped_rows for summary in summaries)
+def no_rows(shards: Sequence[SpooledShard]) -> str:
+    """Why there is nothing to train on, given that no shard holds a row."""
+    skipped = sum(spooled.num_skipped_rows for spooled in shards)
     if skipped:
         return f"all {skipped} rows were skipped (on_error='skip'); check the column of images"
     return "the DataFrame has no rows; check its source and filters"
 
 
-def skipped_rows(names: Sequence[str], summaries: Sequence[SpoolSummary]) -> tuple[int, str]:
+def skipped_rows(names: Sequence[str], shards: Sequence[SpooledShard]) -> tuple[int, str]:
     """How many rows were left out on request, and in words of which columns and why.
 
     Args:
         names: of the columns.
-        summaries: of all shards.
+        shards: all of them.
     """
     texts = []
     for index, name in enumerate(names):
         found = Findings()
-        for summary in summaries:
-            found.merge(summary.columns[index].skipped)
+        for spooled in shards:
+            found.merge(spooled.columns[index].skipped)
         if found:
             texts.append(f'column "{name}" has {found.faults()}')
-    return sum(summary.num_skipped_rows for summary in summaries), "; ".join(texts)
+    return sum(spooled.num_skipped_rows for spooled in shards), "; ".join(texts)
 
 
 def merge_stats(stats: Sequence[ColumnStats]) -> ColumnStats:

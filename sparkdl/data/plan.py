@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.errors import ConfigError, DataError
@@ -58,7 +58,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class SpoolColumn:
-    """A column as it is asked for: its shape is found while spooling."""
+    """A column as it is prepared for a spool or an evaluation; its rows are not known yet."""
 
     name: str
     role: Role
@@ -66,15 +66,31 @@ class SpoolColumn:
     """Of the values; for the result of a transform that of floating ones."""
     as_classes: bool = False
     """Values must be whole, non-negative numbers."""
+    argument: str | None = None
+    """See `Column`."""
     specification: Specification | None = None
     """None: a tensor, named in the simple way."""
     shape: tuple[int, ...] | None = None
     """Of a row as it is stored, which the plan's column may give another; None: not known yet."""
+    expression: Any = None
+    """On the driver the Spark column that makes it of a DataFrame, casts included."""
 
     @property
     def kind(self) -> Specification:
         """The specification, also where the user gave none."""
         return self.specification or Tensor(self.name)
+
+    def found(self, shape: tuple[int, ...], dtype: str | None = None, longest: int = 0) -> Column:
+        """The column with what its rows have shown; ``dtype`` is None if there are none."""
+        return Column(
+            name=self.name,
+            role=self.role,
+            dtype=dtype or self.dtype,
+            shape=shape,
+            argument=self.argument,
+            specification=self.specification,
+            longest=longest,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +108,11 @@ class Shard:
     fingerprint: str
     """Hash of the rows in their order: equal fingerprints mean the same rows in the same order."""
     num_bytes: int = 0
+
+    @property
+    def num_all_rows(self) -> int:
+        """Rows for training and for validation."""
+        return self.num_rows + self.num_validation_rows
 
 
 @dataclass(frozen=True, kw_only=True)

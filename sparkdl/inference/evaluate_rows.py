@@ -409,15 +409,12 @@ def check_listed(sizes: Mapping[str, int]) -> None:
     )
 
 
-def read_labels(
-    array: pa.Array, asked: SpoolColumn, argument: str | None = None
-) -> tuple[Column, torch.Tensor | Ragged]:
+def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tensor | Ragged]:
     """One value per row of a label, or of the weights, and the column that they make.
 
     Args:
         array: the rows.
         asked: how they are asked for.
-        argument: what the loss calls the label where there are several.
 
     Raises:
         DataError: a null, a value that is not finite, a negative weight, or a value that is no
@@ -429,14 +426,8 @@ def read_labels(
         raise DataError(error.findings.message(asked.name)) from None
     found = rows.parts[-1] if isinstance(rows, Ragged) else rows
     values = found.astype(stored_dtype(asked, found.dtype))
-    column = Column(
-        name=asked.name,
-        role=asked.role,
-        dtype=values.dtype.name,
-        shape=(rows.shape or ()) if isinstance(rows, Ragged) else values.shape[1:],
-        argument=argument,
-        specification=asked.specification,
-    )
+    shape = (rows.shape or ()) if isinstance(rows, Ragged) else values.shape[1:]
+    column = asked.found(shape, values.dtype.name)
     if isinstance(rows, Ragged):
         return column, Ragged((*rows.parts[:-1], values), rows.offsets, rows.shape)
     refuse_bad(found, asked, lambda row: f"row {row} of a record batch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,7 @@ def spooled(directory: Path, shard_id: int, rows: Sequence[int]) -> Shard:
     columns = [SpoolColumn(name=c.name, role=c.role, dtype=c.dtype) for c in COLUMNS]
     with SpoolWriter(directory, columns, has_validation=False) as out:
         out.write(batch)
-    summary = out.summary()
-    return Shard(
-        shard_id=shard_id, host="h", path=str(directory), num_rows=summary.num_rows,
-        num_validation_rows=0, fingerprint=summary.fingerprint, num_bytes=summary.num_bytes,
-    )  # fmt: skip
+    return replace(out.summary().shard, shard_id=shard_id)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch import nn
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
-from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import CommunicationError, ConfigError
@@ -86,13 +86,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> TrainPlan:
     columns = [SpoolColumn(name=c.name, role=c.role, dtype=c.dtype) for c in COLUMNS]
     with SpoolWriter(directory, columns, has_validation=True) as out:
         out.write(batch)
-    summary = out.summary()
-    shard = Shard(
-        shard_id=0, host="h", path=str(directory), num_rows=summary.num_rows,
-        num_validation_rows=summary.num_validation_rows, fingerprint=summary.fingerprint,
-        num_bytes=summary.num_bytes,
-    )  # fmt: skip
-    return make_plan(columns=COLUMNS, shards=[shard], world_size=1, batch_size=8, epochs=3)
+    shards = [out.summary().shard]
+    return make_plan(columns=COLUMNS, shards=shards, world_size=1, batch_size=8, epochs=3)
 
 
 @pytest.fixture(scope="module")

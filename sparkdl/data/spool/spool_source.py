@@ -21,6 +21,8 @@ from sparkdl.errors import ShardLost
 if TYPE_CHECKING:
     import torch
 
+    from sparkdl.data.spool.mapped import ShardData
+
 
 @dataclass(frozen=True)
 class SpoolSource:
@@ -28,47 +30,49 @@ class SpoolSource:
 
     def open(self, plan: TrainPlan, shards: Sequence[Shard], split: Split) -> ShardRows:
         """See `ShardSource.open`: maps the files into memory."""
-        from sparkdl.data.spool.mapped import MappedRows, ShardData
+        from sparkdl.data.spool.mapped import MappedRows
 
-        opened = []
-        for shard in shards:
-            num_rows = rows_of(shard, split)
-            spool = open_spool(Path(shard.path), plan.columns, num_rows=num_rows, split=split)
-            opened.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
+        opened = [
+            open_spool(
+                Path(shard.path),
+                plan.columns,
+                num_rows=rows_of(shard, split),
+                split=split,
+                fingerprint=shard.fingerprint,
+            )
+            for shard in shards
+        ]
         return MappedRows(opened, plan).begin()
 
     def is_here(self, shard: Shard) -> bool:
         """See `ShardSource.is_here`: whether the files lie on this host, if there are any."""
-        return not shard.num_rows + shard.num_validation_rows or Path(shard.path).is_dir()
-
-
-@dataclass(frozen=True)
-class OpenSpool:
-    """A split of a shard, mapped into memory."""
-
-    columns: dict[str, torch.Tensor | Ragged]
-    """Key of each column -> tensor ``(num_rows, *shape)``, or ragged rows; private to this
-    process, read on demand."""
-    pages: Pages
-    """Which of it is in memory."""
+        return not shard.num_all_rows or Path(shard.path).is_dir()
 
 
 def open_spool(
-    directory: Path, columns: Sequence[Column], *, num_rows: int, split: Split
-) -> OpenSpool:
-    """Map a split of a shard into memory.
+    directory: Path,
+    columns: Sequence[Column],
+    *,
+    num_rows: int,
+    split: Split,
+    fingerprint: str = "",
+) -> ShardData:
+    """Map a split of a shard into memory: private to this process, read on demand.
 
     Args:
         directory: the shard's spool.
         columns: the spool's columns, in the order in which they were written.
         num_rows: rows of the split, as the shard table says.
         split: which split.
+        fingerprint: the shard's.
 
     Raises:
         ShardLost: a file is missing or has another size than the table says.
         StorageError: a file cannot be opened.
     """
     import torch
+
+    from sparkdl.data.spool.mapped import ShardData
 
     opened: dict[str, torch.Tensor | Ragged] = {}
     parts: list[FilePart] = []
@@ -78,7 +82,7 @@ def open_spool(
             continue
         path, shape = column_path(directory, split, index), (num_rows, *column.shape)
         opened[column.key] = torch.from_numpy(_map(path, column.dtype, shape, parts))
-    return OpenSpool(opened, Pages(parts))
+    return ShardData(fingerprint, opened, Pages(parts))
 
 
 def _map_ragged(

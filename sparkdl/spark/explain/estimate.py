@@ -107,8 +107,7 @@ def _count(
     if options.num_rows is None:
         frame = checked.data.frame
         return count_rows(frame, checked.validation, options.count_seconds), [of_sample]
-    known = spooled.num_rows + spooled.num_validation_rows
-    num_validation = round(options.num_rows * spooled.num_validation_rows / known)
+    num_validation = round(options.num_rows * spooled.num_validation_rows / spooled.num_all_rows)
     note = "the number of rows is the one that was given"
     if sample.validation is not None:
         note += ", divided into rows for training and for validation as the sample's are"
@@ -125,7 +124,7 @@ def _shards(
     else:
         rows = shared_rows(num_rows, checked.shares)
     validation = shared_rows(num_validation, [1 / num_shards] * num_shards)
-    row_bytes = spooled.num_bytes / max(1, spooled.num_rows + spooled.num_validation_rows)
+    row_bytes = spooled.num_bytes / max(1, spooled.num_all_rows)
     return [
         replace(
             spooled,

@@ -14,12 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pyspark.sql import DataFrame
-
 from sparkdl.comm import compression
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.source import Source
 from sparkdl.errors import ConfigError
 from sparkdl.explain import comparison
 from sparkdl.explain.cost_model import Calibration, Gang
@@ -35,7 +32,7 @@ from sparkdl.spark.fit.check_request import (
     check_sync_batch_norm,
 )
 from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
-from sparkdl.spark.frames.user_data import UserData, user_data
+from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.collective import CollectiveStrategy
@@ -54,7 +51,7 @@ _COMPARED = ("bf16", "powersgd")
 """Compressions that are timed besides the strategy's own."""
 
 
-def explain(data: DataFrame | Source, request: FitRequest, options: ExplainOptions) -> Explanation:
+def explain(data: Data, request: FitRequest, options: ExplainOptions) -> Explanation:
     """The plan of a fit, what it would take, and what would be better.
 
     Args:

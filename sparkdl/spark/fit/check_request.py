@@ -17,14 +17,14 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl import sync
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
+from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
-from sparkdl.inputs import Sequence
+from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.slots import Slots, plan_slots
-from sparkdl.spark.frames.columns import Prepared, prepare, validation_indicator
+from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
-from sparkdl.spark.frames.specified_columns import prepare_named
 from sparkdl.spark.frames.user_data import UserData
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf, is_case_sensitive
@@ -58,7 +58,7 @@ class CheckedRequest:
     """What `freeze` has frozen, for `thaw`."""
     objective: LossFunction
     """What the run minimizes; built once on the driver."""
-    columns: tuple[Prepared, ...]
+    columns: tuple[SpoolColumn, ...]
     """Features, labels and weight, in this order."""
     validation: SparkColumn | None
     """Says which rows are for validation; None: none."""
@@ -139,7 +139,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     strategy = sync.resolve(request.config.sync_strategy)
     config = replace(request.config, sync_strategy=strategy)
     request = replace(request, config=config)
-    is_gang = choose_mode(request.execution_mode, strategy) == "gang"
+    mode = choose_mode(request.execution_mode, strategy)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
     objective = check_training(module, request)
@@ -152,7 +152,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         num_workers=request.num_workers,
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
-        is_gang=is_gang,
+        is_gang=mode == "gang",
     )
     if request.num_workers is None:
         logger.info(
@@ -311,42 +311,39 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
 
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
-) -> tuple[list[Prepared], SparkColumn | None]:
-    """Features, label and weight in this order, and the validation indicator if there is one.
+) -> tuple[list[SpoolColumn], SparkColumn | None]:
+    """Features, labels and weight in this order, and the validation indicator if there is one.
 
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
     """
-    from sparkdl.train.objective.label_losses import class_labels
-
-    case = is_case_sensitive(df.sparkSession)
-    prepare_column = partial(prepare, df.schema, float_dtype=float_dtype, is_case_sensitive=case)
-    prepared = [prepare_column(name, "feature") for name in request.feature_cols]
-    prepare_entry = partial(
-        prepare_named, df.schema, float_dtype=float_dtype, is_case_sensitive=case
+    schema, case = df.schema, is_case_sensitive(df.sparkSession)
+    inputs: list[str | Named] = [*request.feature_cols, *request.specified]
+    prepared = [
+        prepare(schema, wanted, "feature", float_dtype=float_dtype, is_case_sensitive=case)
+        for wanted in inputs
+    ]
+    prepared += prepare_labels(
+        schema,
+        request.config.task,
+        request.config.loss,
+        labels=request.labels,
+        label_col=request.label_col,
+        weight_col=request.weight_col,
+        float_dtype=float_dtype,
+        weight_dtype=float_dtype,
+        is_case_sensitive=case,
     )
-    prepared += [prepare_entry(entry, "feature") for entry in request.specified]
-    for entry in request.labels:
-        as_classes = entry.argument in class_labels(request.config.loss)
-        prepared.append(prepare_entry(entry, "label", as_classes=as_classes))
-    if request.label_col is not None:
-        as_classes = request.config.task == "classification"
-        label = prepare_column(request.label_col, "label", as_classes=as_classes)
-        if request.config.task == "regression" and label.dtype == "int64":
-            sql = "float" if float_dtype == "float32" else "double"
-            label = replace(label, expression=label.expression.cast(sql), dtype=float_dtype)
-        prepared.append(label)
-    if request.weight_col is not None:
-        prepared.append(prepare_column(request.weight_col, "weight"))
-    _check_lengths(prepared, request.config)
+    if request.config.group_by_length and not any(p.kind.has_length for p in prepared):
+        raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
     _check_apart(prepared)
     validation = None
     if request.validation_col is not None:
-        validation = validation_indicator(df.schema, request.validation_col, is_case_sensitive=case)
+        validation = validation_indicator(schema, request.validation_col, is_case_sensitive=case)
     return prepared, validation
 
 
-def _check_apart(prepared: Items[Prepared]) -> None:
+def _check_apart(prepared: Items[SpoolColumn]) -> None:
     """Refuse a column that is twice an input without a name; a label may be an input too."""
     names = [p.name for p in prepared if p.role == "feature" and p.argument is None]
     for name in names:
@@ -355,12 +352,6 @@ def _check_apart(prepared: Items[Prepared]) -> None:
                 f'column "{name}" is an input twice; pass inputs as a dict by argument, so that '
                 "they can be told apart"
             )
-
-
-def _check_lengths(prepared: Items[Prepared], config: TrainConfig) -> None:
-    """Refuse ``groupByLength`` where rows have no lengths."""
-    if config.group_by_length and not any(isinstance(p.specification, Sequence) for p in prepared):
-        raise ConfigError("groupByLength needs an input that is a sparkdl.Sequence")
 
 
 def check_sync_batch_norm(module: nn.Module, config: TrainConfig, num_workers: int) -> None:

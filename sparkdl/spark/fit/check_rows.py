@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence, Tensor
@@ -20,7 +21,7 @@ from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard
+from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
 from sparkdl.train.state import check_monitored
@@ -72,8 +73,25 @@ def check_rows(
     else:
         num_classes, key = traced_run(run, checked.module, sink)
     if num_classes is not None and request.label_col is not None:
-        table.check_labels(request.label_col, num_classes, request.num_inputs, shards)
+        check_labels(table, request.label_col, num_classes, request.num_inputs, shards)
     return CheckedRows(columns=columns, num_classes=num_classes, prediction_key=key)
+
+
+def check_labels(
+    table: RowTable, label_col: str, num_classes: int, index: int, shards: Items[SpooledShard]
+) -> None:
+    """Refuse labels outside the classes, as far as they are known before training.
+
+    Raises:
+        DataError: with count and an example.
+    """
+    found = table.labels_outside(label_col, num_classes, index, shards)
+    if found is not None:
+        raise DataError(
+            f'column "{label_col}" has {found[0]} label(s) outside the {num_classes} classes of '
+            f"the module's output, 0 to {num_classes - 1} ({found[1]}); mend the labels or widen "
+            "the module's output"
+        )
 
 
 def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool) -> None:
@@ -119,22 +137,17 @@ def shaped(
         DataError: a column has another number of values than its shape.
     """
     shapes = [*input_shapes, *(None for _ in columns[len(input_shapes) :])]
-    pairs = zip(columns, shapes, strict=True)
-    return tuple(
-        _as_specified(column if shape is None else _reshaped(column, shape))
-        for column, shape in pairs
-    )
+    return tuple(_shaped(column, shape) for column, shape in zip(columns, shapes, strict=True))
 
 
-def _as_specified(column: Column) -> Column:
-    """A tensor in the shape that its specification asks for; a sequence that can be padded."""
+def _shaped(column: Column, shape: tuple[int, ...] | None) -> Column:
+    """A tensor in the shape that was asked for; a sequence that can be padded."""
     if isinstance(column.kind, Sequence):
         column.kind.check_padding(column.dtype)
-    shape = column.kind.shape if isinstance(column.kind, Tensor) else None
-    return column if shape is None else _reshaped(column, shape)
-
-
-def _reshaped(column: Column, shape: tuple[int, ...]) -> Column:
+    if shape is None and isinstance(column.kind, Tensor):
+        shape = column.kind.shape
+    if shape is None:
+        return column
     if math.prod(column.shape) != math.prod(shape):
         raise DataError(
             f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '

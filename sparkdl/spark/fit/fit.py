@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from pyspark.sql import DataFrame
-
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
-from sparkdl.data.source import Source
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
@@ -29,9 +27,9 @@ from sparkdl.spark.cluster.supervisor import persistently
 from sparkdl.spark.fit.check_request import CheckedRequest, check_request
 from sparkdl.spark.fit.check_rows import CheckedRows, check_plan, check_rows
 from sparkdl.spark.fit.gang_fit import train_in_gang
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard, content_of
+from sparkdl.spark.frames.row_table import RowTable, content_of
 from sparkdl.spark.frames.shared_spools import Spools
-from sparkdl.spark.frames.user_data import UserData, user_data
+from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
@@ -51,7 +49,7 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user gets a warning."""
 
 
-def fit(data: DataFrame | Source, request: FitRequest, spools: Spools | None = None) -> FitResult:
+def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitResult:
     """Train on all workers of the cluster.
 
     Args:
@@ -115,7 +113,8 @@ def _fit(
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
-        key = _run_key(checked, shards, found)
+        mode, train = _mode(checked)
+        key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
         view = choose_view(plan, request.verbose)
         stack.callback(view.close)
@@ -141,7 +140,7 @@ def _fit(
         )
         recorder.facts(**facts(run))
         recorder.phase("train")
-        trained = _train(run)
+        trained = train(run)
         recorder.phase("clean up")
         recorder.done(trained.steps)
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
@@ -185,10 +184,15 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _run_key(checked: CheckedRequest, shards: Sequence[SpooledShard], found: CheckedRows) -> str:
-    """Names the run's checkpoints."""
-    content = f"{content_of(shards)}{'-rounds' * (not checked.slots.is_gang)}"
-    return run_key(checked.module, found.columns, checked.config, content)
+def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], TrainingSummary]]:
+    """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
+    if checked.slots.is_gang:
+        return "", train_in_gang
+    strategy = checked.strategy
+    if isinstance(strategy, PopulationStrategy):
+        return "-rounds", partial(train_population, strategy=strategy)
+    assert isinstance(strategy, AveragingStrategy)
+    return "-rounds", partial(train_in_rounds, strategy=strategy)
 
 
 def _make_plan(
@@ -207,17 +211,6 @@ def _make_plan(
     _log_plan(plan, checked.slots, checked.shares)
     check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     return plan
-
-
-def _train(run: Run) -> TrainingSummary:
-    """Train in a gang, or in the rounds that the strategy asks for; only training is summed up."""
-    if run.slots.is_gang:
-        return train_in_gang(run)
-    strategy = run.config.sync_strategy
-    if isinstance(strategy, PopulationStrategy):
-        return train_population(run, strategy)
-    assert isinstance(strategy, AveragingStrategy)
-    return train_in_rounds(run, strategy)
 
 
 def _log_plan(plan: TrainPlan, slots: Slots, shares: Sequence[float] | None) -> None:

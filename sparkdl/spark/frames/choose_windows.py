@@ -6,10 +6,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import HostLoad, Windows, choose_windows
 from sparkdl.spark.cluster.cluster_info import ClusterInfo, Get, parse_bytes
-from sparkdl.spark.frames.row_table import SpooledShard
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def windows_of_spool(
         window_bytes: what the user says of their size.
     """
     num_bytes = sum(part.shard.num_bytes for part in spooled)
-    num_rows = sum(part.shard.num_rows + part.shard.num_validation_rows for part in spooled)
+    num_rows = sum(part.shard.num_all_rows for part in spooled)
     by_rank = [
         sum(shard.num_bytes for shard in plan.shards_of(rank)) for rank in range(plan.world_size)
     ]

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import Prepared
+from sparkdl.spark.frames.shard_table import selected
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, is_connect, tag_jobs
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -39,38 +40,15 @@ _LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Some rows of a DataFrame, as a DataFrame of their own."""
+class Look:
+    """The first rows of a DataFrame, as one of their own."""
 
     df: DataFrame
-    prepared: tuple[Prepared, ...]
-    """The columns, to be taken from ``df``."""
-    validation: SparkColumn | None
     num_rows: int
     is_all: bool
     """True if the DataFrame has no more rows."""
     row_bytes: float
     """Mean size of a row in memory."""
-    read_row_seconds: float
-    """About what one task takes to read one row of the source, without its start."""
-    hashes: tuple[int, ...]
-    """Of each training row that by which Spark spreads rows over shards."""
-
-    def repeated(self, times: int) -> DataFrame:
-        """A DataFrame of ``times`` as many rows, made by Spark's tasks."""
-        spark = self.df.sparkSession
-        copies = spark.range(times).crossJoin(F.broadcast(self.df))
-        return copies.select(*self.df.columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Look:
-    """The first rows of a DataFrame, as one of their own."""
-
-    table: DataFrame
-    num_rows: int
-    is_all: bool
-    row_bytes: float
     seconds: float
     """What reading them took."""
 
@@ -83,9 +61,28 @@ class _Look:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample(Look):
+    """Some rows of a DataFrame, prepared as they would be spooled."""
+
+    prepared: tuple[SpoolColumn, ...]
+    """The columns, to be taken from ``df``."""
+    validation: SparkColumn | None
+    read_row_seconds: float
+    """About what one task takes to read one row of the source, without its start."""
+    hashes: tuple[int, ...]
+    """Of each training row that by which Spark spreads rows over shards."""
+
+    def repeated(self, times: int) -> DataFrame:
+        """A DataFrame of ``times`` as many rows, made by Spark's tasks."""
+        spark = self.df.sparkSession
+        copies = spark.range(times).crossJoin(F.broadcast(self.df))
+        return copies.select(*self.df.columns)
+
+
 def take_sample(
     df: DataFrame,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[SpoolColumn],
     validation: SparkColumn | None,
     seconds: float,
 ) -> Sample:
@@ -100,22 +97,15 @@ def take_sample(
     Raises:
         DataError: not even the first row was found in time.
     """
-    names = [f"c{i}" for i in range(len(prepared))]
-    columns = [p.expression.alias(name) for p, name in zip(prepared, names, strict=True)]
-    if validation is not None:
-        columns.append(validation.alias("validation"))
-    look, read_row_seconds = _looked(df.select(*columns), seconds)
+    look, read_row_seconds = _looked(selected(df, prepared, validation), seconds)
     with described(df.sparkSession, _LOOKING):
-        hashes = _hashes(look.table)
+        hashes = _hashes(look.df)
     return Sample(
-        df=look.table,
+        **vars(look),
         prepared=tuple(
-            replace(p, expression=F.col(name)) for p, name in zip(prepared, names, strict=True)
+            replace(column, expression=F.col(f"c{index}")) for index, column in enumerate(prepared)
         ),
         validation=None if validation is None else F.col("validation"),
-        num_rows=look.num_rows,
-        is_all=look.is_all,
-        row_bytes=look.row_bytes,
         read_row_seconds=read_row_seconds,
         hashes=hashes,
     )
@@ -124,7 +114,7 @@ def take_sample(
 _LOOKING = "sparkdl explain: look at some rows"
 
 
-def _looked(selected: DataFrame, seconds: float) -> tuple[_Look, float]:
+def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     """The last of some looks, each larger than the one before, and the seconds of a row."""
     spark = selected.sparkSession
     ends = time.monotonic() + seconds
@@ -148,7 +138,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[_Look, float]:
     return look, row_seconds
 
 
-def _look(selected: DataFrame, wanted: int) -> _Look:
+def _look(selected: DataFrame, wanted: int) -> Look:
     """The first rows; Spark reads as few partitions as it needs for them."""
     spark = selected.sparkSession
     began = time.perf_counter()
@@ -166,8 +156,8 @@ def _look(selected: DataFrame, wanted: int) -> _Look:
             java = of_java.sparkSession._jsparkSession
             table = DataFrame(java.createDataFrame(first, of_java._jdf.schema()), spark)
             rows = table.toArrow()
-    return _Look(
-        table=table,
+    return Look(
+        df=table,
         num_rows=rows.num_rows,
         is_all=rows.num_rows < wanted,
         row_bytes=rows.nbytes / max(1, rows.num_rows),
@@ -238,10 +228,13 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float) -> T | N
     is_over = threading.Event()
     thread = threading.Thread(target=call, name="sparkdl-explain", daemon=True)
     thread.start()
-    in_time = False
+    ends = time.monotonic() + seconds
     try:
-        in_time = _comes(is_over, seconds)
+        while not is_over.is_set() and (left := ends - time.monotonic()) > 0:
+            raise_if_asked()
+            is_over.wait(min(_LOOK_SECONDS, left))
     finally:  # also if the user interrupts
+        in_time = is_over.is_set()
         if not in_time:
             end_job(spark, tag, is_over)
     if not in_time:
@@ -249,12 +242,3 @@ def bounded(spark: SparkSession, work: Callable[[], T], seconds: float) -> T | N
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _comes(event: threading.Event, seconds: float) -> bool:
-    """True if an event comes in time."""
-    ends = time.monotonic() + seconds
-    while not event.is_set() and (left := ends - time.monotonic()) > 0:
-        raise_if_asked()
-        event.wait(min(_LOOK_SECONDS, left))
-    return event.is_set()

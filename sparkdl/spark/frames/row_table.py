@@ -7,18 +7,17 @@ describes what workers read by themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from pyspark.sql import DataFrame
 
-from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.source import ShardSource
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.columns import Prepared
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 class TableSpec:
     """What the shards of a run shall hold, and how many there are."""
 
-    columns: tuple[Prepared, ...]
+    columns: tuple[SpoolColumn, ...]
     num_shards: int
     validation: SparkColumn | None = None
     """True for rows for validation; None: there are none."""
@@ -43,24 +42,9 @@ class TableSpec:
     profile: ResourceProfile | None = None
     """Resources of a task."""
 
-    @property
-    def spool_columns(self) -> tuple[SpoolColumn, ...]:
-        """What a task that spools needs to know of the columns."""
-        return spool_columns(self.columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpooledShard:
-    """A row of the table."""
-
-    shard: Shard
-    summary: SpoolSummary
-    memory_bytes: int
-    """Memory of the host or container that holds the shard, as its task has found it."""
-
 
 class RowTable(Protocol):
-    """The shards of one run."""
+    """The shards of one run. What has a default is for shards that lie on executors' disks."""
 
     @property
     def df(self) -> DataFrame:
@@ -88,20 +72,18 @@ class RowTable(Protocol):
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows are left out because an input asks for it, and why, in words."""
+        return 0, ""
 
-    def check_labels(
+    def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> None:
-        """Refuse labels outside the classes, as far as they are known before training.
+    ) -> tuple[int, str] | None:
+        """How many labels are outside the classes, as far as that is known, and an example.
 
         Args:
             label_col: the label column.
             num_classes: classes of the module's output.
             index: number of the label among the columns.
             shards: what `collect` gave.
-
-        Raises:
-            DataError: with count and an example.
         """
 
     def windows(
@@ -112,35 +94,30 @@ class RowTable(Protocol):
         window_bytes: int | None,
     ) -> Windows | None:
         """In which windows a run that begins mixes its rows; None: as a whole."""
+        return None
 
     def rebuild(self) -> None:
         """Forget all shards, so that they are made anew."""
+        return
 
     def note(self, paths: set[str]) -> None:
         """Remember where tasks have found shards that Spark has made anew."""
+        return
 
     def close(self) -> None:
         """Remove what the table has left on executors. Raises nothing."""
+        return
 
 
-def spool_columns(prepared: Sequence[Prepared]) -> tuple[SpoolColumn, ...]:
-    """What a task that spools needs to know of the columns."""
-    return tuple(
-        SpoolColumn(
-            name=p.name,
-            role=p.role,
-            dtype=p.dtype,
-            as_classes=p.as_classes,
-            specification=p.specification,
-        )
-        for p in prepared
-    )
+def spool_columns(columns: Sequence[SpoolColumn]) -> tuple[SpoolColumn, ...]:
+    """What tasks need to know of the columns; Spark's expressions stay on the driver."""
+    return tuple(replace(column, expression=None) for column in columns)
 
 
 def content_of(shards: Sequence[SpooledShard]) -> str:
     """Fingerprint of the rows of all shards, whatever their order and number."""
-    total = sum(spooled.summary.content for spooled in shards) % 2**64
-    rows = sum(s.shard.num_rows + s.shard.num_validation_rows for s in shards)
+    total = sum(spooled.content for spooled in shards) % 2**64
+    rows = sum(spooled.shard.num_all_rows for spooled in shards)
     return f"{total:016x}-{rows}"
 
 

@@ -14,27 +14,23 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.column_stats import (
-    ColumnStats,
-    SpoolSummary,
-    merge_stats,
-    no_rows,
-    skipped_rows,
-)
-from sparkdl.data.plan import Column, Shard, TrainPlan
+from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
+from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.spool_source import SpoolSource
+from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import windows_of_spool
-from sparkdl.spark.frames.columns import Prepared, quoted
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same, spool_columns
+from sparkdl.spark.frames.columns import quoted
+from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.compat import conf, described, num_slots
 
@@ -65,10 +61,18 @@ class SpoolTable:
         self._spooling = threading.RLock()
         self._stragglers = False
 
-    def _payloads(self) -> dict[int, dict[str, Any]]:
-        """Spool what is not there (everything at first, then what was lost); rows by shard id.
+    def _describe(self, rows: DataFrame, task: SpoolTask, spec: TableSpec) -> None:
+        """Have Spark keep what the task yields of each partition of the rows."""
+        table = rows.mapInArrow(task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile)
+        self.df = table.persist()
+
+    def _spooled(self, num_sets: int = 1) -> list[tuple[SpooledShard, ...]]:
+        """Spool what is not there (everything at first, then what was lost).
 
         One thread at a time: two jobs would both write what they find missing.
+
+        Returns:
+            Of each data set its shards in their order.
         """
         with self._spooling, described(self._spark, f"sparkdl {self._run_id}: spool"):
             try:
@@ -77,9 +81,11 @@ class SpoolTable:
             except BaseException:
                 self._stragglers = True
                 raise
-        payloads = {row["shard_id"]: json.loads(row["payload"]) for row in rows}
-        self._seen.update(values["path"] for values in payloads.values() if "path" in values)
-        return dict(sorted(payloads.items()))
+        payloads = [json.loads(row["payload"]) for row in sorted(rows)]
+        self._seen.update(payload["path"] for payload in payloads if "path" in payload)
+        # Spark runs no task at all if it finds that there is nothing to do.
+        found = zip(*(parse_shards(payload) for payload in payloads), strict=True)
+        return list(found) or [()] * num_sets
 
     def rebuild(self) -> None:
         """Forget all spools, so that the next job writes them anew."""
@@ -126,11 +132,54 @@ class SpoolTable:
         self._seen.difference_update(row["path"] for row in removed)
 
 
-class ShardTable(SpoolTable):
-    """The shards of one run's DataFrame."""
+class SpooledRows:
+    """What a DataFrame's shards have shown, once they are spooled."""
 
     reader = SpoolSource()
     """Opens the shards on workers."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self._spec = spec
+        self._first: tuple[SpooledShard, ...] | None = None
+
+    def checked(self, shards: tuple[SpooledShard, ...]) -> tuple[SpooledShard, ...]:
+        """The shards, which hold rows, and the same as at the first call.
+
+        Raises:
+            DataError: they do not.
+        """
+        if not any(spooled.shard.num_all_rows for spooled in shards):
+            raise DataError(no_rows(shards))
+        if self._first is not None:
+            require_same(self._first, shards)
+        self._first = self._first or shards
+        return shards
+
+    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
+        """The spool's columns, after checking that all rows of all shards can be used.
+
+        Raises:
+            DataError: with column, count, and an example row, for all columns that have bad rows.
+        """
+        prepared = self._spec.columns
+        found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
+        for indicator in found[len(prepared) :]:
+            if indicator.nulls_and_shapes.nulls:
+                raise DataError(indicator.nulls_and_shapes.message(str(self._spec.validation_col)))
+        pairs = list(zip(prepared, found, strict=False))
+        each = [stats.problem(column) for column, stats in pairs]
+        problems = [problem for problem in each if problem is not None]
+        if problems:
+            raise DataError("; ".join(problems))
+        return tuple(p.found(s.shape or (), s.dtype, s.longest) for p, s in pairs)
+
+    def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
+        """How many rows were left out because an input asked for it, and why, in words."""
+        return skipped_rows([column.name for column in self._spec.columns], shards)
+
+
+class ShardTable(SpoolTable, SpooledRows):
+    """The shards of one run's DataFrame."""
 
     def __init__(
         self, df: DataFrame, spec: TableSpec, *, run_id: str, shown: DataFrame | None = None
@@ -143,36 +192,15 @@ class ShardTable(SpoolTable):
             run_id: names the folders.
             shown: the rows that messages show, where those of ``df`` are copies; None: ``df``.
         """
-        super().__init__(df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
-        self._spec = spec
+        SpoolTable.__init__(self, df.sparkSession, run_id=run_id, num_shards=spec.num_shards)
+        SpooledRows.__init__(self, spec)
         self._shown = df if shown is None else shown
-        self._first: tuple[SpooledShard, ...] | None = None
-        self.df = self._build(df)
-
-    def _build(self, df: DataFrame) -> DataFrame:
-        spec = self._spec
-        columns = [p.expression.alias(f"c{i}") for i, p in enumerate(spec.columns)]
-        if spec.validation is not None:
-            columns.append(spec.validation.alias("validation"))
-        selected = df.select(*columns)
-        row_hash = F.xxhash64(*[F.col(name) for name in selected.columns])
-        # The canonical order: equal data gives equal shards in equal order, run after run and
-        # after the loss of an executor, which round-robin repartitioning does not.
-        hashed = selected.withColumn("hash", row_hash)
-        if spec.shares is None:
-            spread = hashed.repartition(self.num_shards, "hash")
-        else:
-            shard = shard_of_hash(F.col("hash"), spec.shares)
-            spread = hashed.repartitionById(self.num_shards, shard)
-        # Rows that differ only in where nulls or ends of arrays are have equal hashes.
-        ordered = spread.sortWithinPartitions("hash", *selected.columns)
         task = SpoolTask(
-            run_id=self._run_id,
-            columns=spec.spool_columns,
+            run_id=run_id,
+            sets=(spool_columns(spec.columns),),
             has_validation=spec.validation is not None,
         )
-        table = ordered.mapInArrow(task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile)
-        return table.persist()
+        self._describe(spread(df, spec), task, spec)
 
     def collect(self) -> tuple[SpooledShard, ...]:
         """Spool what is not there (everything at first, then what was lost), and list it.
@@ -182,58 +210,20 @@ class ShardTable(SpoolTable):
             DataError: rows cannot be used, or the source has changed since the first call.
         """
         with self._spooling:
-            return self._collected(self._payloads())
+            (shards,) = self._spooled()
+            return self.checked(shards)
 
-    def _collected(self, payloads: dict[int, dict[str, Any]]) -> tuple[SpooledShard, ...]:
-        shards = tuple(_parse(shard_id, values) for shard_id, values in payloads.items())
-        # Spark runs no task at all if it finds that there is nothing to do.
-        if not any(part.shard.num_rows + part.shard.num_validation_rows for part in shards):
-            raise DataError(no_rows([part.summary for part in shards]))
-        if self._first is None:
-            self._first = shards
-        else:
-            require_same(self._first, shards)
-        return shards
-
-    def columns(self, shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-        """The spool's columns, after checking that all rows of all shards can be used.
-
-        Raises:
-            DataError: with column, count, and an example row, for all columns that have bad rows.
-        """
-        if self._spec.validation_col is not None:
-            found = ColumnStats().nulls_and_shapes
-            for spooled in shards:
-                found.merge(spooled.summary.columns[-1].nulls_and_shapes)
-            if found.nulls:
-                raise DataError(found.message(self._spec.validation_col))
-        return columns_of(self._spec.columns, shards)
-
-    def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
-        """How many rows were left out because an input asked for it, and why, in words."""
-        names = [column.name for column in self._spec.columns]
-        return skipped_rows(names, [part.summary for part in shards])
-
-    def check_labels(
+    def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> None:
-        """Refuse labels outside the classes; asks Spark for count and example only if there are.
-
-        Raises:
-            DataError: with count and an example.
-        """
-        stats = merge_stats([shard.summary.columns[index] for shard in shards])
+    ) -> tuple[int, str] | None:
+        """See `RowTable.labels_outside`; asks Spark for count and example only if there are any."""
+        stats = merge_stats([shard.columns[index] for shard in shards])
         if stats.maximum is None or stats.maximum < num_classes:
-            return
+            return None
         outside = self._shown.where(F.col(quoted(label_col)) >= num_classes)
         with described(self._spark, "sparkdl: look for labels outside the classes"):
             row, number = str(outside.first()), outside.count()
-        example = row if len(row) <= 200 else row[:197] + "..."
-        raise DataError(
-            f'column "{label_col}" has {number} label(s) outside the {num_classes} classes '
-            f"of the module's output, 0 to {num_classes - 1} (example row: {example}); "
-            "mend the labels or widen the module's output"
-        )
+        return number, f"example row: {row if len(row) <= 200 else row[:197] + '...'}"
 
     def windows(
         self,
@@ -246,34 +236,53 @@ class ShardTable(SpoolTable):
         return windows_of_spool(plan, shards, cluster, partial(conf, self._spark), window_bytes)
 
 
-def columns_of(prepared: Sequence[Prepared], shards: Sequence[SpooledShard]) -> tuple[Column, ...]:
-    """What was spooled of each column, after checking that all rows of all shards can be used.
+class LocalTable(SpooledRows):
+    """All rows of a DataFrame in one shard, which this process writes, as if it were a worker."""
 
-    Raises:
-        DataError: with column, count, and an example row, for all columns that have bad rows.
+    def __init__(self, df: DataFrame, spec: TableSpec, directory: Path) -> None:
+        super().__init__(spec)
+        self._df = df
+        self._directory = directory
+
+    def collect(self) -> tuple[SpooledShard, ...]:
+        """Bring the rows here, and spool them.
+
+        Raises:
+            DataError: there are none.
+            StorageError: they cannot be written.
+        """
+        rows = spread(self._df, self._spec).toArrow()
+        with SpoolWriter(self._directory, self._spec.columns, has_validation=False) as writer:
+            for batch in rows.to_batches():
+                writer.write(batch)
+        return self.checked((writer.summary(),))
+
+
+def selected(
+    df: DataFrame, columns: Sequence[SpoolColumn], validation: SparkColumn | None = None
+) -> DataFrame:
+    """The prepared columns by number, and which rows are for validation, if some are."""
+    expressions = [column.expression.alias(f"c{index}") for index, column in enumerate(columns)]
+    if validation is not None:
+        expressions.append(validation.alias("validation"))
+    return df.select(*expressions)
+
+
+def spread(df: DataFrame, spec: TableSpec) -> DataFrame:
+    """The rows as they are written, shard by shard, each with its hash.
+
+    The order is canonical: equal data gives equal shards in equal order, run after run and after
+    the loss of an executor, which round-robin repartitioning does not.
     """
-    found = [
-        merge_stats([part.summary.columns[index] for part in shards])
-        for index in range(len(prepared))
-    ]
-    pairs = list(zip(prepared, found, strict=True))
-    asked = zip(spool_columns(prepared), found, strict=True)
-    each = [stats.problem(column) for column, stats in asked]
-    problems = [problem for problem in each if problem is not None]
-    if problems:
-        raise DataError("; ".join(problems))
-    return tuple(
-        Column(
-            name=p.name,
-            role=p.role,
-            dtype=stats.dtype or p.dtype,
-            shape=stats.shape or (),
-            argument=p.argument,
-            specification=p.specification,
-            longest=stats.longest,
-        )
-        for p, stats in pairs
-    )
+    rows = selected(df, spec.columns, spec.validation)
+    hashed = rows.withColumn("hash", F.xxhash64(*[F.col(name) for name in rows.columns]))
+    if spec.shares is None:
+        shards = hashed.repartition(spec.num_shards, "hash")
+    else:
+        shard = shard_of_hash(F.col("hash"), spec.shares)
+        shards = hashed.repartitionById(spec.num_shards, shard)
+    # Rows that differ only in where nulls or ends of arrays are have equal hashes.
+    return shards.sortWithinPartitions("hash", *rows.columns)
 
 
 def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn:
@@ -290,42 +299,12 @@ def shard_of_hash(row_hash: SparkColumn, shares: Sequence[float]) -> SparkColumn
     return shard
 
 
-def parse_shard(shard_id: int, values: dict[str, Any]) -> Shard:
-    """The shard that a row of the table describes.
+def parse_shards(payload: dict[str, Any]) -> list[SpooledShard]:
+    """The shards, one of each data set, that a row of the table describes.
 
     Raises:
-        SparkDLError: its task could not spool.
+        SparkDLError: of the type that its task had, which could not spool.
     """
-    return _parse(shard_id, values).shard
-
-
-def _parse(shard_id: int, values: dict[str, Any]) -> SpooledShard:
-    raise_failure(values)
-    return as_shard(shard_id, values, values["summary"], values["path"])
-
-
-def raise_failure(values: dict[str, Any]) -> None:
-    """Raise what a task could not do.
-
-    Raises:
-        SparkDLError: of the type that the task had.
-    """
-    if "error" in values:
-        raise getattr(errors, values["error"])(values["message"])
-
-
-def as_shard(
-    shard_id: int, values: dict[str, Any], written: dict[str, Any], path: str
-) -> SpooledShard:
-    """The shard of which a row of the table says ``values``, and its spool ``written``."""
-    summary = SpoolSummary.from_dict(written)
-    shard = Shard(
-        shard_id=shard_id,
-        host=values["host"],
-        path=path,
-        num_rows=summary.num_rows,
-        num_validation_rows=summary.num_validation_rows,
-        fingerprint=summary.fingerprint,
-        num_bytes=summary.num_bytes,
-    )
-    return SpooledShard(shard=shard, summary=summary, memory_bytes=values["memory_bytes"])
+    if "error" in payload:
+        raise getattr(errors, payload["error"])(payload["message"])
+    return [SpooledShard.from_dict(values) for values in payload["shards"]]

@@ -14,19 +14,14 @@ from dataclasses import replace
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, TrainPlan
-from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Column
 from sparkdl.data.source import Contents, ShardSource, Source, Wanted
-from sparkdl.errors import DataError
 from sparkdl.serialization.identity import identity
-from sparkdl.spark.cluster.cluster_info import ClusterInfo
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, require_same
-
-_NOWHERE = {"host": "", "path": "", "memory_bytes": 0}
+from sparkdl.spark.frames.row_table import RowTable, TableSpec, require_same, spool_columns
 
 
-class SourceTable:
+class SourceTable(RowTable):
     """The shards of a source; see `RowTable` for what the methods are for."""
 
     def __init__(self, spark: SparkSession, source: Source, spec: TableSpec) -> None:
@@ -35,7 +30,7 @@ class SourceTable:
         self._source = source
         self._spec = spec
         self._wanted = Wanted(
-            columns=spec.spool_columns,
+            columns=spool_columns(spec.columns),
             validation=spec.validation_col,
             num_shards=spec.num_shards,
             shares=spec.shares,
@@ -78,45 +73,13 @@ class SourceTable:
             for column, p in zip(self._contents.columns, self._spec.columns, strict=True)
         )
 
-    def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
-        """No row is left out of a source."""
-        return 0, ""
-
-    def check_labels(
+    def labels_outside(
         self, label_col: str, num_classes: int, index: int, shards: Sequence[SpooledShard]
-    ) -> None:
-        """Refuse labels outside the classes, as far as the source knows them.
-
-        Raises:
-            DataError: with count and place.
-        """
+    ) -> tuple[int, str] | None:
+        """Labels outside the classes, as far as the source knows them."""
         assert self._contents is not None, "collect comes first"
         found = self._contents.labels_outside(index, num_classes)
-        if found is not None:
-            raise DataError(
-                f'column "{label_col}" has {found[0]} label(s) outside the {num_classes} classes '
-                f"of the module's output, 0 to {num_classes - 1} (first: {found[1]}); mend the "
-                "labels or widen the module's output"
-            )
-
-    def windows(
-        self,
-        plan: TrainPlan,
-        shards: Sequence[SpooledShard],
-        cluster: ClusterInfo,
-        window_bytes: int | None,
-    ) -> Windows | None:
-        """A source has windows of its own."""
-        return None
-
-    def rebuild(self) -> None:
-        """Nothing is kept that could be lost."""
-
-    def note(self, paths: set[str]) -> None:
-        """Nothing lies anywhere."""
-
-    def close(self) -> None:
-        """Nothing is left behind."""
+        return None if found is None else (found[0], f"first: {found[1]}")
 
 
 def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
@@ -124,28 +87,15 @@ def _spooled(contents: Contents) -> tuple[SpooledShard, ...]:
     if contents.transform is not None:
         text = json.dumps([content, identity(contents.transform)])
         content = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-    return tuple(
-        SpooledShard(
-            shard=shard,
-            summary=SpoolSummary(
-                num_rows=shard.num_rows,
-                num_validation_rows=shard.num_validation_rows,
-                fingerprint=shard.fingerprint,
-                content=content if shard.shard_id == 0 else 0,  # their sum is the whole's
-                num_bytes=shard.num_bytes,
-                columns=(),
-            ),
-            memory_bytes=0,  # nothing lies there that could fill it
-        )
+    return tuple(  # the contents' sum is the whole's
+        SpooledShard(shard=shard, content=0 if shard.shard_id else content, columns=())
         for shard in contents.shards
     )
 
 
 def _frame(spark: SparkSession, shards: Sequence[SpooledShard]) -> DataFrame:
-    """The rows that `shard_table.parse_shard` reads."""
-    payloads = [
-        F.lit(json.dumps({**_NOWHERE, "summary": part.summary.to_dict()})) for part in shards
-    ]
+    """The rows that `shard_table.parse_shards` reads."""
+    payloads = [F.lit(json.dumps({"shards": [part.to_dict()]})) for part in shards]
     return spark.range(0, len(shards), 1, len(shards)).select(
         F.col("id").cast("int").alias("shard_id"),
         F.element_at(F.array(*payloads), F.col("id").cast("int") + 1).alias("payload"),

@@ -10,7 +10,8 @@ import shutil
 import socket
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark import BarrierTaskContext, TaskContext
 
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.spool.local_disk import DiskFull, free_bytes, full_disk, remove_spool, roomiest
 from sparkdl.data.spool.writer import SpoolWriter
@@ -31,11 +33,17 @@ _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
 
 @dataclass(frozen=True, kw_only=True)
 class SpoolTask:
-    """The spooling task: writes its partition, yields its row. Runs on executors."""
+    """The spooling task: writes its partition, yields its row. Runs on executors.
+
+    Record batches of one data set have what `SpoolWriter` takes. Those of several have the columns
+    ``set`` (number of the row's data set), ``set0``, ``set1``, ... (its columns, as a struct; null
+    in the rows of the others) and ``hash``. The rows of a data set stand together.
+    """
 
     run_id: str
-    columns: tuple[SpoolColumn, ...]
-    has_validation: bool
+    sets: tuple[tuple[SpoolColumn, ...], ...]
+    """Columns of each data set, of which the partition has a shard each."""
+    has_validation: bool = False
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
@@ -43,9 +51,15 @@ class SpoolTask:
         try:
             root = roomiest(local_dirs())
             directory = root / run_folder(self.run_id) / _attempt_name(shard_id)
-            written = self._write(root, directory, shard_id, batches)
-            place = {"host": host, "path": str(directory), "memory_bytes": memory_bytes()}
-            payload = {**place, **written}
+            shards = [
+                replace(
+                    spooled,
+                    shard=replace(spooled.shard, shard_id=shard_id, host=host),
+                    memory_bytes=memory_bytes(),
+                ).to_dict()
+                for spooled in self._write(root, directory, shard_id, batches)
+            ]
+            payload = {"path": str(directory), "shards": shards}
         except SparkDLError as error:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
@@ -55,49 +69,18 @@ class SpoolTask:
 
     def _write(
         self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
-    ) -> dict[str, Any]:
-        """Write the files; what the shard's row says of them."""
-        where = f" of partition {shard_id}"
-        writer = SpoolWriter(
-            directory, self.columns, has_validation=self.has_validation, where=where
+    ) -> list[SpooledShard]:
+        """Write the files; those of several data sets into folders by their numbers."""
+        writer_of = partial(
+            SpoolWriter, has_validation=self.has_validation, where=f" of partition {shard_id}"
         )
-        free, rows = free_bytes(root), 0
-        try:
-            with writer:
-                for batch in batches:
-                    rows += batch.num_rows
-                    writer.write(batch)
-        except DiskFull as error:
-            rows += sum(batch.num_rows for batch in batches)
-            needed = int(rows * writer.row_bytes)
-            raise full_disk(root, shard_id, needed=needed, free=free) from error
-        return {"summary": writer.summary().to_dict()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpoolSetsTask(SpoolTask):
-    """Spools a shard of each of several data sets at once, into folders by their numbers.
-
-    Record batches have the columns ``set`` (number of the row's data set), ``set0``, ``set1``,
-    ... (its columns, as a struct; null in the rows of the others) and ``hash``. The rows of a data
-    set stand together.
-    """
-
-    columns: tuple[SpoolColumn, ...] = ()
-    has_validation: bool = False
-    sets: tuple[tuple[SpoolColumn, ...], ...]
-    """Columns of each data set."""
-
-    def _write(
-        self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
-    ) -> dict[str, Any]:
-        where = f" of partition {shard_id}"
-        writers = [
-            SpoolWriter(directory / str(number), columns, has_validation=False, where=where)
-            for number, columns in enumerate(self.sets)
-        ]
+        if len(self.sets) == 1:
+            writers = [writer_of(directory, self.sets[0])]
+            pieces = ((0, batch) for batch in batches)
+        else:
+            writers = [writer_of(directory / str(n), sets) for n, sets in enumerate(self.sets)]
+            pieces = (piece for batch in batches for piece in _by_set(batch))
         free, rows = free_bytes(root), [0] * len(writers)
-        pieces = (piece for batch in batches for piece in _by_set(batch))
         try:
             with contextlib.ExitStack() as stack:
                 for writer in writers:
@@ -110,7 +93,7 @@ class SpoolSetsTask(SpoolTask):
                 rows[number] += piece.num_rows
             needed = sum(n * w.row_bytes for n, w in zip(rows, writers, strict=True))
             raise full_disk(root, shard_id, needed=int(needed), free=free) from error
-        return {"summaries": [writer.summary().to_dict() for writer in writers]}
+        return [writer.summary() for writer in writers]
 
 
 def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,13 +21,14 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
 from sparkdl.spark.frames.frame_sample import Sample, take_sample
 from sparkdl.spark.frames.row_table import RowTable, TableSpec
-from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
 from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import Settings
@@ -33,6 +36,7 @@ from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.state import check_monitored
 
+Data = DataFrame | Source
 _ROW_METADATA = b"org.apache.spark.sql.parquet.row.metadata"
 """Where Spark notes the types of the columns that it writes."""
 _VECTOR = "pyspark.ml.linalg.VectorUDT"
@@ -108,6 +112,15 @@ class UserData:
             return ShardTable(self.frame, spec, run_id=run_id)
         return SourceTable(self.spark, self.source, spec)
 
+    def table_here(
+        self, columns: tuple[SpoolColumn, ...], directory: Path
+    ) -> LocalTable | SourceTable:
+        """The only shard of a run in this process, which is spooled to the directory, if at all."""
+        spec = TableSpec(columns=columns, num_shards=1)
+        if self.source is None:
+            return LocalTable(self.frame, spec, directory)
+        return SourceTable(self.spark, self.source, spec)
+
 
 def user_data(data: Any) -> UserData:
     """A DataFrame, or a source, as the data of a run.
@@ -119,22 +132,49 @@ def user_data(data: Any) -> UserData:
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
         return UserData(spark=data.sparkSession, frame=data)
-    source, spark = require_source(data), active_session()
-    return UserData(spark=spark, frame=empty_frame(spark, source), source=source)
+    require_data(data)
+    spark = active_session()
+    return UserData(spark=spark, frame=empty_frame(spark, data), source=data)
 
 
-def require_source(data: Any) -> Source:
-    """What is no DataFrame must be a source.
+def require_data(data: Any) -> None:
+    """Refuse what is neither a DataFrame nor a source.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither.
     """
-    if not isinstance(data, Source):
+    if not isinstance(data, DataFrame) and not isinstance(data, Source):
         raise ConfigError(
             "fit takes a DataFrame or a source, such as sparkdl.ParquetSource; received "
             f"{type(data).__name__}"
         )
-    return data
+
+
+def spooled_and_read(
+    data: Mapping[str, UserData],
+) -> tuple[dict[str, DataFrame], dict[str, Source]]:
+    """The data sets that executors spool, and those that workers read by themselves."""
+    frames = {name: rows.frame for name, rows in data.items() if rows.source is None}
+    sources = {name: rows.source for name, rows in data.items() if rows.source is not None}
+    return frames, sources
+
+
+def session_of(data: Items[Data]) -> SparkSession | None:
+    """The session of the first DataFrame, or the active one; None if there are no data.
+
+    Raises:
+        ClusterError: there are only sources, and no active session.
+    """
+    frames = (one.sparkSession for one in data if isinstance(one, DataFrame))
+    return next(frames, None) or (active_session() if data else None)
+
+
+def described(data: Data) -> str:
+    """Without running a job, as a notebook's ``repr`` of a DataFrame may, nor showing secrets."""
+    if isinstance(data, DataFrame):
+        return f"DataFrame[{', '.join(f'{name}: {kind}' for name, kind in data.dtypes)}]"
+    place = getattr(data, "path", getattr(data, "url", None))
+    return f"{type(data).__name__}({'' if place is None else repr(place)})"
 
 
 def active_session() -> SparkSession:

@@ -1,39 +1,58 @@
-"""The data sets of a function: the columns of their batches, and their shards."""
+"""The data sets of a function: the columns of their batches, and their shards.
+
+The shards of all DataFrames are spooled in one stage, whose tasks write one of every data set:
+workers of one stage cannot be where the tasks of several others happened to run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
-from sparkdl.data.column_stats import skipped_rows
-from sparkdl.data.source import Source
-from sparkdl.data.spool.spool_source import SpoolSource
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Specification, Tensor, named
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.frames.choose_windows import windows_of_spool
-from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.row_table import RowTable, SpooledShard, TableSpec
-from sparkdl.spark.frames.several_frames import DatasetTable
-from sparkdl.spark.frames.shard_table import columns_of
-from sparkdl.spark.frames.specified_columns import prepare_named
-from sparkdl.spark.frames.user_data import UserData
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec, spool_columns
+from sparkdl.spark.frames.shard_table import (
+    SpooledRows,
+    SpoolTable,
+    selected,
+    spread,
+)
+from sparkdl.spark.frames.source_table import SourceTable
+from sparkdl.spark.frames.spool_task import SpoolTask
+from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf, is_case_sensitive
 from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
 
-Data = DataFrame | Source
 Inputs = Mapping[str, Specification]
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors of the block say which data set they are about."""
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        raise type(error)(f"data set {name!r}: {error}") from error
 
 
 def prepare_sets(
     data: Mapping[str, UserData], inputs: Inputs | None
-) -> dict[str, tuple[Prepared, ...]]:
+) -> dict[str, tuple[SpoolColumn, ...]]:
     """The columns of each data set, with the names that they have in a batch.
 
     Args:
@@ -46,14 +65,12 @@ def prepare_sets(
     """
     found = {}
     for name, rows in data.items():
-        try:
+        with naming(name):
             found[name] = _prepare(rows, inputs)
-        except (DataError, ConfigError) as error:
-            raise type(error)(f"data set {name!r}: {error}") from error
     return found
 
 
-def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[Prepared, ...]:
+def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[SpoolColumn, ...]:
     wanted = {name: Tensor(name) for name in rows.frame.columns} if inputs is None else inputs
     if not wanted:
         raise DataError("there is no column of which a batch could be made")
@@ -61,93 +78,88 @@ def _prepare(rows: UserData, inputs: Inputs | None) -> tuple[Prepared, ...]:
     rows.check_inputs(entries)
     sensitive = is_case_sensitive(rows.spark)
     return tuple(
-        prepare_named(
+        prepare(
             rows.frame.schema, entry, "feature", float_dtype="float32", is_case_sensitive=sensitive
         )
         for entry in entries
     )
 
 
-def warn_of_skipped(name: str, data: DataSet, shards: Sequence[SpooledShard]) -> None:
-    """Tell the user which rows of a data set are left out, as an input asked for it."""
-    names = [column.name for column in data.columns]
-    num_rows, causes = skipped_rows(names, [part.summary for part in shards])
-    if num_rows:
+def data_set(
+    name: str,
+    table: SpooledRows | SourceTable,
+    shards: Sequence[SpooledShard],
+    *,
+    warns: bool = True,
+) -> DataSet:
+    """What workers need to know of a data set; warns of rows that are left out."""
+    columns = table.columns(shards)
+    num_rows, causes = table.skipped(shards)
+    if num_rows and warns:
         logger.warning("data set %r goes without %d row(s): %s", name, num_rows, causes)
-
-
-def data_set(table: RowTable) -> DataSet:
-    """What workers need to know of a source's shards."""
-    shards = table.collect()
     return DataSet(
-        columns=table.columns(shards),
-        shards=tuple(part.shard for part in shards),
-        source=table.reader,
+        columns=columns, shards=tuple(part.shard for part in shards), source=table.reader
     )
 
 
-class DataSets:
+def local_data_sets(
+    data: Mapping[str, UserData], inputs: Inputs | None, folder: Path
+) -> dict[str, DataSet]:
+    """The data sets of a function in this process; those that are spooled lie in the folder."""
+    found = {}
+    for number, (name, columns) in enumerate(prepare_sets(data, inputs).items()):
+        with naming(name):
+            table = data[name].table_here(columns, folder / f"spool-{number}")
+            found[name] = data_set(name, table, table.collect())
+    return found
+
+
+class DataSets(SpoolTable):
     """The run's data sets, in shards that lie where their worker will be."""
 
     def __init__(
         self,
         spark: SparkSession,
         data: Mapping[str, UserData],
-        prepared: Mapping[str, tuple[Prepared, ...]],
+        prepared: Mapping[str, tuple[SpoolColumn, ...]],
         run_id: str,
         slots: Slots,
     ) -> None:
         """Describe them; nothing is read yet."""
-        self._spark = spark
-        self._prepared = prepared
+        super().__init__(spark, run_id=run_id, num_shards=slots.num_workers)
         self._slots = slots
         self._has_warned = False
-        frames = {name: rows.frame for name, rows in data.items() if rows.source is None}
-        self._table: DatasetTable | None = None
-        if frames:
-            self._table = DatasetTable(
-                frames,
-                prepared,
-                num_shards=slots.num_workers,
-                run_id=run_id,
-                profile=slots.profile,
-            )
-        self._sources = {
-            name: rows.table(
-                TableSpec(columns=prepared[name], num_shards=slots.num_workers), run_id
-            )
-            for name, rows in data.items()
-            if rows.source is not None
+        specs = {
+            name: TableSpec(columns=columns, num_shards=slots.num_workers, profile=slots.profile)
+            for name, columns in prepared.items()
         }
-
-    @property
-    def df(self) -> DataFrame:
-        """One row per worker, where its shards lie."""
-        if self._table is not None:
-            return self._table.df
-        return self._spark.range(0, self._slots.num_workers, 1, self._slots.num_workers)
+        frames, sources = spooled_and_read(data)
+        self._spools = {name: SpooledRows(specs[name]) for name in frames}
+        self._sources = {
+            name: SourceTable(spark, source, specs[name]) for name, source in sources.items()
+        }
+        self.df = spark.range(0, slots.num_workers, 1, slots.num_workers)
+        if frames:
+            rows = _spread(frames, specs)
+            sets = tuple(spool_columns(prepared[name]) for name in frames)
+            self._describe(rows, SpoolTask(run_id=run_id, sets=sets), next(iter(specs.values())))
 
     def collect(self) -> dict[str, DataSet]:
-        """Spool what is not there, and list it.
+        """Spool what is not there (everything at first, then what was lost), and list it.
 
         Raises:
+            SparkDLError: a task could not spool.
             DataError: rows cannot be used, or have changed since the first call.
         """
         found = {}
-        if self._table is not None:
-            for name, shards in self._table.collect().items():
-                columns = columns_of(self._prepared[name], shards)
-                data = DataSet(
-                    columns=columns,
-                    shards=tuple(part.shard for part in shards),
-                    source=SpoolSource(),
-                )
+        spooled = self._spooled(len(self._spools)) if self._spools else []
+        for (name, rows), shards in zip(self._spools.items(), spooled, strict=True):
+            with naming(name):
+                data = data_set(name, rows, rows.checked(shards), warns=not self._has_warned)
                 found[name] = self._with_windows(data, shards)
-                if not self._has_warned:
-                    warn_of_skipped(name, data, shards)
         self._has_warned = True
         for name, table in self._sources.items():
-            found[name] = data_set(table)
+            found[name] = data_set(name, table, table.collect())
         return found
 
     def _with_windows(self, data: DataSet, shards: tuple[SpooledShard, ...]) -> DataSet:
@@ -157,10 +169,36 @@ class DataSets:
 
     def rebuild(self) -> None:
         """Forget all spools, so that they are written anew."""
-        if self._table is not None:
-            self._table.rebuild()
+        if self._spools:
+            super().rebuild()
 
     def close(self) -> None:
         """Remove all spools."""
-        if self._table is not None:
-            self._table.close()
+        if self._spools:
+            super().close()
+
+
+def _spread(data: Mapping[str, DataFrame], specs: Mapping[str, TableSpec]) -> DataFrame:
+    """The rows of all data sets as they are written; see `shard_table.spread`.
+
+    Those of several are in one frame: ``set``, ``set0``, ``set1``, ..., ``hash``.
+    """
+    if len(data) == 1:
+        ((name, df),) = data.items()
+        return spread(df, specs[name])
+    frames = [selected(df, specs[name].columns) for name, df in data.items()]
+    types = [df.select(F.struct(*df.columns).alias("row")).schema["row"].dataType for df in frames]
+    parts = []
+    for number, df in enumerate(frames):
+        structs = [
+            (F.struct(*df.columns) if other == number else F.lit(None).cast(data_type)).alias(
+                f"set{other}"
+            )
+            for other, data_type in enumerate(types)
+        ]
+        row_hash = F.xxhash64(*df.columns).alias("hash")
+        parts.append(df.select(F.lit(number).alias("set"), *structs, row_hash))
+    united = reduce(lambda above, below: above.unionAll(below), parts)
+    num_shards = next(iter(specs.values())).num_shards
+    names = [f"set{number}" for number in range(len(frames))]
+    return united.repartition(num_shards, "hash").sortWithinPartitions("set", "hash", *names)

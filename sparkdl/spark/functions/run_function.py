@@ -25,8 +25,8 @@ from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.slots import plan_slots, wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
-from sparkdl.spark.frames.user_data import user_data
-from sparkdl.spark.functions.function_data import Data, DataSets, prepare_sets
+from sparkdl.spark.frames.user_data import Data, user_data
+from sparkdl.spark.functions.function_data import DataSets, prepare_sets
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, shares_console

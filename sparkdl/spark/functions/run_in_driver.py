@@ -10,26 +10,16 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Hub
-from sparkdl.data.column_stats import no_rows
-from sparkdl.data.plan import Shard
-from sparkdl.data.spool.spool_source import SpoolSource
-from sparkdl.data.spool.writer import SpoolWriter
-from sparkdl.errors import DataError
 from sparkdl.report.live.choose_view import choose_view
 from sparkdl.report.recorder import Recorder
 from sparkdl.runtime.hardware import choose_device, hardware
-from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, spool_columns
-from sparkdl.spark.frames.shard_table import columns_of
-from sparkdl.spark.frames.user_data import UserData, user_data
-from sparkdl.spark.functions.function_data import data_set, prepare_sets, warn_of_skipped
+from sparkdl.spark.frames.user_data import user_data
+from sparkdl.spark.functions.function_data import local_data_sets
 from sparkdl.spark.functions.run_function import (
     RUN_KEY,
     FunctionRequest,
@@ -42,7 +32,6 @@ from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
-from sparkdl.worker.loader import DataSet
 
 _SECONDS = 600.0
 """Longest wait for a checkpoint to be written."""
@@ -75,13 +64,8 @@ def _run(
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
         check_folder(storage, request)
-        sets = {}
-        if request.data:
-            data = {name: user_data(one) for name, one in request.data.items()}
-            sets = {
-                name: _data_set(name, data[name], prepared, folder)
-                for name, prepared in prepare_sets(data, request.inputs).items()
-            }
+        data = {name: user_data(one) for name, one in request.data.items()}
+        sets = local_data_sets(data, request.inputs, Path(folder))
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
         found = latest(storage, RUN_KEY, lambda _: True)
@@ -113,39 +97,3 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
     storage = open_storage(place) if spark is None else open_on_driver(spark, place)
     check_writable(storage)
     return storage
-
-
-def _data_set(name: str, rows: UserData, prepared: tuple[Prepared, ...], folder: str) -> DataSet:
-    if rows.source is None:
-        directory = Path(tempfile.mkdtemp(dir=folder)) / "spool"
-        return _spooled(name, rows.frame, prepared, directory)
-    return data_set(rows.table(TableSpec(columns=prepared, num_shards=1), "driver"))
-
-
-def _spooled(name: str, df: DataFrame, prepared: Sequence[Prepared], directory: Path) -> DataSet:
-    """All rows as one shard, in the order of a run with one worker."""
-    columns = [p.expression.alias(f"c{index}") for index, p in enumerate(prepared)]
-    selected = df.select(*columns)
-    hashed = selected.withColumn("hash", F.xxhash64(*selected.columns))
-    ordered = hashed.repartition(1, "hash").sortWithinPartitions("hash", *selected.columns)
-    table = ordered.toArrow()
-    with SpoolWriter(directory, spool_columns(prepared), has_validation=False) as writer:
-        for batch in table.to_batches():
-            writer.write(batch)
-    summary = writer.summary()
-    shard = Shard(
-        shard_id=0,
-        host="",
-        path=str(directory),
-        num_rows=summary.num_rows,
-        num_validation_rows=0,
-        fingerprint=summary.fingerprint,
-        num_bytes=summary.num_bytes,
-    )
-    part = SpooledShard(shard=shard, summary=summary, memory_bytes=0)
-    found = columns_of(prepared, [part])
-    if not summary.num_rows:
-        raise DataError(f"data set {name!r}: {no_rows([summary])}")
-    data = DataSet(columns=found, shards=(shard,), source=SpoolSource())
-    warn_of_skipped(name, data, [part])
-    return data

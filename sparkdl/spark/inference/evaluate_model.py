@@ -51,7 +51,7 @@ class EvaluateTask(ModuleTask):
     measures: Measures
     predicted: Output
     """Of which of the module's outputs ``transform`` makes the prediction."""
-    labels: tuple[tuple[str | None, SpoolColumn], ...]
+    labels: tuple[SpoolColumn, ...]
     """One, several with an argument each, or none: then the loss compares with the inputs."""
     weight: SpoolColumn | None
 
@@ -78,7 +78,7 @@ class EvaluateTask(ModuleTask):
     ) -> Iterator[tuple[Run, Any, Any, torch.Tensor | None]]:
         """Run by run: its inputs, output, target, weight; all None if none of its rows is kept."""
         others = iter(arrays[len(self.columns) :])
-        labels = [read_labels(next(others), asked, name) for name, asked in self.labels]
+        labels = [read_labels(next(others), asked) for asked in self.labels]
         columns = [column for column, _ in labels]
         weights: Any = None
         if self.weight is not None:

@@ -29,7 +29,7 @@ from sparkdl.comm.file_chunks import (
     result_batches,
 )
 from sparkdl.spark.cluster.link import Link
-from sparkdl.spark.frames.shard_table import parse_shard
+from sparkdl.spark.frames.shard_table import parse_shards
 from sparkdl.spark.session.compat import is_connect
 from sparkdl.spark.session.failures import TaskLost, spark_message
 from sparkdl.worker import round_task
@@ -71,8 +71,9 @@ class RoundTask:
         assert context is not None
         gpu = context.resources().get("gpu")
         for shard_id, payload in shards.items():
+            (spooled,) = parse_shards(json.loads(payload))
             place = RoundPlace(
-                shard=parse_shard(shard_id, json.loads(payload)),
+                shard=spooled.shard,
                 gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
                 channel=self.channel,
             )

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.data.column_stats import SpoolSummary, no_rows, skipped_rows
+from sparkdl.data.column_stats import SpooledShard, no_rows, skipped_rows
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool.spool_source import open_spool
@@ -25,7 +25,7 @@ def picture(value: int, size: tuple[int, int] = (2, 3)) -> bytes:
 
 def spool(
     directory: Path, kind: Image, values: list[Any], *, cut: int = 100, validation: bool = False
-) -> SpoolSummary:
+) -> SpooledShard:
     """Values in the column of images; labels and hashes count from 0; odd rows for validation."""
     columns = [SpoolColumn(name="x", role="feature", dtype="uint8", specification=kind), LABEL]
     rows = np.arange(len(values))
@@ -38,12 +38,14 @@ def spool(
     with SpoolWriter(directory, columns, has_validation=validation, where=" of partition 4") as out:
         for start in range(0, len(values), cut):
             out.write(whole.slice(start, cut))
-    return SpoolSummary.from_dict(out.summary().to_dict())
+    return SpooledShard.from_dict(out.summary().to_dict())
 
 
-def labels(directory: Path, kind: Image, summary: SpoolSummary, split: Any = "train") -> list[int]:
+def labels(directory: Path, kind: Image, summary: SpooledShard, split: Any = "train") -> list[int]:
     """The labels of the rows in the spool; their images must be those of the labels."""
-    count = {"train": summary.num_rows, "validation": summary.num_validation_rows}[split]
+    count = {"train": summary.shard.num_rows, "validation": summary.shard.num_validation_rows}[
+        split
+    ]
     columns = [
         Column(name="x", role="feature", dtype="uint8", shape=(3, 2, 3), specification=kind),
         Column(name="y", role="label", dtype="int64", shape=()),
@@ -66,7 +68,7 @@ VALUES = [picture(0), b"no image", None, picture(3), picture(4)[:-30], picture(5
 def test_bad_rows_are_left_out_whole(tmp_path: Path, decode: Any) -> None:
     kind = Image("x", decode=decode, on_error="skip")
     summary = spool(tmp_path / "s", kind, VALUES)
-    assert (summary.num_rows, summary.num_skipped_rows) == (3, 3)
+    assert (summary.shard.num_rows, summary.num_skipped_rows) == (3, 3)
     assert not summary.columns[0].nulls_and_shapes
     assert labels(tmp_path / "s", kind, summary) == [0, 3, 5]
     count, text = skipped_rows(["x", "y"], [summary, summary])
@@ -80,7 +82,11 @@ def test_bad_rows_are_left_out_whole(tmp_path: Path, decode: Any) -> None:
 def test_the_split_holds_for_the_rows_that_are_left(tmp_path: Path) -> None:
     kind = Image("x", on_error="skip")
     summary = spool(tmp_path / "s", kind, VALUES, validation=True)
-    assert (summary.num_rows, summary.num_validation_rows, summary.num_skipped_rows) == (1, 2, 3)
+    assert (
+        summary.shard.num_rows,
+        summary.shard.num_validation_rows,
+        summary.num_skipped_rows,
+    ) == (1, 2, 3)
     assert labels(tmp_path / "s", kind, summary) == [0]
     assert labels(tmp_path / "s", kind, summary, "validation") == [3, 5]
 
@@ -91,7 +97,7 @@ def test_the_cut_into_record_batches_does_not_tell(tmp_path: Path, decode: Any) 
     whole = spool(tmp_path / "whole", kind, VALUES)
     for cut in (1, 2, 3):
         summary = spool(tmp_path / str(cut), kind, VALUES, cut=cut)
-        assert summary.fingerprint == whole.fingerprint
+        assert summary.shard.fingerprint == whole.shard.fingerprint
         assert summary.content == whole.content
         assert labels(tmp_path / str(cut), kind, summary) == [0, 3, 5]
 
@@ -101,8 +107,8 @@ def test_fingerprint_and_content_are_those_of_the_rows_that_are_left(tmp_path: P
     one = spool(tmp_path / "1", kind, [picture(0), b"?"])
     two = spool(tmp_path / "2", kind, [picture(0)])
     other = spool(tmp_path / "3", kind, [b"?", picture(1)])
-    assert (one.fingerprint, one.content) == (two.fingerprint, two.content)
-    assert one.fingerprint != other.fingerprint
+    assert (one.shard.fingerprint, one.content) == (two.shard.fingerprint, two.content)
+    assert one.shard.fingerprint != other.shard.fingerprint
 
 
 def test_images_of_other_sizes_are_an_error_still(tmp_path: Path) -> None:
@@ -114,12 +120,12 @@ def test_images_of_other_sizes_are_an_error_still(tmp_path: Path) -> None:
         assert "most rows have shape (3, 2, 3)" in message
         assert summary.num_skipped_rows == 1 or cut == 9
     scaled = Image("x", size=(2, 3), on_error="skip")
-    assert spool(tmp_path / "scaled", scaled, values).num_rows == 3
+    assert spool(tmp_path / "scaled", scaled, values).shard.num_rows == 3
 
 
 def test_nothing_but_bad_rows(tmp_path: Path) -> None:
     summary = spool(tmp_path / "s", Image("x", on_error="skip"), [b"?", None])
-    assert summary.num_rows == 0
+    assert summary.shard.num_rows == 0
     assert no_rows([summary]) == (
         "all 2 rows were skipped (on_error='skip'); check the column of images"
     )

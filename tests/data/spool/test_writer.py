@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.ragged import Ragged
+from sparkdl.data.spool import writer as module
 from sparkdl.data.spool.local_disk import DiskFull
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.data.spool.writer import SpoolWriter, column_path
@@ -38,19 +39,19 @@ def batch(features: list[Any], labels: list[Any], validation: list[Any] | None =
     return pa.record_batch(arrays, names=[str(i) for i in range(len(arrays))])
 
 
-def spool(directory: Path, *batches: pa.RecordBatch, validation: bool = False) -> SpoolSummary:
+def spool(directory: Path, *batches: pa.RecordBatch, validation: bool = False) -> SpooledShard:
     columns = (FEATURE, LABEL)
     with SpoolWriter(directory, columns, has_validation=validation, where=" of partition 0") as out:
         for part in batches:
             out.write(part)
-    return SpoolSummary.from_dict(out.summary().to_dict())
+    return SpooledShard.from_dict(out.summary().to_dict())
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
     summary = spool(
         tmp_path / "s", batch([[1, 2], [3, 4]], [0, 1]), batch([[5, 6]], [2], first_hash=2)
     )
-    assert (summary.num_rows, summary.num_bytes) == (3, 3 * (8 + 8))
+    assert (summary.shard.num_rows, summary.shard.num_bytes) == (3, 3 * (8 + 8))
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=3, split="train").columns
     assert opened["feature f"].tolist() == [[1, 2], [3, 4], [5, 6]]
     assert opened["label y"].dtype == torch.int64
@@ -70,7 +71,7 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
         tmp_path / "s", batch([[1, 2], [3, 4], [5, 6]], [0, 1, 2], [False, True, False]),
         batch([[7, 8]], [3], [True]), validation=True,
     )  # fmt: skip
-    assert (summary.num_rows, summary.num_validation_rows) == (2, 2)
+    assert (summary.shard.num_rows, summary.shard.num_validation_rows) == (2, 2)
     train = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="train").columns
     validation = open_spool(tmp_path / "s", COLUMNS, num_rows=2, split="validation").columns
     assert train["label y"].tolist() == [0, 2]
@@ -79,7 +80,7 @@ def test_validation_rows_go_apart(tmp_path: Path) -> None:
 
 def test_a_partition_without_rows(tmp_path: Path) -> None:
     summary = spool(tmp_path / "s")
-    assert summary.num_rows == 0
+    assert summary.shard.num_rows == 0
     opened = open_spool(tmp_path / "s", COLUMNS, num_rows=0, split="train").columns
     assert opened["feature f"].shape == (0, 2)
 
@@ -89,12 +90,12 @@ def test_fingerprint_tells_order_and_content_does_not(tmp_path: Path) -> None:
     back = rows.take(pa.array([1, 0]))
     one, two = spool(tmp_path / "a", rows), spool(tmp_path / "b", back)
     cut = spool(tmp_path / "c", rows.slice(0, 1), rows.slice(1))
-    assert one.fingerprint == cut.fingerprint != two.fingerprint
+    assert one.shard.fingerprint == cut.shard.fingerprint != two.shard.fingerprint
     assert one.content == two.content
     other_split = spool(
         tmp_path / "d", batch([[1, 2], [3, 4]], [0, 1], [True, False]), validation=True
     )
-    assert other_split.fingerprint != one.fingerprint
+    assert other_split.shard.fingerprint != one.shard.fingerprint
 
 
 def test_the_cut_into_record_batches_does_not_tell(tmp_path: Path) -> None:
@@ -102,8 +103,8 @@ def test_the_cut_into_record_batches_does_not_tell(tmp_path: Path) -> None:
     one = spool(tmp_path / "a", rows, validation=True)
     cut = spool(tmp_path / "b", rows.slice(0, 1), rows.slice(1), validation=True)
     other = batch([[1, 2], [3, 4], [5, 6]], [0, 1, 2], [False, True, False])
-    assert one.fingerprint == cut.fingerprint
-    assert one.fingerprint != spool(tmp_path / "c", other, validation=True).fingerprint
+    assert one.shard.fingerprint == cut.shard.fingerprint
+    assert one.shard.fingerprint != spool(tmp_path / "c", other, validation=True).shard.fingerprint
 
 
 def test_bad_labels_are_counted_and_shown(tmp_path: Path) -> None:
@@ -166,20 +167,15 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_a_clear_error() -> None:
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    writer = SpoolWriter(Path("/nowhere"), (FEATURE, LABEL), has_validation=False)
-    files = [full.open("wb", buffering=0), full.open("wb", buffering=0)]
-    writer._files = {("train", 0, ""): files[0], ("train", 1, ""): files[1]}
-    try:
-        with pytest.raises(DiskFull, match=r"cannot write the spool /nowhere: .*No space left"):
-            writer.write(batch([[1, 2]], [0]))
-        assert writer.row_bytes == 8  # as far as it came
-    finally:
-        for file in files:
-            file.close()
+    monkeypatch.setattr(module, "column_path", lambda *_: full)
+    writer = SpoolWriter(tmp_path / "s", (FEATURE, LABEL), has_validation=False)
+    with pytest.raises(DiskFull, match=r"cannot write the spool .*: .*No space left"), writer:
+        writer.write(batch([[1, 2]], [0]))
+    assert writer.row_bytes == 8  # as far as it came
 
 
 def sequences(texts: list[Any], validation: list[bool], first_hash: int = 0) -> pa.RecordBatch:
@@ -194,7 +190,7 @@ def test_rows_of_different_lengths_come_back(tmp_path: Path) -> None:
     with SpoolWriter(tmp_path / "s", [wanted], has_validation=True) as out:
         out.write(sequences([[1, 2], [], [3]], [False, False, True]))
         out.write(sequences([[4], [5, 6, 7]], [False, True], first_hash=3))
-    summary = SpoolSummary.from_dict(out.summary().to_dict())
+    summary = SpooledShard.from_dict(out.summary().to_dict())
     stats = summary.columns[0]
     assert (stats.longest, stats.dtype, stats.shape) == (3, "int64", ())
     column = Column(name="t", role="feature", dtype="int64", shape=(), specification=spec)
@@ -231,7 +227,7 @@ def test_the_fingerprint_tells_what_a_transform_made_but_not_the_record_batches(
                 hashes = pa.array(np.arange(start, start + size), pa.int64())
                 out.write(pa.record_batch([struct, hashes], names=["c0", "hash"]))
                 start += size
-        return out.summary().fingerprint
+        return out.summary().shard.fingerprint
 
     whole = fingerprint("a", doubled, (4,))
     assert whole == fingerprint("b", doubled, (1, 3))

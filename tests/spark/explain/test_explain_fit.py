@@ -104,7 +104,7 @@ def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 
     from sparkdl.explain.calibrate import shard_rows
-    from sparkdl.spark.frames.columns import prepare
+    from sparkdl.spark.frames.prepare_columns import prepare
 
     features = F.array(F.when(F.col("id") % 2 == 0, F.lit(0)).otherwise(F.col("id")))
     many = spark.range(0, 1000, 1, 3).select(features.alias("features"))

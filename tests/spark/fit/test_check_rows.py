@@ -10,13 +10,19 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import ColumnStats, SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
-from sparkdl.data.spool.writer import ColumnStats, SpoolSummary
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.inputs import Sequence
-from sparkdl.spark.fit.check_rows import check_empty_batches, dry_run, shaped, traced_run
-from sparkdl.spark.frames.columns import prepare
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec
+from sparkdl.spark.fit.check_rows import (
+    check_empty_batches,
+    check_labels,
+    dry_run,
+    shaped,
+    traced_run,
+)
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.train.objective.training_step import objective_of
@@ -234,18 +240,15 @@ def with_maximum(*maxima: float | None) -> list[SpooledShard]:
             shard_id=shard_id, host="", path="", num_rows=1, num_validation_rows=0,
             fingerprint="", num_bytes=0,
         )  # fmt: skip
-        summary = SpoolSummary(
-            num_rows=1, num_validation_rows=0, fingerprint="", content=0, num_bytes=0,
-            columns=(ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum)),
-        )  # fmt: skip
-        parts.append(SpooledShard(shard=shard, summary=summary, memory_bytes=1 << 30))
+        stats = (ColumnStats(), ColumnStats(minimum=0.0, maximum=maximum))
+        parts.append(SpooledShard(shard=shard, content=0, columns=stats))
     return parts
 
 
 def test_labels_inside_the_classes_cost_no_job() -> None:
     table: Any = None  # not even looked at
-    ShardTable.check_labels(table, "y", 3, 1, with_maximum(2.0, None, 0.0))
-    ShardTable.check_labels(table, "y", 3, 1, with_maximum(None, None))
+    for maxima in ((2.0, None, 0.0), (None, None)):
+        assert ShardTable.labels_outside(table, "y", 3, 1, with_maximum(*maxima)) is None
 
 
 @pytest.mark.spark
@@ -257,7 +260,7 @@ def test_labels_outside_the_classes(spark: SparkSession) -> None:
     )
     table = ShardTable(df.limit(1), spec, run_id="labels", shown=df)
     with pytest.raises(DataError) as caught:
-        table.check_labels("the label", 3, 1, with_maximum(2.0, 4.0))
+        check_labels(table, "the label", 3, 1, with_maximum(2.0, 4.0))
     table.close()
     message = str(caught.value)
     assert message.startswith(

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.config import TrainConfig
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.errors import ConfigError
 from sparkdl.spark.fit import fit as module
 from sparkdl.spark.fit.fit import fit
-from sparkdl.spark.frames.columns import prepare
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 from sparkdl.spark.run.resume import run_key
 from sparkdl.spark.run.run import FitRequest

@@ -9,13 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sparkdl.data.column_stats import SpoolSummary
-from sparkdl.data.plan import Column, Shard
+from sparkdl.data.column_stats import SpooledShard
+from sparkdl.data.plan import Column, SpoolColumn
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import Prepared
-from sparkdl.spark.frames.row_table import SpooledShard, spool_columns
-from sparkdl.spark.frames.shard_table import columns_of
+from sparkdl.spark.frames.row_table import TableSpec
+from sparkdl.spark.frames.shard_table import SpooledRows
 
 NAN = math.nan
 INF = float("inf")
@@ -25,18 +24,12 @@ GOOD = [([float(i), -float(i)], float(i % 3), 1.0) for i in range(20)]
 
 def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[Column, ...]:
     """The columns of a shard with these rows."""
-    unused: Any = None  # Spark's expression: the rows are there already
-    prepared = [
-        Prepared(name="x", role="feature", expression=unused, dtype="float32"),
-        Prepared(
-            name="y",
-            role="label",
-            expression=unused,
-            dtype="int64" if as_classes else "float32",
-            as_classes=as_classes,
-        ),
-        Prepared(name="w", role="weight", expression=unused, dtype="float32"),
-    ]
+    dtype = "int64" if as_classes else "float32"
+    prepared = (
+        SpoolColumn(name="x", role="feature", dtype="float32"),
+        SpoolColumn(name="y", role="label", dtype=dtype, as_classes=as_classes),
+        SpoolColumn(name="w", role="weight", dtype="float32"),
+    )
     x, y, w = zip(*rows, strict=True)
     label = pa.float64() if as_classes else pa.float32()
     arrays = [
@@ -46,14 +39,10 @@ def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[
         pa.array(range(len(rows)), pa.int64()),
     ]
     place = " of partition 0"
-    with SpoolWriter(folder, spool_columns(prepared), has_validation=False, where=place) as writer:
+    with SpoolWriter(folder, prepared, has_validation=False, where=place) as writer:
         writer.write(pa.record_batch(arrays, names=["c0", "c1", "c2", "hash"]))
-    summary = SpoolSummary.from_dict(writer.summary().to_dict())
-    shard = Shard(
-        shard_id=0, host="", path=str(folder), num_rows=len(rows), num_validation_rows=0,
-        fingerprint="", num_bytes=0,
-    )  # fmt: skip
-    return columns_of(prepared, [SpooledShard(shard=shard, summary=summary, memory_bytes=1)])
+    shard = SpooledShard.from_dict(writer.summary().to_dict())
+    return SpooledRows(TableSpec(columns=prepared, num_shards=1)).columns([shard])
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sparkdl.data.column_stats import SpoolSummary
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import HostLoad
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import host_loads, windows_of_spool
-from sparkdl.spark.frames.row_table import SpooledShard
 
 GIB = 1 << 30
 COLUMN = Column(name="x", role="feature", dtype="float32", shape=(2,))
@@ -20,11 +19,7 @@ def spooled(host: str, num_bytes: int, memory_bytes: int, shard_id: int = 0) -> 
         shard_id=shard_id, host=host, path="", num_rows=900, num_validation_rows=100,
         fingerprint="", num_bytes=num_bytes,
     )  # fmt: skip
-    summary = SpoolSummary(
-        num_rows=900, num_validation_rows=100, fingerprint="", content=0, num_bytes=num_bytes,
-        columns=(),
-    )  # fmt: skip
-    return SpooledShard(shard=shard, summary=summary, memory_bytes=memory_bytes)
+    return SpooledShard(shard=shard, content=0, columns=(), memory_bytes=memory_bytes)
 
 
 def cluster(master: str, num_executors: int | None) -> ClusterInfo:

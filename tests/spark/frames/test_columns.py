@@ -13,9 +13,10 @@ from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql.types import LongType, StructField, StructType
 
 from sparkdl.data.arrow_arrays import examine, uniform
-from sparkdl.data.plan import Role
+from sparkdl.data.plan import Role, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import Prepared, prepare, require, validation_indicator
+from sparkdl.spark.frames.columns import require, validation_indicator
+from sparkdl.spark.frames.prepare_columns import prepare
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -54,7 +55,7 @@ def vectors(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, ["dense", "sparse", "matrix"])
 
 
-def values(df: DataFrame, prepared: Iterable[Prepared]) -> list[np.ndarray]:
+def values(df: DataFrame, prepared: Iterable[SpoolColumn]) -> list[np.ndarray]:
     """What a worker would see of each column, found by one job."""
     columns = [p.expression.alias(f"c{number}") for number, p in enumerate(prepared)]
     table = df.select(*columns).toArrow()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.spark.frames import frame_sample as module
-from sparkdl.spark.frames.columns import Prepared
 from sparkdl.spark.frames.frame_sample import Sample, bounded, count_rows, take_sample
 from sparkdl.spark.session.interrupts import interruptible
 
@@ -29,7 +29,7 @@ def sample_of(df: DataFrame, seconds: float = 60.0) -> Sample:
     from pyspark.sql import functions as F
 
     prepared = [
-        Prepared(name=name, role="feature", expression=F.col(name), dtype="")
+        SpoolColumn(name=name, role="feature", expression=F.col(name), dtype="")
         for name in df.columns
     ]  # fmt: skip
     return take_sample(df, prepared, None, seconds)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from pyspark.sql import functions as F
 
+from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.errors import DataError, StorageError
@@ -24,10 +25,10 @@ from sparkdl.inputs import Named, Tensor
 from sparkdl.inputs import Sequence as SequenceInput
 from sparkdl.spark.frames import shard_table
 from sparkdl.spark.frames import shard_table as module
-from sparkdl.spark.frames.columns import prepare, validation_indicator
-from sparkdl.spark.frames.row_table import SpooledShard, TableSpec, content_of
+from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.spark.frames.prepare_columns import prepare
+from sparkdl.spark.frames.row_table import TableSpec, content_of
 from sparkdl.spark.frames.shard_table import ShardTable
-from sparkdl.spark.frames.specified_columns import prepare_named
 from sparkdl.spark.frames.spool_task import CleanTask
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def test_rows_of_equal_hashes_have_an_order_too(spark: SparkSession) -> None:
     for these in (rows, rows[::-1]):
         df = spark.createDataFrame(these, schema).coalesce(1)
         columns = tuple(
-            prepare_named(df.schema, entry, "feature", float_dtype="float32") for entry in entries
+            prepare(df.schema, entry, "feature", float_dtype="float32") for entry in entries
         )
         spec = TableSpec(columns=columns, num_shards=1)
         table = ShardTable(df, spec, run_id=uuid.uuid4().hex[:12])
@@ -383,4 +384,4 @@ def test_cleaning_keeps_the_directories_of_spark(
 
 def test_a_failure_of_ours_on_an_executor_keeps_its_type() -> None:
     with pytest.raises(StorageError, match="the disk of /d is full"):
-        module._parse(0, {"error": "StorageError", "message": "the disk of /d is full"})
+        module.parse_shards({"error": "StorageError", "message": "the disk of /d is full"})

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from sparkdl.data.shuffle import WindowedOrder, cut_rows, epoch_order, windowed_order
 from sparkdl.data.shuffle_windows import make_windows
 from sparkdl.data.spool.spool_source import open_spool
-from sparkdl.spark.frames.columns import prepare
+from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.shard_table import ShardTable
 
