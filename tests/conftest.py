@@ -113,6 +113,8 @@ def spark() -> Iterator[SparkSession]:
             .config("spark.sql.shuffle.partitions", "2")
             .config("spark.driver.host", "127.0.0.1")
             .config("spark.driver.bindAddress", "127.0.0.1")
+            # Spark ends workers that idle for a minute; the next have torch in memory already.
+            .config("spark.python.daemon.module", "sparkdl.spark.daemon")
             .getOrCreate()
         )
         session.sparkContext.setLogLevel("ERROR")
