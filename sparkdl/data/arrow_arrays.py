@@ -165,18 +165,18 @@ class Findings:
     def message(self, name: str) -> str:
         """One sentence: what is wrong in column ``name``, how often, where first, what to do."""
         if self.causes:
-            return f'column "{name}" has {self.faults()}; drop or mend them before fit'
+            return f'column "{name}" has {self.faults()}; drop or mend them'
         if self.nulls:
             return (
                 f'column "{name}" has {self.nulls} null row{"s" * (self.nulls > 1)} '
-                f"(first: {self.first_null}); drop or fill them before fit"
+                f"(first: {self.first_null}); drop or fill them"
             )
         uneven = self.shapes[_UNEVEN]
         if uneven:
             return (
                 f'column "{name}" is ragged: {uneven} row{"s" * (uneven > 1)} with lists of '
                 f"different lengths inside (first: {self.first_of_shape[_UNEVEN]}); pad or drop "
-                "them before fit"
+                "them"
             )
         usual, _ = self.shapes.most_common(1)[0]
         odd = {shape: count for shape, count in self.shapes.items() if shape != usual}
@@ -184,7 +184,7 @@ class Findings:
         return (
             f'column "{name}" is ragged: most rows have shape {usual}, but {sum(odd.values())} '
             f"do not (first: {self.first_of_shape[example]}, of shape {example}); "
-            "pad or drop them before fit"
+            "pad or drop them"
         )
 
     def faults(self) -> str:

@@ -76,8 +76,8 @@ def bad_values_message(column: SpoolColumn, count: int, first: str) -> str:
         True: "whole, non-negative class indices (index strings with StringIndexer)",
         False: "finite numbers" + (" that are not negative" * (column.role == "weight")),
     }[column.as_classes]
-    rows = "row" if count == 1 else "rows"
+    rows = "row does" if count == 1 else "rows do"
     return (
-        f'column "{column.name}" must hold {wanted}, but {count} {rows} do not (first: {first}); '
-        "drop or mend them before fit"
+        f'column "{column.name}" must hold {wanted}, but {count} {rows} not (first: {first}); '
+        "drop or mend them"
     )

@@ -303,7 +303,7 @@ def test_labels_and_weights_are_checked() -> None:
         column, rows = read_labels(pa.array(values), asked)
         assert isinstance(rows, torch.Tensor) and rows.tolist() == values
         assert (column.name, column.dtype, column.shape) == (asked.name, asked.dtype, ())
-    classes = r'"y" must hold whole, non-negative class indices \(.*\), but 1 row do not'
+    classes = r'"y" must hold whole, non-negative class indices \(.*\), but 1 row does not'
     for asked, wrong, message in (
         (label, [2.0, 1.5], rf"{classes} \(first: 1.5 in row 1 of a record batch\)"),
         (label, [-1.0], rf"{classes} \(first: -1.0"),

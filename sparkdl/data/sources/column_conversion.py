@@ -200,7 +200,7 @@ def _check_shape(rows: Rows, column: Column, known: tuple[int, ...] | None, firs
         return
     raise DataError(
         f'column "{column.name}" is ragged: {len(rows)} rows have shape {tuple(shape)} (first: '
-        f"{first}), others {known}; pad or drop them before fit"
+        f"{first}), others {known}; pad or drop them"
     )
 
 

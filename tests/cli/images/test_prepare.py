@@ -85,7 +85,7 @@ def test_images_are_encoded_anew(
     rows = spark.read.parquet(str(tmp_path / "o" / "train"))
     assert rows.columns == ["image", "path"]
     batch = rows.toArrow().combine_chunks()
-    images = read_images(batch["image"].combine_chunks(), Image("image", channels=1))
+    images, _, _ = read_images(batch["image"].combine_chunks(), Image("image", channels=1))
     assert images.shape == (rows.count(), 1, 4, 6)
 
 

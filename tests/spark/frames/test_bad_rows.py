@@ -18,7 +18,7 @@ from sparkdl.spark.frames.shard_table import SpooledRows
 
 NAN = math.nan
 INF = float("inf")
-WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
+WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them"
 GOOD = [([float(i), -float(i)], float(i % 3), 1.0) for i in range(20)]
 
 
@@ -55,19 +55,19 @@ def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[
         (
             [([1.0], 1.0, 1.0)],
             r'"x" is ragged: most rows have shape \(2,\), but 1 do not '
-            r"\(first: row \d+ of partition [01], of shape \(1,\)\); pad or drop them before fit",
+            r"\(first: row \d+ of partition [01], of shape \(1,\)\); pad or drop them",
         ),
         (
             [([1.0, 2.0], NAN, 1.0)] * 3,
             r'"y" must hold whole, non-negative class indices \(index strings with '
             r"StringIndexer\), but 3 rows do not \(first: nan in row \d+ of partition [01]\); "
-            "drop or mend them before fit",
+            "drop or mend them",
         ),
-        ([([1.0, 2.0], 1.5, 1.0)], r'"y" .* but 1 row do not \(first: 1.5 in row \d+ of'),
-        ([([1.0, 2.0], -1.0, 1.0)], r'"y" .* but 1 row do not \(first: -1.0 in row'),
+        ([([1.0, 2.0], 1.5, 1.0)], r'"y" .* but 1 row does not \(first: 1.5 in row \d+ of'),
+        ([([1.0, 2.0], -1.0, 1.0)], r'"y" .* but 1 row does not \(first: -1.0 in row'),
         (
             [([1.0, 2.0], 1.0, -0.5)],
-            r'"w" must hold finite numbers that are not negative, but 1 row do not '
+            r'"w" must hold finite numbers that are not negative, but 1 row does not '
             r"\(first: -0.5 in row",
         ),
         ([([1.0, 2.0], 1.0, NAN)], r'"w" must hold finite .* \(first: nan in row'),

@@ -224,7 +224,7 @@ def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
     assert sorted(rows) == [0, 4, 8, 12, 16]
 
 
-WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them before fit"
+WHERE = r"\(first: row \d+ of partition [01]\); drop or fill them"
 
 
 def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Tables) -> None:
