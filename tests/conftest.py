@@ -51,7 +51,7 @@ _MARKS = {
     "gang": {"gang", "gang3", "gang4"},
 }
 _PROOFS = {proof: promise for promise, proof in PROMISES.items()}
-_SLOW_SECONDS = 5.0
+_SLOW_SECONDS = 3.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers

@@ -54,6 +54,7 @@ def people(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows).repartition(2).cache()
 
 
+@pytest.mark.slow
 def test_inputs_are_passed_by_name_and_fields_of_structs_found(people: DataFrame) -> None:
     regressor = TorchRegressor(
         module=Ages, inputs={"x": "x", "age": Tensor("user.age")}, labelCol="y", epochs=2,
@@ -71,6 +72,7 @@ def test_inputs_are_passed_by_name_and_fields_of_structs_found(people: DataFrame
     assert renamed.transform(moved).count() == 90
 
 
+@pytest.mark.slow
 def test_simple_columns_may_be_fields_of_structs_too(people: DataFrame) -> None:
     regressor = TorchRegressor(
         module=Ages, inputCols=["x", "user.age"], labelCol="y", **QUIETLY
@@ -139,6 +141,7 @@ def pictures(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows).repartition(2).cache()
 
 
+@pytest.mark.slow
 def test_images_are_trained_on_however_they_are_decoded(pictures: DataFrame) -> None:
     weights = {}
     for decode in ("spool", "batch"):
@@ -165,6 +168,7 @@ def test_spark_images_are_trained_on_and_predicted_as_in_training(pictures: Data
     np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bad_images_are_counted_before_training(spark: SparkSession) -> None:
     rows = [Row(png=png(pixels), label=label) for pixels, label in digits(20)]
     rows += [Row(png=bytearray(b"nothing"), label=0), Row(png=None, label=1)]
@@ -253,6 +257,7 @@ class TwoHeads(nn.Module):
         return {"digit": self.digit(seen), "odd": self.odd(seen)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_several_labels_have_losses_metrics_and_weights(pictures: DataFrame, mode: str) -> None:
     df = pictures.selectExpr(
@@ -321,6 +326,7 @@ def bags(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows).repartition(2).cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_sparse_vectors_stay_sparse_until_the_batch(bags: DataFrame, is_dense: bool) -> None:
     regressor = TorchRegressor(
@@ -334,6 +340,7 @@ def test_sparse_vectors_stay_sparse_until_the_batch(bags: DataFrame, is_dense: b
         assert row.prediction == pytest.approx(float(row.words.dot(weight)), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_keeps_its_inputs_in_a_list(bags: DataFrame) -> None:
     model = TorchModel(
         Bag(),

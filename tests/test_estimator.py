@@ -86,6 +86,7 @@ def test_regressor_learns_a_line(points: DataFrame) -> None:
     assert error < 0.1
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_validation_of_training(points: DataFrame) -> None:
     rows = points.withColumn("held_out", F.col("id") % 4 == 0).withColumn("w", F.col("id") % 3)
     regressor = TorchRegressor(
@@ -149,6 +150,7 @@ def test_cross_validator_in_parallel(points: DataFrame, tmp_path: Path) -> None:
     gc.collect()  # pyspark's thread pools, while their warning is filtered
 
 
+@pytest.mark.slow
 def test_train_validation_split(points: DataFrame) -> None:
     estimator = classifier(epochs=3)
     grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 3]).build()

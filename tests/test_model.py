@@ -90,6 +90,7 @@ def test_classifier_adds_three_columns(arrays: DataFrame) -> None:
     assert column(out, "other") == ["kept"] * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("squeeze", [False, True])
 def test_classifier_with_one_logit_has_two_classes(arrays: DataFrame, squeeze: bool) -> None:
     module = linear(3, 1)
@@ -164,6 +165,7 @@ def test_vectors_dense_and_sparse(spark: SparkSession) -> None:
     assert column(out, "prediction") == expected
 
 
+@pytest.mark.slow
 def test_vectors_beside_and_below_the_prediction_over_columnar_files(
     spark: SparkSession, tmp_path: Path
 ) -> None:

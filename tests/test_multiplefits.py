@@ -83,6 +83,7 @@ def weights(model: Any) -> list[float]:
     return flat
 
 
+@pytest.mark.slow
 def test_all_maps_train_over_one_spool(df: DataFrame, tables: list[ShardTable]) -> None:
     estimator = regressor()
     maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1)]
@@ -94,6 +95,7 @@ def test_all_maps_train_over_one_spool(df: DataFrame, tables: list[ShardTable]) 
     assert len({tuple(weights(model)) for model in found.values()}) == 3
 
 
+@pytest.mark.slow
 def test_threads_train_at_the_same_time(df: DataFrame, tables: list[ShardTable]) -> None:
     estimator = regressor()
     maps = [{estimator.learningRate: rate} for rate in (0.001, 0.01, 0.1, 0.2)]
@@ -114,6 +116,7 @@ class Pause(Callback):
         time.sleep(4)
 
 
+@pytest.mark.slow
 def test_fits_that_need_all_slots_wait_for_each_other_as_long_as_it_takes(
     spark: SparkSession, df: DataFrame
 ) -> None:
@@ -143,6 +146,7 @@ def plus(batch: Any, number: float) -> Any:
     return np.stack(batch.column(0).to_numpy(zero_copy_only=False)) + np.float32(number)
 
 
+@pytest.mark.slow
 def test_inputs_that_mean_the_same_share_a_spool(df: DataFrame, tables: list[ShardTable]) -> None:
     estimator = regressor()
 
@@ -184,6 +188,7 @@ def test_what_is_not_asked_for_leaves_nothing_behind(df: DataFrame) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_cross_validator_finds_the_rate_that_learns(
     df: DataFrame, tables: list[ShardTable]
 ) -> None:

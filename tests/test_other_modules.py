@@ -98,6 +98,7 @@ def make_bert() -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_trains_and_predicts(sentences: DataFrame) -> None:
     classifier = TorchClassifier(
         module=make_bert,

@@ -105,6 +105,7 @@ def rows(*names: str) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_several_data_sets_reach_the_same_workers(df: DataFrame, num_workers: int) -> None:
     sets = {"train": df.filter("id >= 20"), "test": df.filter("id < 20").select("id")}
@@ -116,6 +117,7 @@ def test_several_data_sets_reach_the_same_workers(df: DataFrame, num_workers: in
     assert sorted(n for part in found for n in part["test"]) == list(range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_data_may_be_a_source_and_a_data_frame(
     df: DataFrame, tmp_path: Path, num_workers: int
@@ -157,6 +159,7 @@ def test_without_data(spark: SparkSession) -> None:
     assert TorchRunner(num_workers=2, verbose=0, results="all").run(total) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_every_rank(df: DataFrame, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -168,6 +171,7 @@ def test_a_script_runs_on_every_rank(df: DataFrame, tmp_path: Path) -> None:
     assert sum(int((tmp_path / str(rank)).read_text()) for rank in (0, 1)) == ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_a_later_run_goes_on_if_it_is_told_to(
     df: DataFrame, tmp_path: Path, num_workers: int
@@ -200,6 +204,7 @@ def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     assert "in fail" in caught.value.worker_traceback
 
 
+@pytest.mark.slow
 def test_what_a_function_leaves_in_its_process_reaches_nobody(df: DataFrame) -> None:
     from torch import nn
 
@@ -257,6 +262,7 @@ def test_in_the_driver_an_error_comes_as_it_is(df: DataFrame) -> None:
         TorchRunner(num_workers=0, data=df, verbose=0).run(fail)
 
 
+@pytest.mark.slow
 def test_what_is_reported_is_shown(df: DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
     TorchRunner(num_workers=1, data=df, verbose=1).run(train, 2)
     shown = capsys.readouterr().err
@@ -291,6 +297,7 @@ def png(text: str) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_rows_that_are_left_out_are_told(
     spark: SparkSession, caplog: pytest.LogCaptureFixture, tmp_path: Path, num_workers: int

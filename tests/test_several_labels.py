@@ -70,6 +70,7 @@ def losses() -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["", "weight"])
 @pytest.mark.parametrize("partitions", [1, 5])
 def test_losses_are_those_of_one_process_on_any_partitioning(
@@ -88,6 +89,7 @@ def test_losses_are_those_of_one_process_on_any_partitioning(
     assert "loss_price" in repr(result)
 
 
+@pytest.mark.slow
 def test_each_label_has_metrics_of_its_own(rows: DataFrame) -> None:
     x, kind, _, _ = (torch.from_numpy(array) for array in values())
     metrics = {"kind": {"accuracy": MulticlassAccuracy(4, average="micro")}}
@@ -107,6 +109,7 @@ def whole(output: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> t
     return (output["price"][:, 0] - labels["price"]).abs()
 
 
+@pytest.mark.slow
 def test_a_function_of_all_labels_is_called_as_in_training(rows: DataFrame) -> None:
     x, _, price, _ = (torch.from_numpy(array) for array in values())
     result = model().evaluate(rows, loss=whole)
@@ -120,6 +123,7 @@ class Tagger(nn.Module):
         return torch.stack([x, -x], dim=1)  # (batch, classes, length)
 
 
+@pytest.mark.slow
 def test_labels_of_different_lengths(spark: SparkSession) -> None:
     data = [(0, [1.0, -2.0], [0, 1]), (1, [3.0], [1]), (2, [0.5, 1.0, 2.0], [0, 0, 1])]
     rows = spark.createDataFrame(data, "id int, x array<float>, tags array<int>").repartition(1)
@@ -136,6 +140,7 @@ def test_labels_of_different_lengths(spark: SparkSession) -> None:
     assert result["loss"] == pytest.approx(float(np.mean(wanted)), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_fitted_model_has_its_labels_and_repeats_its_validation(rows: DataFrame) -> None:
     marked = rows.withColumn("held", F.col("id") % 3 == 0)
     estimator = TorchEstimator(
@@ -149,6 +154,7 @@ def test_a_fitted_model_has_its_labels_and_repeats_its_validation(rows: DataFram
         assert result[name] == pytest.approx(last[f"val_{name}"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_refused(rows: DataFrame) -> None:
     with pytest.raises(ConfigError, match="set either labels or labelCol, not both"):
         model().evaluate(rows, labelCol="kind")

@@ -135,6 +135,7 @@ def test_columns_of_any_name_and_type_may_be_beside(spark: SparkSession, tmp_pat
         )
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_a_training_job_is_explained(spark: SparkSession, files: str, tmp_path: Path) -> None:
     output = TrainOutput(path=str(tmp_path / "model"))
@@ -231,6 +232,7 @@ def saved(tmp_path: Path) -> SavedModel:
     return SavedModel(path=path)
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_evaluated(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
@@ -246,6 +248,7 @@ def test_a_saved_model_is_evaluated(
     assert json.loads(target.read_text(encoding="utf-8")) == scores.to_dict()
 
 
+@pytest.mark.slow
 def test_scores_go_where_a_url_says(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

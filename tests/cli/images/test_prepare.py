@@ -46,6 +46,7 @@ def files_in(output: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_every_file_becomes_a_row_with_the_number_of_its_folder(
     spark: SparkSession, digits: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_images_are_encoded_anew(
     assert images.shape == (rows.count(), 1, 4, 6)
 
 
+@pytest.mark.slow
 def test_labels_of_a_table(
     spark: SparkSession, digits: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
@@ -128,6 +130,7 @@ def spoilt(tmp_path: Path) -> tuple[Path, set[str]]:
     return root, bad
 
 
+@pytest.mark.slow
 def test_bad_files_are_skipped_and_listed_on_request(
     spark: SparkSession, spoilt: tuple[Path, set[str]], tmp_path: Path
 ) -> None:

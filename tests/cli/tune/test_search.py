@@ -109,6 +109,7 @@ def _counted(collect: Any, made: list[int]) -> Any:
     return counted
 
 
+@pytest.mark.slow
 def test_a_failed_trial_does_not_end_the_search(
     spark: SparkSession, rows: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ def train_on(comm: Any, strategy: Any) -> tuple[torch.Tensor, float, int]:
     return weights(module), outcome.history[-1]["loss"], outcome.bytes_sent
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("topology", ["tree", "hierarchical", "shared", "auto"])
 def test_training_is_the_same_along_all_topologies(gang4: Gang, topology: str) -> None:

@@ -90,6 +90,7 @@ def spools(spark: SparkSession) -> list[str]:
     return [row["folder"] for row in found if any(Path(row["folder"]).iterdir())]
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_one_of_fit(df: DataFrame) -> None:
     plan = explain(df, request(validation_col="held"), PLAN_ONLY).plan
     summary = fit(df, request(validation_col="held")).summary
@@ -190,6 +191,7 @@ def test_all_that_was_measured_has_times(explained: Explanation, spark: SparkSes
     assert json.loads(json.dumps(explained.to_dict(), allow_nan=False))["plan"]["rows"] == 5000
 
 
+@pytest.mark.slow
 def test_strategies_in_rounds_are_explained_in_rounds(spark: SparkSession) -> None:
     found = explain(
         rows(spark, 2000), request(strategy="parameter_averaging", num_workers=3), QUICK
@@ -200,6 +202,7 @@ def test_strategies_in_rounds_are_explained_in_rounds(spark: SparkSession) -> No
     assert found.strategies[0].mode == "rounds"
 
 
+@pytest.mark.slow
 @pytest.mark.classic
 def test_a_cluster_without_gangs(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch, spark: SparkSession
@@ -238,6 +241,7 @@ def test_a_cluster_whose_executors_come_with_the_first_job(
     assert found.scaling == ()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_tell_its_slots(
     df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +256,7 @@ def test_a_cluster_that_does_not_tell_its_slots(
     assert refused["AllReduce()"] == "no gang was measured, see the notes"
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_and_leaves_nothing(
     spark: SparkSession, df: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +272,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
     assert spools(spark) == []
 
 
+@pytest.mark.slow
 def test_a_source_with_fewer_rows_than_a_batch(spark: SparkSession, tmp_path: Path) -> None:
     from sparkdl import ParquetSource
 
@@ -278,6 +284,7 @@ def test_a_source_with_fewer_rows_than_a_batch(spark: SparkSession, tmp_path: Pa
     assert any("ParquetSource" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_equal_rows_leave_a_rank_without_any(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 

@@ -78,6 +78,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
+@pytest.mark.slow
 @mode
 def test_frozen_layers_stay_as_they_came_and_cost_nothing(df: DataFrame, mode: str) -> None:
     tuned = estimator(initialWeights=pretrained(), frozenLayers=["0"], **MODES[mode]).fit(df)
@@ -91,6 +92,7 @@ def test_frozen_layers_stay_as_they_came_and_cost_nothing(df: DataFrame, mode: s
     assert tuned.summary.history[-1]["loss"] < tuned.summary.history[0]["loss"]
 
 
+@pytest.mark.slow
 @mode
 def test_a_frozen_and_grouped_fit_goes_on_from_its_checkpoint_with_the_same_bits(
     df: DataFrame, tmp_path: Path, mode: str

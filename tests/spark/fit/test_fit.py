@@ -199,6 +199,7 @@ class Speak(Callback):
         print(f"epoch {state.epoch} as rank {state.rank} sees it")
 
 
+@pytest.mark.slow
 def test_a_fit(df: DataFrame, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(df, request(Speak(), verbose=2))
     assert digest(result) == expected
@@ -336,6 +337,7 @@ def test_labels_outside_the_classes(df: DataFrame) -> None:
         fit(df.selectExpr("features", "label * 2 AS label"), request())
 
 
+@pytest.mark.slow
 def test_an_error_in_the_users_own_query_comes_once(
     df: DataFrame, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,6 +363,7 @@ class Break(Callback):
         time.sleep(self.seconds)
 
 
+@pytest.mark.slow
 def test_the_users_error_comes_once_and_soon_and_the_next_fit_works(
     df: DataFrame, expected: str
 ) -> None:
@@ -389,6 +392,7 @@ def test_workers_can_host_the_channel_with_the_same_bits(
     assert "a restart would begin at step 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_workers_can_host_the_channel_and_keep_checkpoints_elsewhere(
     spark: SparkSession, df: DataFrame, expected: str, tmp_path: Path
 ) -> None:
@@ -412,6 +416,7 @@ class Linger(Callback):
         time.sleep(30)
 
 
+@pytest.mark.slow
 def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
@@ -430,6 +435,7 @@ def test_interrupting_a_fit_ends_it(df: DataFrame, tmp_path: Path) -> None:
     assert time.time() - marker.stat().st_mtime < 20
 
 
+@pytest.mark.slow
 def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expected: str) -> None:
     """Spark may not know of its job yet, and cancels active ones only."""
 
@@ -452,6 +458,7 @@ def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expec
     assert digest(fit(df, request())) == expected
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
     df: DataFrame, tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def persisted(spark: SparkSession) -> int:
     return int(context._jsc.getPersistentRDDs().size())
 
 
+@pytest.mark.slow
 def test_every_row_lands_once_with_its_dtype(good: DataFrame, tables: Tables) -> None:
     table = tables(good)
     spooled = table.collect()
@@ -252,6 +253,7 @@ def unsteady(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield batch.set_column(2, "w", weights)
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_is_refused(good: DataFrame, tables: Tables) -> None:
     table = tables(good.mapInArrow(unsteady, SCHEMA))
     table.collect()
@@ -322,6 +324,7 @@ def looks(table: ShardTable, monkeypatch: pytest.MonkeyPatch) -> list[int | floa
     return done
 
 
+@pytest.mark.slow
 def test_spools_that_were_not_met_are_looked_for_again(
     good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +336,7 @@ def test_spools_that_were_not_met_are_looked_for_again(
     assert looks(table, monkeypatch) == [2, 3.0, 8]
 
 
+@pytest.mark.slow
 def test_after_a_shard_was_written_anew_its_other_copies_are_waited_for(
     good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +350,7 @@ def test_after_a_shard_was_written_anew_its_other_copies_are_waited_for(
     assert looks(table, monkeypatch) == [2, 3.0, 8]
 
 
+@pytest.mark.slow
 def test_after_a_spooling_that_failed_its_last_tasks_are_waited_for(
     good: DataFrame, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +360,7 @@ def test_after_a_spooling_that_failed_its_last_tasks_are_waited_for(
     assert looks(table, monkeypatch) == [2, 3.0, 8]
 
 
+@pytest.mark.slow
 def test_shards_whose_files_are_gone_can_be_written_anew(good: DataFrame, tables: Tables) -> None:
     table = tables(good)
     before = table.collect()

@@ -105,6 +105,7 @@ def test_no_spark_job_reads_the_data_and_transform_sees_it_as_training_did(
     assert model.transform(df).count() == ROWS
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_a_restart_and_no_bit(folder: Path, tmp_path: Path) -> None:
     source = ParquetSource(folder, validation_fraction=0.1)
     whole = fit(source, request())
@@ -118,6 +119,7 @@ def test_a_killed_worker_costs_a_restart_and_no_bit(folder: Path, tmp_path: Path
     ]
 
 
+@pytest.mark.slow
 def test_rounds(folder: Path) -> None:
     config = replace(request().config, sync_strategy=ParameterAveraging(averaging_period=3))
     wanted = request(execution_mode="rounds", validation_col="held")
@@ -323,6 +325,7 @@ def by_index() -> list[tuple[torch.Tensor, int]]:
     return [sample_of(row) for row in range(ROWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [by_index, Numbers])
 def test_a_dataset_of_the_users_own(
     spark: SparkSession, folder: Path, tmp_path: Path, factory: Any
@@ -360,6 +363,7 @@ def test_metrics_need_validation_rows(folder: Path) -> None:
         fit(ParquetSource(folder), stopping)
 
 
+@pytest.mark.slow
 def test_a_dataset_in_rounds_and_transform(spark: SparkSession, folder: Path) -> None:
     classifier = TorchClassifier(
         module=make_net, epochs=2, batchSize=16, numWorkers=2, verbose=0,

@@ -71,6 +71,7 @@ def test_a_classifier_is_evaluated_as_scikit_learn_does(rows: DataFrame) -> None
     assert found.rows == 4
 
 
+@pytest.mark.slow
 def test_a_regressor_is_evaluated_as_scikit_learn_does(rows: DataFrame) -> None:
     found = regressor().evaluate(rows, weightCol="weight")
     assert isinstance(found.scores, RegressionScores)
@@ -95,6 +96,7 @@ def many(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, "id int, features array<double>, label double")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitions", [3, 21])
 def test_partitions_and_batches_do_not_matter(many: DataFrame, partitions: int) -> None:
     torch.manual_seed(0)
@@ -129,6 +131,7 @@ def test_partitions_and_batches_do_not_matter(many: DataFrame, partitions: int) 
         assert found.curves[number].roc_auc == pytest.approx(area, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_any_model_has_a_loss_and_metrics(rows: DataFrame) -> None:
     class Pair(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,6 +152,7 @@ def test_any_model_has_a_loss_and_metrics(rows: DataFrame) -> None:
     assert autoencoder.evaluate(rows)["loss"] == 0
 
 
+@pytest.mark.slow
 def test_the_prediction_is_that_of_transform(rows: DataFrame) -> None:
     class Answer(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -171,6 +175,7 @@ def test_the_prediction_is_that_of_transform(rows: DataFrame) -> None:
         model.evaluate(rows, loss=first)
 
 
+@pytest.mark.slow
 def test_a_label_that_the_model_does_not_know_counts_as_wrong(rows: DataFrame) -> None:
     found = classifier().evaluate(rows.selectExpr("x", "label + 5 AS label"))
     assert found["accuracy"] == 0
@@ -178,6 +183,7 @@ def test_a_label_that_the_model_does_not_know_counts_as_wrong(rows: DataFrame) -
     assert 30 < found["log_loss"] < 40
 
 
+@pytest.mark.slow
 def test_wrong_labels_are_named(rows: DataFrame) -> None:
     wrong = rows.selectExpr("x", "CAST(1.5 AS DOUBLE) AS label")
     with pytest.raises(DataError, match=r'"label" must hold whole, .* \(first: 1\.5 in row 0'):
@@ -200,6 +206,7 @@ def test_checks_before_any_job(rows: DataFrame) -> None:
         regressor().evaluate(rows, labelcol="y")
 
 
+@pytest.mark.slow
 def test_names_may_have_dots(rows: DataFrame) -> None:
     plain = regressor().evaluate(rows, weightCol="weight")
     dotted = rows.withColumnsRenamed({"label": "the.label", "weight": "the.weight", "x": "the.x"})
@@ -225,6 +232,7 @@ def test_each_row_has_its_loss(rows: DataFrame) -> None:
     assert [row["loss"] is None for row in some] == [row["label"] == 0 for row in some]
 
 
+@pytest.mark.slow
 def test_scores_beside_vectors_over_files(spark: SparkSession, tmp_path: Path) -> None:
     data = [(i, Vectors.dense(i, 1.0), float(i)) for i in range(5)]
     spark.createDataFrame(data, ["id", "x", "label"]).write.parquet(str(tmp_path / "in"))
@@ -251,6 +259,7 @@ def test_scores_are_checked(rows: DataFrame) -> None:
         TorchModel(nn.Identity(), [X]).scores(rows, loss=mean, labelCol="label").collect()
 
 
+@pytest.mark.slow
 def test_rows_that_all_have_weight_0_are_told(rows: DataFrame) -> None:
     with pytest.raises(DataError, match="no row counts: all have weight 0"):
         classifier().evaluate(rows.withColumn("weight", F.lit(0.0)), weightCol="weight")
@@ -292,6 +301,7 @@ def test_tasks_that_add_up_refuse_states_that_are_too_large_in_all(
     assert len(unpacked) == 3 + 2  # the third was not even looked at
 
 
+@pytest.mark.slow
 def test_the_driver_gets_states_of_metrics_as_one_part(
     many: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:

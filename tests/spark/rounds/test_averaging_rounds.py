@@ -121,6 +121,7 @@ def test_rounds_are_what_a_gang_does(df: DataFrame, whole: FitResult) -> None:
     assert_about_equal(whole, gang)
 
 
+@pytest.mark.slow
 def test_rounds_reset_the_optimizer_as_a_gang_does(df: DataFrame) -> None:
     strategy = ParameterAveraging(averaging_period=3, average_optimizer_state=False)
     wanted = request(sync_strategy=strategy, epochs=1)
@@ -128,6 +129,7 @@ def test_rounds_reset_the_optimizer_as_a_gang_does(df: DataFrame) -> None:
     assert_about_equal(rounds, gang)
 
 
+@pytest.mark.slow
 def test_rounds_read_windows_as_a_gang_does(df: DataFrame, whole: FitResult) -> None:
     wanted = request(validation_col="held_out", shuffle_window_bytes=200)
     rounds, gang = fit(df, wanted), fit(df, dataclasses.replace(wanted, execution_mode="gang"))
@@ -135,6 +137,7 @@ def test_rounds_read_windows_as_a_gang_does(df: DataFrame, whole: FitResult) -> 
     assert not equal(rounds, whole)
 
 
+@pytest.mark.slow
 def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> None:
     wanted = request(num_workers=7, epochs=1)  # seven are merged in three groups
     first, second = fit(df, wanted), fit(df, wanted)
@@ -143,6 +146,7 @@ def test_more_shards_than_slots_give_the_same_bits_each_time(df: DataFrame) -> N
     assert all(rate > 0 for rate in first.summary.throughput_by_rank)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_last_one_stopped(
     df: DataFrame, tmp_path: Path, whole: FitResult
 ) -> None:
@@ -162,6 +166,7 @@ SEVERAL_LABELS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_with_other_shards_the_epoch_begins_anew(
     df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +183,7 @@ def test_with_other_shards_the_epoch_begins_anew(
     assert resumed.summary.steps == 11 + 2 * epochs[0]["steps"]
 
 
+@pytest.mark.slow
 def test_metrics_and_early_stopping_see_the_merged_model(df: DataFrame) -> None:
     metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
     stopping = EarlyStopping(monitor="val_accuracy", mode="max", patience=1)
@@ -205,6 +211,7 @@ def test_callbacks_of_epochs_run_on_the_driver(whole: FitResult) -> None:
     assert steps == [0, steps[1], 2 * steps[1], 2 * steps[1]]
 
 
+@pytest.mark.slow
 def test_few_rows_leave_shards_empty(df: DataFrame) -> None:
     few = df.limit(3)
     result = fit(few, request(num_workers=4, module=lambda: nn.Linear(3, 3).double()))
@@ -223,12 +230,14 @@ class Break(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 def test_the_users_error_comes_once_and_the_next_fit_works(df: DataFrame) -> None:
     with pytest.raises(WorkerError, match=r"LookupError on rank \d: no such layer"):
         fit(df, request(module=Break, max_restarts=3))
     assert fit(df, request(epochs=1)).summary.restarts == 0
 
 
+@pytest.mark.slow
 def test_divergence_ends_the_fit(df: DataFrame) -> None:
     with pytest.raises(TrainingDiverged, match="lower the learning rate"):
         fit(

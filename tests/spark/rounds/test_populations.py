@@ -61,6 +61,7 @@ def based(df: DataFrame) -> FitResult:
     return fit(df, wanted(BASED))
 
 
+@pytest.mark.slow
 def test_the_best_member_is_the_result(
     df: DataFrame, tournament: FitResult, based: FitResult
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_best_member_is_the_result(
         assert accuracy == pytest.approx(last["val_accuracy"])
 
 
+@pytest.mark.slow
 def test_a_population_goes_on_where_it_stopped(
     df: DataFrame, tmp_path: Path, based: FitResult
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_population_goes_on_where_it_stopped(
     assert mine == theirs
 
 
+@pytest.mark.slow
 def test_one_shot_averaging_is_that_of_a_gang_and_goes_on_where_it_stopped(
     df: DataFrame, tmp_path: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_tournament_is_about_as_good_as_the_best_of_independent_runs(df: DataF
     assert together.history[-1]["val_loss_spread"] < worst - best
 
 
+@pytest.mark.slow
 def test_losers_keep_their_optimizer_if_only_weights_are_exchanged(
     df: DataFrame, tournament: FitResult
 ) -> None:
@@ -164,6 +168,7 @@ def regression(strategy: PopulationStrategy, **changes: Any) -> FitRequest:
     return request(**{**values, **changes})
 
 
+@pytest.mark.slow
 def test_the_learning_rate_moves_to_where_it_is_good(line: DataFrame) -> None:
     """From far too small on one end to far too large on the other."""
     strategy = PopulationBasedTraining(
@@ -185,6 +190,7 @@ def test_the_learning_rate_moves_to_where_it_is_good(line: DataFrame) -> None:
         assert set(mine) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_who_diverges_is_replaced(line: DataFrame) -> None:
     strategy = PopulationBasedTraining(
         period=3, mutations={"learning_rate": [0.1, 1e120]}, resample_probability=0.0
@@ -198,12 +204,14 @@ def test_who_diverges_is_replaced(line: DataFrame) -> None:
     assert result.summary.history[-1]["loss"] < 20
 
 
+@pytest.mark.slow
 def test_if_all_members_diverge_the_fit_ends(line: DataFrame) -> None:
     strategy = PopulationBasedTraining(period=3, mutations={"learning_rate": [1e60, 1e80]})
     with pytest.raises(TrainingDiverged, match=r"all members: the loss is .* lower the lea"):
         fit(line, regression(strategy, learning_rate=1e70))
 
 
+@pytest.mark.slow
 def test_without_marked_rows_some_of_each_shard_are_set_aside(line: DataFrame) -> None:
     strategy = Tournament(period=3, holdout_fraction=0.2)
     result = fit(line, regression(strategy, learning_rate=0.1, epochs=1))
@@ -213,6 +221,7 @@ def test_without_marked_rows_some_of_each_shard_are_set_aside(line: DataFrame) -
     assert math.isfinite(summary.history[0]["val_loss"])
 
 
+@pytest.mark.slow
 def test_early_stopping_and_callbacks_see_the_best_member(df: DataFrame) -> None:
     note = Note()
     result = fit(
@@ -231,6 +240,7 @@ def test_early_stopping_and_callbacks_see_the_best_member(df: DataFrame) -> None
     assert loss == pytest.approx(history[-2]["val_loss"], abs=1e-12)  # the last was no better
 
 
+@pytest.mark.slow
 def test_few_rows_make_few_members(df: DataFrame) -> None:
     plain = lambda: nn.Linear(3, 3).double()  # noqa: E731
     few = wanted(BASED, num_workers=8, module=plain)
@@ -245,6 +255,7 @@ def test_few_rows_make_few_members(df: DataFrame) -> None:
         )
 
 
+@pytest.mark.slow
 def test_bits_repeat_also_without_the_drivers_channel(
     df: DataFrame, spark: SparkSession, tournament: FitResult
 ) -> None:

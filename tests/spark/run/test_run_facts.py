@@ -127,6 +127,7 @@ def only_run(folder: Path) -> tuple[RunRecord, str]:
     return found, (folder / name / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: str) -> None:
     strategy = "allreduce" if mode == "gang" else "parameter_averaging"
@@ -164,6 +165,7 @@ def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: s
     assert "Where the time went" in text
 
 
+@pytest.mark.slow
 def test_the_record_is_in_memory_without_a_directory(df: DataFrame, tmp_path: Path) -> None:
     model = classifier(None).fit(df)
     assert model.summary.report_path is None
@@ -192,6 +194,7 @@ def test_a_fit_that_never_began_says_why(df: DataFrame, tmp_path: Path) -> None:
     assert found.spent == {}
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_same_with_and_without(df: DataFrame, tmp_path: Path) -> None:
     plain = classifier(None).fit(df).module.state_dict()
     watched = classifier(tmp_path, listeners=[Ear()]).fit(df).module.state_dict()
@@ -216,6 +219,7 @@ def test_the_kept_epoch_is_the_one_whose_mistakes_are_shown(df: DataFrame, tmp_p
     assert found.confusion["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_listeners_are_told_in_order(df: DataFrame) -> None:
     classifier(None, listeners=[Ear()], callbacks=[Slow()]).fit(df)
     kinds = [kind for kind, _ in TOLD]
@@ -231,6 +235,7 @@ def test_listeners_are_told_in_order(df: DataFrame) -> None:
     assert isinstance(module, nn.Module)
 
 
+@pytest.mark.slow
 def test_a_listener_that_fails_does_not_end_the_fit(
     df: DataFrame, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +262,7 @@ class KillOnce(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_a_restart_is_recorded(df: DataFrame, tmp_path: Path, mode: str) -> None:
     strategy = "allreduce" if mode == "gang" else "parameter_averaging"
@@ -279,6 +285,7 @@ class Lingering(Callback):
         time.sleep(30)
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_says_so(df: DataFrame, tmp_path: Path) -> None:
     """Whatever its cancelled job has raised."""
 
@@ -295,6 +302,7 @@ def test_an_interrupted_fit_says_so(df: DataFrame, tmp_path: Path) -> None:
     assert len(told("end")) == 1
 
 
+@pytest.mark.slow
 def test_presses_while_the_report_is_written_do_not_tear_it(
     df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +354,7 @@ def stages_of(context: Any) -> dict[int, str]:
     return {number: text.get() if text.isDefined() else "" for number, text in texts.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.classic
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_spark_names_our_jobs_and_keeps_the_users_name(

@@ -184,6 +184,7 @@ def _sleep(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield from batches
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_what_cleans_up_is_cancelled_by_spark(spark: SparkSession) -> None:
     """As it may wait for slots that something else holds."""
