@@ -45,7 +45,7 @@ from sparkdl.spark.params.params import (
 from sparkdl.spark.session import interrupts
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from typing import Self, Unpack
 
     from pyspark.ml._typing import ParamMap
 
@@ -190,6 +190,11 @@ class _TorchEstimator(
         from sparkdl.spark.params.save_stage import ParamsReader
 
         return ParamsReader(cls)
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def load(cls, path: str) -> Self: ...
 
 
 @with_params(LabelsArguments)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from pyspark.ml import Model
@@ -49,6 +49,9 @@ from sparkdl.spark.params.inputs_and_labels import (
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS, ClassifierModelArguments, ModelArguments
 from sparkdl.spark.params.params import CheckedParams, ClassOutputParams, with_params
 from sparkdl.spark.session.compat import is_case_sensitive
+
+if TYPE_CHECKING:
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
@@ -345,6 +348,11 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         from sparkdl.spark.params.save_stage import ModelReader
 
         return ModelReader(cls)
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def load(cls, path: str) -> Self: ...
 
 
 @with_params(ModelArguments)

@@ -45,7 +45,7 @@ def _set_up(parser: argparse.ArgumentParser) -> Run:
         "--num-workers",
         type=int,
         metavar="N",
-        help="workers to try (default: one per executor or GPU)",
+        help="workers to try (default: as many as fit would start, but two if there is room)",
     )
     parser.add_argument(
         "--timeout",

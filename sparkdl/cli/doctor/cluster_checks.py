@@ -43,7 +43,7 @@ class Order:
     conf: Mapping[str, str] = field(default_factory=dict)
     checkpoint_dir: str | None = None
     num_workers: int | None = None
-    """Workers of the trial; None: one per executor or GPU, as for `fit`."""
+    """Workers of the trial; None: as many as `fit` would start, but two if there is room."""
     timeout_seconds: float = 120.0
     """Longest wait for each answer."""
 

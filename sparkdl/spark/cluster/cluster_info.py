@@ -193,9 +193,10 @@ def _too_few(
     task_gpus = gpus if gpus is not None else info.gpus_per_task
     if task_gpus:
         needs += f" and {task_gpus:g} gpu"
+    executors = "executor" if info.num_executors == 1 else "executors"
     return (
         f"numWorkers={workers} needs {workers} free slots of {needs} at the same time, but "
-        f"{info.master} has {slots} ({info.num_executors} executors with "
+        f"{info.master} has {slots} ({info.num_executors} {executors} with "
         f"{info.cores_per_executor} cores and {info.gpus_per_executor} gpus each); "
         f"set numWorkers to at most {slots} or give Spark more executors or cores"
     )
