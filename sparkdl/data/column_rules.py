@@ -5,6 +5,7 @@ The spool, the sources that workers read by themselves, and `evaluate` all go by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,11 @@ def stored_dtype(wanted: SpoolColumn, found: np.dtype[Any]) -> np.dtype[Any]:
 
 def bad_values(values: Array, role: Role, *, as_classes: bool) -> np.ndarray:
     """``(rows,)``: True where a label or weight cannot be used."""
-    flat = values.reshape(len(values), -1)
+    flat = values.reshape(len(values), math.prod(values.shape[1:]))  # -1 fails without rows
     if values.dtype.kind == "f":
         bad = ~np.isfinite(flat)
         if as_classes:
-            bad |= np.floor(flat) != flat
+            bad |= (np.floor(flat) != flat) | (flat >= 2.0**63)  # which int64 cannot hold
     else:
         bad = np.zeros(flat.shape, dtype=bool)
     if as_classes or role == "weight":

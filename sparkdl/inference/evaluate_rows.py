@@ -425,10 +425,11 @@ def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tens
     except BadRows as error:
         raise DataError(error.findings.message(asked.name)) from None
     found = rows.parts[-1] if isinstance(rows, Ragged) else rows
+    if rows is found:
+        refuse_bad(found, asked, lambda row: f"row {row} of a record batch")
     values = found.astype(stored_dtype(asked, found.dtype))
     shape = (rows.shape or ()) if isinstance(rows, Ragged) else values.shape[1:]
     column = asked.found(shape, values.dtype.name)
     if isinstance(rows, Ragged):
         return column, Ragged((*rows.parts[:-1], values), rows.offsets, rows.shape)
-    refuse_bad(found, asked, lambda row: f"row {row} of a record batch")
     return column, torch.from_numpy(values)

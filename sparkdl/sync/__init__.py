@@ -40,5 +40,7 @@ def resolve(strategy: str | SyncStrategy | type[SyncStrategy] | None) -> SyncStr
     Raises:
         ConfigError: there is no such strategy.
     """
-    made: SyncStrategy = make_named(strategy or "allreduce", SyncStrategy, STRATEGIES, "strategy")
+    made: SyncStrategy = make_named(
+        "allreduce" if strategy is None else strategy, SyncStrategy, STRATEGIES, "strategy"
+    )
     return made

@@ -303,10 +303,12 @@ def test_labels_and_weights_are_checked() -> None:
         column, rows = read_labels(pa.array(values), asked)
         assert isinstance(rows, torch.Tensor) and rows.tolist() == values
         assert (column.name, column.dtype, column.shape) == (asked.name, asked.dtype, ())
+    assert len(read_labels(pa.array([], pa.float64()), label)[1]) == 0
     classes = r'"y" must hold whole, non-negative class indices \(.*\), but 1 row does not'
     for asked, wrong, message in (
         (label, [2.0, 1.5], rf"{classes} \(first: 1.5 in row 1 of a record batch\)"),
         (label, [-1.0], rf"{classes} \(first: -1.0"),
+        (label, [1e300], rf"{classes} \(first: 1e\+300"),
         (label, [1.0, None], '"y" has 1 null row'),
         (number, [1.0, math.nan], '"y" must hold finite numbers, .*first: nan'),
         (weight, [-1.0], '"w" must hold finite numbers that are not negative, .*first: -1.0'),

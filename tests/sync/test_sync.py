@@ -72,6 +72,7 @@ def test_default_object_class_and_path() -> None:
         (f"{__name__}:Missing", "cannot import"),
         ("json:dumps", "must be a SyncStrategy"),
         (7, "must be a SyncStrategy"),
+        ([], "must be a SyncStrategy"),
         (NeedsOption, "cannot be made without options"),
     ],
 )

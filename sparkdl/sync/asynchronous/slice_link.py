@@ -35,6 +35,8 @@ STOP_SECONDS = 3.0
 _SECRET_SECONDS = 30.0
 """Whoever connects and does not say the secret in this time is shut out."""
 
+_AGAIN_SECONDS = 0.5
+"""Pause after a connection that could not be taken."""
 _LENGTH = struct.Struct("!I")
 """In front of each header."""
 
@@ -104,6 +106,7 @@ class SliceServer:
         self._bytes_sent: dict[int, int] = {}
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
+        self._is_stopped = threading.Event()
         port, token = self._listener.getsockname()[1], secrets.token_hex(32)
         self.address = Address(host=host, port=port, token=token)
         self._start(self._accept)
@@ -115,6 +118,7 @@ class SliceServer:
 
     def stop(self) -> None:
         """Stop listening, and answer no more requests than are under way."""
+        self._is_stopped.set()
         _shut(self._listener, socket.SHUT_RDWR)
         self._listener.close()
         for connection in self._connections:
@@ -131,11 +135,15 @@ class SliceServer:
         thread.start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # until the listener is shut
-            while True:
+        while not self._is_stopped.is_set():
+            try:
                 connection, _ = self._listener.accept()
-                self._connections.append(connection)
-                self._start(self._serve, connection)
+            except OSError as error:  # it was shut, or this process has no file descriptor left
+                if not self._is_stopped.wait(_AGAIN_SECONDS):
+                    logger.warning("a connection to this slice could not be taken: %s", error)
+                continue
+            self._connections.append(connection)
+            self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the requests of one rank, one after the other, until it has gone."""

@@ -63,6 +63,27 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+def test_connections_are_taken_again_after_one_that_could_not_be(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError("no file descriptors left")
+        return original(listener)
+
+    original = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    links = [served.link(0), served.link(1)]  # the first is taken by the call that waits already
+    assert failed.wait(20)
+    for link in links:
+        link.step(None, [], like(served, 7))
+    for link in links:
+        link.close()
+
+
 def test_tensors_arrive_as_they_were_sent(served: Served) -> None:
     link = served.link(1)
     gradients, received = like(served, 0), like(served, 7)
