@@ -73,8 +73,8 @@ def columns(folder: Path, rows: list[Any], *, as_classes: bool = True) -> tuple[
         ([([1.0, 2.0], 1.0, NAN)], r'"w" must hold finite .* \(first: nan in row'),
         (
             [(None, INF, INF)],
-            r'"x" has 1 null row .*; column "y" must .* \(first: inf in .*; column "w" must .* does '
-            r"not \(first: inf in row",
+            r'"x" has 1 null row .*; column "y" must .* \(first: inf in .*; column "w" must .* '
+            r"does not \(first: inf in row",
         ),
     ],
 )
