@@ -12,6 +12,8 @@ CONFIG ?= conf/digits.toml
 # The Spark of .venv and no other, with conf/log4j2.properties, and one Python for driver and
 # workers: without PYSPARK_PYTHON workers would take the first python3 of the PATH.
 unexport SPARK_HOME
+# What Python has compiled it keeps: without that each new worker compiles all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 export SPARK_CONF_DIR ?= $(CURDIR)/conf
 SUBMIT := $(BIN)/spark-submit

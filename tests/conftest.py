@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -36,6 +37,9 @@ os.environ.update(s3.ENVIRONMENT)
 
 # Sessions are short: the JVM's second compiler would take as much CPU time as it spares later.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
+# Tests press Ctrl-C, which a shell's background jobs and nohup would have Python ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A process has one Spark context: these directories bring their own, so each is named on a command
 # line of its own, as the parts of the Makefile do. So is the one that builds the package.

@@ -32,6 +32,8 @@ def cluster(local_dir: Path) -> Iterator[SparkSession]:
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.executorEnv.SPARK_LOCAL_IP", "127.0.0.1")
+        # New workers have torch in memory already, those of new executors excepted.
+        .config("spark.python.daemon.module", "sparkdl.spark.daemon")
         .config("spark.sparkdl.heartbeatTimeout", "5")
         .config("spark.local.dir", str(local_dir))
         .getOrCreate()
