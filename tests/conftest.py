@@ -55,7 +55,7 @@ _MARKS = {
     "gang": {"gang", "gang3", "gang4"},
 }
 _PROOFS = {proof: promise for promise, proof in PROMISES.items()}
-_SLOW_SECONDS = 3.0
+_SLOW_SECONDS = 2.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers

@@ -155,6 +155,7 @@ def test_images_are_trained_on_however_they_are_decoded(pictures: DataFrame) -> 
     assert torch.equal(weights["spool"], weights["batch"])
 
 
+@pytest.mark.slow
 def test_spark_images_are_trained_on_and_predicted_as_in_training(pictures: DataFrame) -> None:
     classifier = TorchClassifier(
         module=Digits, inputs={"x": Image("image", channels=1)}, epochs=1, **QUIETLY
@@ -235,6 +236,7 @@ def failing(batch: Any) -> Any:
     raise KeyError("no such word")
 
 
+@pytest.mark.slow
 def test_a_transform_that_fails_is_told_with_its_cause(texts: DataFrame) -> None:
     classifier = TorchClassifier(
         module=Words, inputs={"tokens": Sequence("text", transform=failing)}, **QUIETLY

@@ -54,6 +54,7 @@ def classifier(**params: Any) -> TorchClassifier:
     return TorchClassifier(**{**defaults, **params})
 
 
+@pytest.mark.slow
 def test_fit_and_transform(points: DataFrame) -> None:
     model = classifier(numWorkers=2, epochs=8).fit(points)
     assert isinstance(model, TorchClassifierModel)
@@ -75,6 +76,7 @@ def test_the_model_takes_over_columns_but_not_the_training_batch(points: DataFra
     assert model.getBatchSize() == INFERENCE_BATCH_SIZE
 
 
+@pytest.mark.slow
 def test_regressor_learns_a_line(points: DataFrame) -> None:
     regressor = TorchRegressor(
         module=make_line, labelCol="target", learningRate=0.1, epochs=10, batchSize=20,
@@ -99,6 +101,7 @@ def test_evaluate_repeats_the_validation_of_training(points: DataFrame) -> None:
     assert found.rows == 50
 
 
+@pytest.mark.slow
 def test_estimator_without_label_reconstructs_its_inputs(points: DataFrame) -> None:
     estimator = TorchEstimator(
         module=nn.Linear(2, 2), epochs=10, learningRate=0.1, batchSize=20, numWorkers=1, verbose=0
@@ -111,6 +114,7 @@ def test_estimator_without_label_reconstructs_its_inputs(points: DataFrame) -> N
     )
 
 
+@pytest.mark.slow
 def test_param_maps(points: DataFrame) -> None:
     estimator = classifier(epochs=1)
     maps = [{estimator.epochs: 1}, {estimator.epochs: 2, estimator.predictionCol: "p"}]
@@ -175,6 +179,7 @@ def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: Da
     assert tracker.getJobIdsForGroup(None) == before
 
 
+@pytest.mark.slow
 def test_the_users_module_stays_as_it_is(points: DataFrame) -> None:
     torch.manual_seed(0)
     module = make_classifier()

@@ -126,6 +126,7 @@ def test_the_udf_is_evaluated_once_and_sees_only_the_features(arrays: DataFrame)
     assert "other" not in python[0].split("[pythonUDF")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "expected"), [(1, "float"), (2, "array<float>")])
 def test_torch_model_gives_numbers_or_arrays(
     arrays: DataFrame, outputs: int, expected: str
@@ -137,6 +138,7 @@ def test_torch_model_gives_numbers_or_arrays(
     assert_close(values, direct(module, ROWS))
 
 
+@pytest.mark.slow
 def test_regressor_gives_doubles_and_refuses_wide_outputs(arrays: DataFrame) -> None:
     module = linear(3, 1).double()
     model = TorchRegressorModel(module, [feature("features", "float64", 3)])
@@ -207,6 +209,7 @@ def test_rows_get_the_shape_of_training(arrays: DataFrame) -> None:
     assert_close(column(out, "prediction"), expected)
 
 
+@pytest.mark.slow
 def test_outputs_with_more_dimensions_are_flattened(arrays: DataFrame) -> None:
     module = nn.Sequential(linear(3, 4), nn.Unflatten(1, (2, 2)))
     out = TorchModel(module, [feature("features", "float32", 3)]).transform(arrays)
@@ -214,6 +217,7 @@ def test_outputs_with_more_dimensions_are_flattened(arrays: DataFrame) -> None:
     assert_close(values, direct(module, ROWS).flatten(1))
 
 
+@pytest.mark.slow
 def test_empty_partitions_and_one_row(arrays: DataFrame) -> None:
     model = TorchClassifierModel(linear(), [feature("features", "float32", 3)])
     one = arrays.where("id = 3").repartition(3)
@@ -236,6 +240,7 @@ def test_bad_rows_are_refused_by_name(spark: SparkSession, bad: Any) -> None:
         model.transform(df.coalesce(1)).collect()
 
 
+@pytest.mark.slow
 def test_names_that_differ_in_case_are_the_same_column(
     spark: SparkSession, arrays: DataFrame
 ) -> None:
@@ -292,6 +297,7 @@ def test_a_large_module_travels_as_an_artifact(arrays: DataFrame) -> None:
     assert again.transform(arrays).count() == len(ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.classic
 def test_a_large_module_is_broadcast_once(arrays: DataFrame) -> None:
     module = nn.Sequential(linear(3, 1000), nn.Linear(1000, 500))
@@ -315,6 +321,7 @@ def test_param_maps_and_copy(arrays: DataFrame) -> None:
     assert model.copy().module is model.module
 
 
+@pytest.mark.slow
 def test_inside_a_pipeline_model(arrays: DataFrame) -> None:
     first = TorchModel(linear(3, 4), [feature("features", "float32", 3)]).setPredictionCol("h")
     second = TorchRegressorModel(linear(4, 1), [feature("h", "float32", 4)])
@@ -323,6 +330,7 @@ def test_inside_a_pipeline_model(arrays: DataFrame) -> None:
     np.testing.assert_allclose(column(out, "prediction"), expected.numpy(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_streaming(spark: SparkSession, arrays: DataFrame, tmp_path: Path) -> None:
     arrays.write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema(arrays.schema).parquet(str(tmp_path / "in"))

@@ -133,6 +133,7 @@ def test_fits_that_need_all_slots_wait_for_each_other_as_long_as_it_takes(
     assert waits[1] > 4
 
 
+@pytest.mark.slow
 def test_a_source_trains_in_threads(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
     df.write.parquet(str(tmp_path / "rows"))
     estimator, source = regressor(), ParquetSource(str(tmp_path / "rows"))
@@ -158,6 +159,7 @@ def test_inputs_that_mean_the_same_share_a_spool(df: DataFrame, tables: list[Sha
     assert len(tables) == 2
 
 
+@pytest.mark.slow
 def test_other_columns_get_a_spool_of_their_own(df: DataFrame, tables: list[ShardTable]) -> None:
     other = df.selectExpr("*", "2 * label as twice")
     estimator = regressor()
@@ -171,6 +173,7 @@ def fails(output: Any, target: Any) -> Any:
     raise ArithmeticError("of one map")
 
 
+@pytest.mark.slow
 def test_an_error_in_one_leaves_the_others_and_nothing_behind(df: DataFrame) -> None:
     estimator = regressor()
     fits = estimator.fitMultiple(df, [{}, {estimator.loss: fails}, {}])
@@ -180,6 +183,7 @@ def test_an_error_in_one_leaves_the_others_and_nothing_behind(df: DataFrame) -> 
     assert next(fits)[0] == 2
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_leaves_nothing_behind(df: DataFrame) -> None:
     estimator = regressor()
     fits = estimator.fitMultiple(df, [{}, {}])

@@ -81,6 +81,7 @@ def train(epochs: int, rate: float = 0.05) -> dict[str, Any]:
     return {"first": first, "weight": model.module.weight.detach(), "rank": place.rank}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 0])
 def test_a_function_trains_on_the_rows_of_a_data_frame(df: DataFrame, num_workers: int) -> None:
     runner = TorchRunner(num_workers=num_workers, data=df, verbose=0)
@@ -90,6 +91,7 @@ def test_a_function_trains_on_the_rows_of_a_data_frame(df: DataFrame, num_worker
     assert runner.history[-1]["loss"] < runner.history[0]["loss"]
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_same_weights_and_may_all_answer(df: DataFrame) -> None:
     found = TorchRunner(num_workers=2, data=df, verbose=0, results="all").run(train, 2)
     assert [value["rank"] for value in found] == [0, 1]
@@ -147,6 +149,7 @@ def test_columns_become_what_is_asked_for(df: DataFrame) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_without_data(spark: SparkSession) -> None:
     def total() -> float:
         import torch
@@ -190,6 +193,7 @@ def test_a_later_run_goes_on_if_it_is_told_to(
     assert [record["report"] for record in runner.history] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     def fail() -> None:
         if sparkdl.context().rank == 1:
@@ -277,6 +281,7 @@ def test_columns_that_are_no_tensors_are_refused(df: DataFrame, num_workers: int
         TorchRunner(num_workers=num_workers, data=texts, verbose=0).run(rows, "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 0])
 def test_no_rows_and_nulls_are_refused(df: DataFrame, num_workers: int) -> None:
     sets = {"train": df, "test": df.filter("id < 0")}

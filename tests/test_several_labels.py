@@ -98,6 +98,7 @@ def test_each_label_has_metrics_of_its_own(rows: DataFrame) -> None:
     assert result["kind_accuracy"] == pytest.approx(float(right), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_scores_are_the_weighted_sum_of_a_rows_losses(rows: DataFrame) -> None:
     scored = model(lossWeights={"price": 0.5}).scores(rows, "id").orderBy("id").collect()
     by_row = losses()

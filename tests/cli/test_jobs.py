@@ -90,6 +90,7 @@ def test_reader_options_have_an_effect(spark: SparkSession, tmp_path: Path) -> N
     assert [row.asDict() for row in read_data(spark, section).collect()] == [{"n": 1, "m": 2}]
 
 
+@pytest.mark.slow
 def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) -> None:
     with pytest.raises(DataError, match=r"cannot read '/none'"):
         read_data(spark, DataSection(path="/none"))
@@ -279,6 +280,7 @@ def test_scores_that_cannot_be_written_are_not_computed(
         run_evaluate(asked, spark)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_a_default_place_for_reports_that_cannot_be_written(
     spark: SparkSession, files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -298,6 +300,7 @@ def test_a_default_place_for_reports_that_cannot_be_written(
         run_train(replace(named, output=TrainOutput(path=str(tmp_path / "other"))), spark)
 
 
+@pytest.mark.slow
 def test_predictions_are_written_as_arrays(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:
@@ -310,6 +313,7 @@ def test_predictions_are_written_as_arrays(
         run_predict(job, spark)
 
 
+@pytest.mark.slow
 def test_csv_takes_plain_columns_only(
     spark: SparkSession, files: str, saved: SavedModel, tmp_path: Path
 ) -> None:

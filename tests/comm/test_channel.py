@@ -221,6 +221,7 @@ def _fail_and_meet(rank: int, address: Address, results: Any) -> None:
     _meet(rank, address, results)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("meet", [_meet, _fail_and_meet])
 def test_gloo_meets_through_the_channel(server: ChannelServer, meet: Any) -> None:

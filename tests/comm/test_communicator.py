@@ -88,6 +88,7 @@ def call_part(comm: Any) -> tuple[int, int, list[int], float, float | None]:
     return part.rank, part.world_size, list(part.nodes), one.item(), swapped
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_a_model_may_outlive_a_group_that_was_destroyed(tmp_path: Path) -> None:
     # With torch alone, nearly every such run hangs within a few groups.

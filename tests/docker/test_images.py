@@ -79,6 +79,7 @@ def test_the_context_has_nothing_that_is_not_copied() -> None:
     assert not [path for path in copied if path.endswith(".pyc")]
 
 
+@pytest.mark.slow
 def test_the_package_can_be_built_from_the_context(tmp_path: Path) -> None:
     lay_out(tmp_path / "image")
     source = tmp_path / "image"

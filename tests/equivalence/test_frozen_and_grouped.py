@@ -103,6 +103,7 @@ def test_alone_too(name: str) -> None:
     check(tune(LocalCommunicator(), but(CONFIG, sync_strategy=FORMS[name]), [17], 3))
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("name", ["all-reduce", "all-reduce, int8", "adasum", "async, not stale"])
 def test_bytes_are_those_of_what_trains(gang3: Gang, name: str) -> None:

@@ -58,6 +58,7 @@ def without_seconds(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if k != "seconds"} for record in history]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("validation_rows", [[0, 40], [33, 7], [40, 0]])
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")

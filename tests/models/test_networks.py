@@ -128,6 +128,7 @@ def test_a_saved_one_computes_the_same(name: str, tmp_path: Path) -> None:
         assert torch.equal(call(loaded, batch), call(net, batch))
 
 
+@pytest.mark.slow
 @exported
 def test_one_can_become_a_program(name: str) -> None:
     batch = NETWORKS[name][1]
@@ -137,6 +138,7 @@ def test_one_can_become_a_program(name: str) -> None:
         torch.testing.assert_close(call(program, batch), call(net, batch))
 
 
+@pytest.mark.slow
 @exported
 def test_one_can_become_an_onnx_file(name: str, tmp_path: Path) -> None:
     batch = NETWORKS[name][1]
@@ -145,6 +147,7 @@ def test_one_can_become_an_onnx_file(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "m.onnx").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_transformer_is_exported_for_any_length_and_an_lstm_for_one(tmp_path: Path) -> None:
     columns = (
         Column(

@@ -18,6 +18,7 @@ def report(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_browser_finds_all_that_was_drawn(report: Path) -> None:
     text = dom(report.as_uri())
     assert text.count("<figure>") == 5

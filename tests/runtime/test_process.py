@@ -91,6 +91,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_the_real_allocator_gives_memory_back() -> None:
     if process._glibc() is None:
         pytest.skip("not glibc")

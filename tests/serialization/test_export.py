@@ -70,6 +70,7 @@ def test_weights_alone_are_those_of_the_model(saved: Path, tmp_path: Path) -> No
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_onnx_by_its_ending(saved: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     exported = export_saved(saved, tmp_path / "digits.onnx")

@@ -131,6 +131,7 @@ def test_other_configurations_have_other_keys(one: dict[str, Any], other: dict[s
     assert key(net(), **one) != key(net(), **other)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_code_of_ones_own_counts_and_is_the_same_in_another_process() -> None:
     scripts = [

@@ -92,6 +92,7 @@ def test_a_folder_without_a_module_is_named(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signature_needs_neither_weights_nor_code(tmp_path: Path) -> None:
     save(tmp_path, columns=COLUMNS, num_classes=None, factory=make_net)
     index = tmp_path / "model" / "module.json"
@@ -105,6 +106,7 @@ def test_a_signature_needs_neither_weights_nor_code(tmp_path: Path) -> None:
     assert run(code).strip() == "(3,)"
 
 
+@pytest.mark.slow
 def test_nor_does_it_need_the_code_of_a_transform(tmp_path: Path) -> None:
     words = Sequence("text", transform=tokenize, max_length=7, mask="mask")
     column = Column(
@@ -152,6 +154,7 @@ def test_it_works_where_pyspark_cannot_be_imported(tmp_path: Path) -> None:
     assert classes == "2"
 
 
+@pytest.mark.slow
 def test_code_that_is_missing_here_is_named(tmp_path: Path) -> None:
     factory = functools.partial(NeedsWidth, 5)
     storage = LocalStorage(tmp_path)

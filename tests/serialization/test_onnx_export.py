@@ -116,6 +116,7 @@ def test_an_exported_program_can_become_onnx(tmp_path: Path) -> None:
     torch.testing.assert_close(run(tmp_path / "p.onnx", X), [module(X)])
 
 
+@pytest.mark.slow
 def test_files_go_to_urls_and_replace_others(tmp_path: Path) -> None:
     for width in (2, 5):
         export_onnx(nn.Linear(3, width), f"file://{tmp_path}/m.onnx", example_inputs=(X,))

@@ -289,6 +289,7 @@ for step in range(int(sys.argv[2]), 10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     storage, step = LocalStorage(tmp_path), 1
     for trial in range(4):

@@ -121,6 +121,7 @@ def test_a_shard_that_is_not_here_sends_the_task_elsewhere(plan: TrainPlan) -> N
         work(place(plan, path="/nowhere"), order(plan, Net()))
 
 
+@pytest.mark.slow
 def test_a_copy_waits_while_the_original_works_elsewhere(
     plan: TrainPlan, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

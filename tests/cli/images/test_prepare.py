@@ -77,6 +77,7 @@ def test_every_file_becomes_a_row_with_the_number_of_its_folder(
     assert json.loads((tmp_path / "o" / "labels.json").read_text()) == list("0123456789")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["jpeg", "struct"])
 def test_images_are_encoded_anew(
     spark: SparkSession, digits: tuple[Path, dict[str, int]], tmp_path: Path, encoding: str
@@ -218,6 +219,7 @@ def test_a_run_that_was_cut_off_ends_as_an_undisturbed_one(
     assert files_in(tmp_path / "cut") == before
 
 
+@pytest.mark.slow
 def test_other_options_and_other_files_are_another_run(spark: SparkSession, tmp_path: Path) -> None:
     root, output = tmp_path / "f", tmp_path / "o"
     digit_files(root, 12)

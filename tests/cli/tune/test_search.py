@@ -124,6 +124,7 @@ def test_a_failed_trial_does_not_end_the_search(
     assert "failed: the module cannot take the features" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_trial_counts_although_the_driver_hears_no_epoch(
     spark: SparkSession, rows: str, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_all_ranks_have_equal_bits(compression: Compression, dtype: torch.dtype)
     assert any(estimate.abs().sum() > 0 for estimate in found[0].estimates)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @all_compressions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -279,6 +280,7 @@ CONVERGES: dict[str, tuple[Compression, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("name", CONVERGES)
 def test_least_squares_reach_the_loss_without_compression(gang: Gang, name: str) -> None:

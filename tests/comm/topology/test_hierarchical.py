@@ -27,6 +27,7 @@ def test_who_sums_with_whom() -> None:
     assert is_even((0, 1, 0, 1)) and not is_even((0, 0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 0, 0)])

@@ -53,10 +53,12 @@ def test_sums_of_every_type_and_size(gang: Gang) -> None:
     assert gang.run(sum_all) == [0, 0]
 
 
+@pytest.mark.slow
 def test_sums_of_three(gang3: Gang) -> None:
     assert gang3.run(sum_all) == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_sums_of_four(gang4: Gang) -> None:
     assert gang4.run(sum_all) == [0, 0, 0, 0]
 
@@ -269,6 +271,7 @@ def allocate_too_much(comm: Any) -> None:
         assert topology.bytes_sent == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["killed", "left", "killed while asleep"])
 def test_a_peer_that_is_gone(tmp_path: Path, moment: str) -> None:
     before = set(Path("/dev/shm").iterdir())

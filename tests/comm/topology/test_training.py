@@ -59,6 +59,7 @@ def test_training_is_the_same_along_all_topologies(gang4: Gang, topology: str) -
         assert 0 < sum(sent) < sum(result[2] for result in ring)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_averaging_along_topologies(gang: Gang) -> None:
     ring = gang.run(train_on, ParameterAveraging(averaging_period=3, topology="ring"))

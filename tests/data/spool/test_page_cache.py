@@ -60,6 +60,7 @@ def test_windows_bound_the_memory_of_training(spool: tuple[Path, int]) -> None:
     assert whole["peak"] > SPOOL_BYTES > 2 * (formula + SLACK)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are told by Linux")
 def test_windows_bound_the_memory_of_validation(spool: tuple[Path, int]) -> None:
     directory, total = spool

@@ -286,6 +286,7 @@ def open_until_refused(directory: str, limit: int) -> tuple[list[str], list[str]
     return said, [path.name for path in Path(directory).iterdir()], after - before
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         message, left, row_bytes = pool.apply(write_until_full, (str(tmp_path), 20_000))

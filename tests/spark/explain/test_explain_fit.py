@@ -101,6 +101,7 @@ def test_the_plan_is_the_one_of_fit(df: DataFrame) -> None:
     assert plan.parameters == 3 * 8 + 8 + 2 * 8 + 8 * 3 + 3
 
 
+@pytest.mark.slow
 def test_skew_is_that_of_the_spool(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 
@@ -147,6 +148,7 @@ def test_what_cannot_be_fitted_cannot_be_explained(
     assert str(by_explain.value).split("(first", maxsplit=1)[0] == first
 
 
+@pytest.mark.slow
 def test_module_that_fails_on_the_workers(df: DataFrame) -> None:
     with pytest.raises(WorkerError, match="not on a worker"):
         explain(df, request(module=Broken), QUICK)
@@ -298,6 +300,7 @@ def test_equal_rows_leave_a_rank_without_any(spark: SparkSession) -> None:
     assert explain(one, request(), QUICK).scaling[0].step_seconds > 0
 
 
+@pytest.mark.slow
 def test_rows_are_counted_unless_their_number_is_given(spark: SparkSession) -> None:
     many = rows(spark, 9000)
     assert explain(many, request(), PLAN_ONLY).plan.rows == 9000

@@ -124,6 +124,7 @@ def test_training_starts_from_a_model_a_folder_or_a_file(df: DataFrame, tmp_path
     assert model.summary.history[0]["loss"] < first.summary.history[0]["loss"]
 
 
+@pytest.mark.slow
 def test_another_head_is_made_anew(df: DataFrame, tmp_path: Path) -> None:
     source = make_net(classes=10)
     with pytest.raises(ConfigError, match=r"2\.bias is float32 \(3,\) in the module, .*\(10,\)"):

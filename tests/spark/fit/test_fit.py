@@ -218,6 +218,7 @@ def test_a_fit(df: DataFrame, expected: str, capsys: pytest.CaptureFixture[str])
     assert sum(line.startswith("epoch 2: loss ") for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_one_worker_by_default(df: DataFrame) -> None:
     assert check_request(user_data(df), request(num_workers=None)).slots.num_workers == 1
 
@@ -381,6 +382,7 @@ def test_the_users_error_comes_once_and_soon_and_the_next_fit_works(
     assert digest(fit(df, request())) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_workers_can_host_the_channel_with_the_same_bits(
     spark: SparkSession, df: DataFrame, expected: str, caplog: pytest.LogCaptureFixture
@@ -483,6 +485,7 @@ def test_a_run_goes_on_in_the_windows_in_which_it_was_begun(
     assert resumed.summary.steps > 4
 
 
+@pytest.mark.slow
 def test_the_users_windows(df: DataFrame, expected: str) -> None:
     wanted = request()
     windowed = replace(wanted.config, shuffle_window_bytes=200)

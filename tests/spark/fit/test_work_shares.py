@@ -91,6 +91,7 @@ def test_rows_follow_the_shares(df: DataFrame, tables: Tables, shares: Sequence[
     assert rows == pytest.approx(sorted(row["label"] for row in df.select("label").collect()))
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_equal_data_gives_equal_shards_in_equal_order(df: DataFrame, tables: Tables) -> None:
     shares = (2 / 3, 1 / 3)
@@ -126,6 +127,7 @@ def request(num_workers: int, **changes: Any) -> FitRequest:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.gang
 def test_a_fit_with_shares_equals_one_worker(

@@ -103,6 +103,7 @@ def test_looking_at_rows_ends_in_time(spark: SparkSession) -> None:
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
 def test_what_was_found_in_time_is_the_sample(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_every_row_lands_once_with_its_dtype(good: DataFrame, tables: Tables) ->
     assert sum(part.shard.num_bytes for part in spooled) == size
 
 
+@pytest.mark.slow
 def test_equal_data_gives_equal_shards_in_equal_order(good: DataFrame, tables: Tables) -> None:
     first, again = tables(good), tables(good.orderBy("y", "w").repartition(5))
     one, two = first.collect(), again.collect()
@@ -162,6 +163,7 @@ def test_rows_of_equal_hashes_have_an_order_too(spark: SparkSession) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_content_does_not_depend_on_the_number_of_shards(
     spark: SparkSession, good: DataFrame, tables: Tables
 ) -> None:

@@ -198,6 +198,7 @@ def test_columns_and_labels_are_checked(folder: Path) -> None:
         fit(ParquetSource(folder), narrow)
 
 
+@pytest.mark.slow
 def test_a_column_may_have_any_name(spark: SparkSession) -> None:
     """Also those of a source's methods, which a DataFrame has as attributes then."""
     with pytest.raises(ConfigError, match="fit takes a DataFrame or a source"):
@@ -277,6 +278,7 @@ def rows_of(table: Any, wanted: FitRequest, split: Split) -> Iterator[dict[Any, 
         table.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_rows_are_those_that_a_dataframe_gives(
     spark: SparkSession, kinds: DataFrame, split: Split

@@ -166,6 +166,7 @@ def colder(output: dict[str, Any]) -> dict[str, Any]:
     return {**output, "logits": output["logits"] / 10}
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_a_classifier_with_processing_before_and_after(rows: DataFrame, tmp_path: Path) -> None:
     model = TorchClassifierModel(Heads(), [FEATURES]).setPredictionOutput("logits")

@@ -83,6 +83,7 @@ def test_estimator_keeps_the_weights_of_its_module(
     assert same_weights(module, loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [TorchModel, TorchClassifierModel, TorchRegressorModel])
 def test_model_round_trip(spark: SparkSession, tmp_path: Path, cls: Any) -> None:
     summary = TrainingSummary(history=[{"epoch": 0, "loss": 0.5}], restarts=1)

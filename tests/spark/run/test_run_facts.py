@@ -175,6 +175,7 @@ def test_the_record_is_in_memory_without_a_directory(df: DataFrame, tmp_path: Pa
         model.summary.write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_fit_that_fails_leaves_its_record_too(df: DataFrame, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         classifier(tmp_path, callbacks=[Failing()]).fit(df)
@@ -209,6 +210,7 @@ def test_a_directory_that_cannot_be_written_ends_the_fit_at_once(
         classifier(tmp_path / "file").fit(df)
 
 
+@pytest.mark.slow
 def test_the_kept_epoch_is_the_one_whose_mistakes_are_shown(df: DataFrame, tmp_path: Path) -> None:
     stop = EarlyStopping(monitor="val_loss", patience=1, min_delta=100.0)
     estimator = classifier(tmp_path, epochs=5, earlyStopping=stop)

@@ -129,6 +129,7 @@ def test_a_server_that_is_away_for_a_while_changes_no_bit(
     assert same_weights(model, fitted(df, "gang"))
 
 
+@pytest.mark.slow
 def test_models(spark: SparkSession, s3_url: str) -> None:
     column = Column(name="features", role="feature", dtype="float32", shape=(1,))
     model = TorchClassifierModel(make_net(), [column], num_classes=2)
@@ -152,6 +153,7 @@ def test_damage_is_found(spark: SparkSession, s3_url: str) -> None:
     TorchClassifierModel.load(f"{s3_url}/model")
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_training_starts_from_weights_on_s3(df: DataFrame, s3_url: str) -> None:
     source = make_net()
@@ -160,6 +162,7 @@ def test_training_starts_from_weights_on_s3(df: DataFrame, s3_url: str) -> None:
     assert same_weights(fitted(df, "rounds", **start), source)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_jobs_keep_their_models_there(
     spark: SparkSession, df: DataFrame, s3_url: str, tmp_path: Path

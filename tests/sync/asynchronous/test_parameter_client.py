@@ -81,6 +81,7 @@ class Sleeps(Callback):
             time.sleep(3)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_rank_that_is_too_slow_ends_the_wait(gang: Gang, bound: int) -> None:
@@ -96,6 +97,7 @@ def wait_briefly(comm: Any, config: TrainConfig, rows: list[int]) -> tuple[str, 
     return end_of_training(impatient, config, rows)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     """In a gang of its own, which dies with it."""
     found = tmp_path / "found"

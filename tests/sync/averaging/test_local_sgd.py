@@ -208,6 +208,7 @@ def test_bytes_of_two_levels_are_those_of_the_formula(gang4: Gang) -> None:
     assert [sent for _, _, sent in apart] == [expected] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("topology", ["auto", "ring"])
 def test_resumed_run_on_two_nodes_has_the_same_bits(gang4: Gang, topology: str) -> None:

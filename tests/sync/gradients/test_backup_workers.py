@@ -155,6 +155,7 @@ def test_equals_one_process_with_the_ranks_that_were_used(gang3: Gang, name: str
     assert all(ranks is None or len(ranks) >= 2 for ranks in used)
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_nobody_waits_for_the_slowest(gang3: Gang) -> None:
     config = but(CONFIG, epochs=1)

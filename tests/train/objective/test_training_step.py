@@ -85,6 +85,7 @@ def two_ranks_plain(comm: Any) -> torch.Tensor:
     return weights(net)
 
 
+@pytest.mark.slow
 def test_uneven_ranks_train_as_with_the_loss(gang: Gang) -> None:
     for own, plain in zip(gang.run(two_ranks), gang.run(two_ranks_plain), strict=True):
         torch.testing.assert_close(own, plain, rtol=1e-12, atol=1e-12)
