@@ -67,6 +67,7 @@ def test_fit_and_transform(points: DataFrame) -> None:
     assert model.summary.rows == 200
 
 
+@pytest.mark.slow
 def test_the_model_takes_over_columns_but_not_the_training_batch(points: DataFrame) -> None:
     estimator = classifier(epochs=1, predictionCol="p", probabilityCol="", inputCols=["features"])
     model = estimator.fit(points)

@@ -105,6 +105,7 @@ def test_classifier_with_one_logit_has_two_classes(arrays: DataFrame, squeeze: b
     np.testing.assert_allclose(probability[:, 1], torch.sigmoid(z).numpy(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_empty_names_turn_columns_off(arrays: DataFrame, caplog: Any) -> None:
     model = TorchClassifierModel(linear(), [feature("features", "float32", 3)])
     model.setRawPredictionCol("").setProbabilityCol("").setPredictionCol("class")
@@ -150,6 +151,7 @@ def test_regressor_gives_doubles_and_refuses_wide_outputs(arrays: DataFrame) -> 
         wide.transform(arrays)
 
 
+@pytest.mark.slow
 def test_several_inputs_of_several_dtypes(spark: SparkSession) -> None:
     rows = [(i, row, i % 5) for i, row in enumerate(ROWS)]
     df = spark.createDataFrame(rows, "id int, x array<double>, index bigint")
@@ -158,6 +160,7 @@ def test_several_inputs_of_several_dtypes(spark: SparkSession) -> None:
     assert column(model.transform(df), "prediction") == expected
 
 
+@pytest.mark.slow
 def test_vectors_dense_and_sparse(spark: SparkSession) -> None:
     rows = [(0, Vectors.dense(1, 2, 3)), (1, Vectors.sparse(3, {1: 4.0}))]
     df = spark.createDataFrame(rows, ["id", "features"])
@@ -202,6 +205,7 @@ def test_binary_keeps_bytes_and_integer_outputs(spark: SparkSession) -> None:
     assert column(out, "prediction") == [3, 256]
 
 
+@pytest.mark.slow
 def test_rows_get_the_shape_of_training(arrays: DataFrame) -> None:
     module = nn.Sequential(nn.Flatten(), linear(3, 1))
     out = TorchModel(module, [feature("features", "float32", 1, 3)]).transform(arrays)

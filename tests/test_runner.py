@@ -132,6 +132,7 @@ def test_data_may_be_a_source_and_a_data_frame(
     assert sorted(n for part in found for n in part["rows"]) == list(range(30, ROWS))
 
 
+@pytest.mark.slow
 def test_columns_become_what_is_asked_for(df: DataFrame) -> None:
     from pyspark.sql import functions as F
 
@@ -231,6 +232,7 @@ def test_what_a_function_leaves_in_its_process_reaches_nobody(df: DataFrame) -> 
     assert estimator.fit(df).summary.steps > 0
 
 
+@pytest.mark.slow
 def test_unequal_collectives_are_a_mistake_of_the_function(spark: SparkSession) -> None:
     def unequal() -> None:
         import torch
@@ -336,6 +338,7 @@ def test_a_data_set_that_lacks_a_column_is_named(df: DataFrame, num_workers: int
         TorchRunner(data=df.select(), **options).run(rows, "train")
 
 
+@pytest.mark.slow
 def test_arguments_of_any_size_arrive(spark: SparkSession) -> None:
     assert TorchRunner(num_workers=1, verbose=0).run(len, bytes(17 * 2**20)) == 17 * 2**20
 

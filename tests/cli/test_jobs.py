@@ -149,6 +149,7 @@ def test_a_training_job_is_explained(spark: SparkSession, files: str, tmp_path: 
     assert not Path(asked.output.path).exists()
 
 
+@pytest.mark.slow
 def test_a_job_says_how_much_is_measured(spark: SparkSession, tmp_path: Path) -> None:
     rows = spark.range(5000).select(
         F.array(F.col("id").cast("float"), F.lit(1.0)).alias("x"), (F.col("id") % 2).alias("label")
@@ -187,6 +188,7 @@ def test_validation_files_are_marked(spark: SparkSession, tmp_path: Path) -> Non
     assert VALIDATION_COLUMN not in plain.columns
 
 
+@pytest.mark.slow
 def test_an_existing_model_is_not_replaced_unasked(spark: SparkSession, files: str) -> None:
     with pytest.raises(ConfigError, match=r"--set output\.overwrite=true"):
         run_train(training(files, None), spark)

@@ -123,6 +123,7 @@ def train_whole(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
     return None, None, run(net, config, make_data(rows), comm=comm).bytes_sent
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_bytes_of_rounds_are_those_of_what_trains(gang3: Gang) -> None:
     from sparkdl.sync.averaging.local_sgd import LocalSGD

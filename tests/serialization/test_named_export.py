@@ -103,6 +103,7 @@ def run(path: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(session.run(None, given)[0])
 
 
+@pytest.mark.slow
 def test_onnx_has_the_names_of_forward_and_takes_any_length(tmp_path: Path) -> None:
     model = Fitted(local_net(), COLUMNS)
     assert export_onnx(model, tmp_path / "named.onnx") < 1e-4

@@ -74,6 +74,7 @@ def run(path: Path, *inputs: torch.Tensor) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in session.run(None, given)]
 
 
+@pytest.mark.slow
 def test_a_module_with_batch_norm_takes_batches_of_any_size(tmp_path: Path) -> None:
     module = Convolutional()
     module(torch.randn(8, 1, 6, 6))
@@ -107,6 +108,7 @@ def test_a_saved_model_is_exported_by_its_path(tmp_path: Path) -> None:
     torch.testing.assert_close(run(tmp_path / "m.onnx", X), [module(X)])
 
 
+@pytest.mark.slow
 def test_an_exported_program_can_become_onnx(tmp_path: Path) -> None:
     from sparkdl.serialization.exported_program import read_program, write_program
 
@@ -136,6 +138,7 @@ def test_what_torch_cannot_export_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_bad_files_are_skipped_and_listed_on_request(
     assert not (output / "_prepare").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_bad_files_only(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "f" / "a").mkdir(parents=True)
     (tmp_path / "f" / "a" / "1.png").write_bytes(b"no")
@@ -250,6 +251,7 @@ def test_what_cannot_be_done_is_told_before_anything_is_written(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.slow
 def test_names_with_odd_letters(spark: SparkSession, tmp_path: Path) -> None:
     root = tmp_path / "a [b] {c}" / "k=v"
     names = ["a b.png", "c[1].png", "d{x}.PNG", "e*?.png", "f%20g.png", "h#i.png", "ü,\\n.png"]

@@ -102,6 +102,7 @@ def sum_over_nodes(
     return inside.clone(), sent
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 def test_an_allocation_that_one_node_lacks_is_shared_by_none(gang4: Gang) -> None:
     assert gang4.run(lack_memory) == [[4.0] * 100] * 4

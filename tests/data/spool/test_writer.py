@@ -295,6 +295,7 @@ def test_a_file_that_may_not_grow_leaves_nothing(tmp_path: Path) -> None:
     assert 12 <= row_bytes <= 16  # 8 bytes of features, 8 of the label
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are told by Linux")
 def test_too_many_columns_for_the_limit_of_open_files(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -320,6 +320,7 @@ def test_rows_are_held_out_once(spark: SparkSession) -> None:
     assert sum(plan.rows_by_shard) == plan.rows
 
 
+@pytest.mark.slow
 def test_a_given_number_of_rows_is_divided_as_the_sample_is(spark: SparkSession) -> None:
     from pyspark.sql import functions as F
 

@@ -128,6 +128,7 @@ def test_equal_data_gives_equal_shards_in_equal_order(good: DataFrame, tables: T
     assert content_of(one) == content_of(two)
 
 
+@pytest.mark.slow
 def test_rows_of_equal_hashes_have_an_order_too(spark: SparkSession) -> None:
     """Spark's hash passes over nulls, and joins arrays."""
 
@@ -173,6 +174,7 @@ def test_the_content_does_not_depend_on_the_number_of_shards(
     assert content_of(three) != content_of(tables(frame(spark, changed)).collect())
 
 
+@pytest.mark.slow
 def test_a_second_look_spools_nothing(good: DataFrame, tables: Tables) -> None:
     table = tables(good)
     before = table.collect()
@@ -264,6 +266,7 @@ def test_a_source_that_changes_is_refused(good: DataFrame, tables: Tables) -> No
         table.collect()
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_file_and_no_persisted_table(
     spark: SparkSession, good: DataFrame, tables: Tables
 ) -> None:

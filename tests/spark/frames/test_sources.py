@@ -341,6 +341,7 @@ def test_a_dataset_of_the_users_own(
     assert digest(again) == digest(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fraction", "column", "dataset"])
 def test_metrics_and_early_stopping_on_validation_rows(folder: Path, kind: str) -> None:
     from torchmetrics.classification import MulticlassAccuracy

@@ -182,6 +182,7 @@ def test_a_disk_that_fills_up_costs_no_model(
         second.save(str(path))  # nothing is left that would be in the way
 
 
+@pytest.mark.slow
 def test_what_replaces_a_model_leaves_nothing_of_it(spark: SparkSession, tmp_path: Path) -> None:
     path = tmp_path / "m"
     PipelineModel([TorchModel(nn.Linear(3, 1), [COLUMN])]).save(str(path))

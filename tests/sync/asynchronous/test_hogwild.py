@@ -84,6 +84,7 @@ def train_linear(comm: Any, config: TrainConfig) -> tuple[torch.Tensor, torch.Te
     return weights(net), start
 
 
+@pytest.mark.slow
 @pytest.mark.gang
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 1, 0)])
 def test_nodes_of_several_ranks_agree_in_the_end_and_have_learnt(

@@ -155,6 +155,7 @@ def test_a_rank_that_leaves_is_noticed_at_once(served: Served, end: str) -> None
     staying.close()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_noticed(served: Served) -> None:
     program = (
         "import sys, time; from sparkdl.comm.channel import Address;"
