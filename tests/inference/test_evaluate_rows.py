@@ -130,7 +130,8 @@ def test_any_cut_of_a_regression_gives_what_one_process_does(
     )
     for name, made in measures.metrics.items():
         reference = float(local(made(), NUMBERS, target))
-        assert found[name] == pytest.approx(reference, abs=1e-11)
+        # R2Score takes the difference of sums near 10^6, whose last bits depend on their order.
+        assert found[name] == pytest.approx(reference, abs=1e-9)
 
 
 def test_batches_do_not_matter() -> None:
