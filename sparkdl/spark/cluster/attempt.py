@@ -24,6 +24,10 @@ class Attempt:
     number: int
     world_size: int
     submitted: float
+    restarts_left: int = 0
+    """How often the gang may start again after this attempt, if it makes no progress."""
+    start: int = -1
+    """Steps (or checkpoints) done when it begins; set by who submits it; -1: not known yet."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
     last_event: dict[int, float] = field(default_factory=dict)
