@@ -206,7 +206,10 @@ def _watch(run: Launch, attempt: Attempt) -> None:
             silent = attempt.silent(now, timeout_seconds)
             if silent:
                 ranks = ", ".join(map(str, silent))
-                message = f"rank {ranks} has not been heard for {timeout_seconds:g} s"
+                message = (
+                    f"rank {ranks} has not been heard for {timeout_seconds:g} s "
+                    "(spark.sparkdl.heartbeatTimeout), nor used the CPU"
+                )
                 attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
         attempt.is_over.wait(timeout=_TICK_SECONDS)
@@ -267,5 +270,5 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
-    else:
+    elif kind != "alive":  # which is all that a watcher says
         run.view.fact(event.rank, event.body)

@@ -29,7 +29,7 @@ from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 6
+_PATIENCE = 3
 """How many heartbeat time-outs a task may be silent: Spark itself replaces lost ones meanwhile."""
 
 Stage = Callable[[RoundOrder], Rows]
@@ -157,6 +157,7 @@ class RoundJobs:
             threads=run.slots.threads,
             versions=versions(),
             work=work,
+            heartbeat_timeout_seconds=run.settings.heartbeat_timeout_seconds,
             source=run.table.reader,
         )
         return partial(stage, order)

@@ -464,7 +464,21 @@ def test_silence_is_a_hang(stage: Stage, caplog: pytest.LogCaptureFixture) -> No
     found = stage.run(hangs, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.6)
     assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
-    assert "rank 1 has not been heard for 0.6 s; restart 1 of 1" in caplog.text
+    told = "rank 1 has not been heard for 0.6 s (spark.sparkdl.heartbeatTimeout), nor used the CPU"
+    assert f"{told}; restart 1 of 1" in caplog.text
+
+
+def test_a_watcher_may_speak_for_a_rank(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.say(1, "heartbeat")
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            stage.say(0, "heartbeat")
+            stage.say(1, "alive")
+            time.sleep(0.03)
+        return result(0, 1)
+
+    assert stage.run(job, heartbeat_timeout=0.6).restarts == 0
 
 
 def test_a_rank_that_has_finished_may_be_silent(stage: Stage) -> None:
