@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkdl import errors
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
-from sparkdl.spark.session.failures import LOST, raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import loss_reason, raise_unless_loss
 
 Rows = list[tuple[int, str, bytes]]
 """(rank, kind, payload) of everything that the workers gave back."""
@@ -74,7 +74,7 @@ def restart_reason(attempt: Attempt) -> str | None:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
         raise_unless_loss(attempt.spark_error)
-        return f"{LOST} ({spark_message(attempt.spark_error)})"
+        return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(

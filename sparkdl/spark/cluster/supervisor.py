@@ -25,7 +25,7 @@ from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, tag_jobs
-from sparkdl.spark.session.failures import LOST, LOST_REMEDY, raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import LOST, LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
 
@@ -140,7 +140,7 @@ def persistently(
             return action()
         except Exception as error:
             raise_unless_loss(error)
-            reason = f"{LOST} ({spark_message(error)})"
+            reason = loss_reason(error)
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
