@@ -59,8 +59,8 @@ class TorchRunner:
             (see `Image`, `Sequence`, `Sparse`, `Tensor`; a column's name is a `Tensor`). All data
             sets need these columns.
         device: ``auto`` (the GPU that Spark assigned, where there is one), ``cpu`` or ``cuda``.
-        max_restarts: how often the function is begun again after the loss of workers. An error of
-            its own ends the run at once.
+        max_restarts: how often the function is begun again after the loss of workers; a new
+            checkpoint refills it. An error of its own ends the run at once.
         checkpoint_dir: where checkpoints are kept, as `docs/storage.md` says; None: on the driver,
             for the time of the run.
         resume: whether to go on from what an earlier run has left in ``checkpoint_dir``.
@@ -140,7 +140,8 @@ class TorchRunner:
             ClusterError: the cluster cannot run that many workers.
             StorageError: checkpoints cannot be kept.
             WorkerError: the function failed; with its traceback on the rank that failed first.
-            TrainingFailed: workers were lost more than ``max_restarts`` times.
+            TrainingFailed: workers were lost more than ``max_restarts`` times without a new
+                checkpoint.
             KeyboardInterrupt: the user has interrupted; nothing is left behind.
         """
         self.history = []

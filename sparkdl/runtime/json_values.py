@@ -14,3 +14,24 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plain(value: Any) -> Any:
+    """The same value of dicts, lists, texts, numbers and None; anything else, a key too, as text.
+
+    So it can always be written as JSON, whatever it holds; only the names of a dict that have the
+    same text become one.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key if type(key) in _KEYS else str(key): plain(entry) for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+_KEYS = (str, int, float, bool, type(None))
+"""What `json` takes for the name of an entry; subclasses may write themselves in another way."""

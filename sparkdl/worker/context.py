@@ -180,7 +180,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         try:
-            found[name] = float(value)
+            found[str(name)] = float(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"metrics are numbers by name; {name!r} is {type(value).__name__}"

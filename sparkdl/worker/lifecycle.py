@@ -25,6 +25,7 @@ from sparkdl.runtime.versions import difference, versions
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.storage import Storage, open_storage, without_password
 from sparkdl.worker.reporter import Reporter, captured_output
+from sparkdl.worker.watcher import Watcher
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,8 @@ class GangOrder:
     """The driver's, which every worker compares with its own."""
     start_timeout_seconds: float
     collective_timeout_seconds: float
+    heartbeat_timeout_seconds: float = 60.0
+    """Silence after which the driver takes a rank for hung."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,13 @@ def live(
     """
     client = ChannelClient(environment.channel, scope=f"{order.run_id}/{order.attempt}/")
     rank = GangRank(environment, order, client)
-    reporter = Reporter(client, attempt=order.attempt, rank=environment.rank)
+    watcher = Watcher(
+        order.heartbeat_timeout_seconds,
+        address=environment.channel,
+        attempt=order.attempt,
+        rank=environment.rank,
+    )
+    reporter = Reporter(client, attempt=order.attempt, rank=environment.rank, watcher=watcher)
     with contextlib.closing(client):
         results = reported(reporter, environment.rank, lambda: _work(rank, work, reporter))
         if results and results[0][0] == "error":

@@ -12,12 +12,15 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import CommunicationError
+from sparkdl.runtime.json_values import plain
+from sparkdl.worker.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,24 @@ class Reporter:
     thread sends, so they cost the loop next to nothing.
     """
 
-    def __init__(self, client: ChannelClient | None, *, attempt: int, rank: int) -> None:
+    def __init__(
+        self,
+        client: ChannelClient | None,
+        *,
+        attempt: int,
+        rank: int,
+        watcher: Watcher | None = None,
+    ) -> None:
+        """Of one rank in one attempt.
+
+        Args:
+            client: the way to the driver; None: nothing is sent.
+            attempt: number of the submission.
+            rank: whose reports they are.
+            watcher: reports in its place while this process computes and cannot run Python.
+        """
         self._client = client
+        self._watcher = watcher
         self.is_shown = False
         """True if the driver shows what is printed here on the very console that we write to."""
         self.rows = 0
@@ -59,12 +78,15 @@ class Reporter:
         self._num_lines, self._num_sent = 0, 0
         """Lines that were queued, and those that were sent or dropped."""
         self._failures = 0
+        self._resources = contextlib.ExitStack()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="sparkdl-reporter", daemon=True)
 
     def __enter__(self) -> Reporter:
         if self._client is not None:
+            if self._watcher is not None:
+                self._resources.enter_context(self._watcher)
             self._flush()  # from now on the driver notices when this worker falls silent
             self._thread.start()
         return self
@@ -73,6 +95,7 @@ class Reporter:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        self._resources.close()
 
     def step(self, *, epoch: int, step: int, loss: float, rows: int) -> None:
         """After a training step: epoch from 1, steps done, loss, rows of this rank in the step."""
@@ -103,9 +126,10 @@ class Reporter:
             self.send({"kind": "confusion", "epoch": epoch, "counts": counts})
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Queue an event; plain values only."""
+        """Queue an event; what JSON does not know, such as numbers of NumPy, goes as its text."""
+        queued = plain({**event, "time": time.time()})
         with self._lock:
-            self._events.append({**event, "time": time.time()})
+            self._events.append(queued)
 
     def line(self, text: str, level: int = logging.INFO) -> None:
         """Queue a log line; ``level`` is logging's, and what is printed counts as INFO."""
@@ -115,8 +139,22 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause()):
+            self._flush_whatever_happens()
+        self._flush_whatever_happens()
+
+    def _flush_whatever_happens(self) -> None:
+        """Send what waits; no mistake may end the thread: the driver would take that for a hang."""
+        if self._watcher is not None:
+            self._watcher.feed()
+        try:
             self._flush()
-        self._flush()
+        except Exception:
+            self._failures += 1
+            if self._failures == 1:
+                sys.__stderr__.write(  # type: ignore[union-attr] # as in _flush
+                    f"sparkdl rank {self._rank}: a report could not be sent; training goes on\n"
+                    f"{traceback.format_exc()}"
+                )
 
     def _pause(self) -> float:
         """Seconds until the next report; they double with every failure in a row."""

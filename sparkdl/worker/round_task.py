@@ -28,6 +28,7 @@ from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
+from sparkdl.worker.watcher import Watcher
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -60,6 +61,8 @@ class RoundOrder:
     """The driver's, which every process compares with its own."""
     work: RoundWork
     """What to do with the state; `train_or_evaluate` unless members of a population train."""
+    heartbeat_timeout_seconds: float = 60.0
+    """Silence after which the driver takes a task for hung."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the shards."""
 
@@ -102,7 +105,15 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
         if not order.source.is_here(shard):
             _wait_for_the_other(client, order.attempt, shard.shard_id)
             raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
-        reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id)
+        watcher = None
+        if place.channel is not None:
+            watcher = Watcher(
+                order.heartbeat_timeout_seconds,
+                address=place.channel,
+                attempt=order.attempt,
+                rank=shard.shard_id,
+            )
+        reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id, watcher=watcher)
         results = reported(reporter, shard.shard_id, lambda: _work(place, order, state, reporter))
     yield from results
 

@@ -367,3 +367,34 @@ def test_the_last_lines_of_stderr_are_kept(reporter: Reporter) -> None:
             print(number, file=sys.stderr)
         print("usage", end="", file=sys.stderr)
         assert last_lines() == [*map(str, range(10, 30)), "usage"]
+
+
+def test_whatever_is_reported_goes_as_plain_values(hub: Hub, server: ChannelServer) -> None:
+    """A key that JSON does not know has ended the thread, and so the fit."""
+    client = ChannelClient(server.address)
+    with Reporter(client, attempt=0, rank=0) as reporter:
+        reporter.epoch({np.int64(3): np.float32(0.5), (1, 2): {Path("a"): [b"x"]}})  # type: ignore[dict-item]
+        reporter.send({"kind": "done"})
+    client.close()
+    bodies = {event.body["kind"]: event.body for event in drain(hub)}
+    assert bodies["epoch"]["record"] == {"3": "0.5", "(1, 2)": {"a": ["b'x'"]}}
+    assert "done" in bodies
+
+
+def test_no_mistake_ends_the_thread(
+    client: FakeClient, reporter: Reporter, quick: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with reporter:
+        answer = client.report
+
+        def fail(**_: Any) -> bool:
+            client.reports += 1
+            raise RuntimeError("a mistake of ours")
+
+        client.report = fail  # type: ignore[method-assign]
+        before = client.reports
+        soon(lambda: client.reports > before + 2)
+        client.report = answer  # type: ignore[method-assign]
+        reporter.send({"kind": "done"})
+    assert len(client.bodies("done")) == 1
+    assert capfd.readouterr().err.count("RuntimeError: a mistake of ours") == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparkdl import errors
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
-from sparkdl.spark.session.failures import LOST, raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import loss_reason, raise_unless_loss
 
 Rows = list[tuple[int, str, bytes]]
 """(rank, kind, payload) of everything that the workers gave back."""
@@ -24,6 +24,10 @@ class Attempt:
     number: int
     world_size: int
     submitted: float
+    restarts_left: int = 0
+    """How often the gang may start again after this attempt, if it makes no progress."""
+    start: int = -1
+    """Steps (or checkpoints) done when it begins; set by who submits it; -1: not known yet."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
     last_event: dict[int, float] = field(default_factory=dict)
@@ -70,7 +74,7 @@ def restart_reason(attempt: Attempt) -> str | None:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
         raise_unless_loss(attempt.spark_error)
-        return f"{LOST} ({spark_message(attempt.spark_error)})"
+        return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":
             raise WorkerError(

@@ -19,9 +19,13 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+_SAY_SECONDS = 60.0
+"""How often a wait for slots is mentioned."""
 
 Get = Callable[[str], str | None]
 
@@ -248,15 +252,29 @@ def is_encrypted(get: Get) -> str | None:
 
 
 def wait_for_slots(
-    spark: SparkSession, workers: int, profile: ResourceProfile | None, settings: Settings
+    spark: SparkSession,
+    workers: int,
+    profile: ResourceProfile | None,
+    settings: Settings,
+    restarts_left: int | None = None,
 ) -> bool:
     """Return when executors with enough slots have registered; classic Spark only knows that.
+
+    Those of a new application come soon or not at all. After a loss the cluster manager may take
+    long to find another node, so that wait is as long as the one for slots that others hold.
+
+    Args:
+        spark: the session.
+        workers: slots that are needed.
+        profile: resources of a worker.
+        settings: how long to wait.
+        restarts_left: after a loss, how many restarts are left; None: nothing was lost.
 
     Returns:
         True if they had not been there from the beginning.
 
     Raises:
-        ClusterError: they have not after ``start_timeout_seconds``.
+        ClusterError: they have not in time.
     """
     if is_connect(spark):
         return False
@@ -268,20 +286,39 @@ def wait_for_slots(
     else:
         java_profile = profile._java_resource_profile
         manager.addResourceProfile(java_profile)  # else Spark knows it only from its first job on
-    deadline = time.monotonic() + settings.start_timeout_seconds
-    announced = False
+    entry, seconds = "spark.sparkdl.startTimeout", settings.start_timeout_seconds
+    if restarts_left is not None:
+        entry, seconds = "spark.sparkdl.queueTimeout", settings.queue_timeout_seconds
+    began = time.monotonic()
+    times_said = 0
     while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:
-        if time.monotonic() > deadline:
+        raise_if_asked()
+        waited = time.monotonic() - began
+        if waited > seconds:
+            again = "" if restarts_left is None else " again after a loss"
             raise ClusterError(
-                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up "
-                f"within {settings.start_timeout_seconds:g} s; lower numWorkers, give Spark more "
-                "executors, or raise spark.sparkdl.startTimeout"
+                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up"
+                f"{again} within {seconds:g} s; lower numWorkers, give Spark more executors, or "
+                f"raise {entry}"
             )
-        if not announced:
-            logger.info("waiting for executors: %d of %d slots are there", slots, workers)
-            announced = True
+        if waited >= times_said * _SAY_SECONDS:
+            _say_what_is_missing(slots, workers, waited, seconds, restarts_left)
+            times_said += 1
         time.sleep(0.1)
-    return announced
+    return times_said > 0
+
+
+def _say_what_is_missing(
+    slots: int, workers: int, waited: float, seconds: float, restarts_left: int | None
+) -> None:
+    if restarts_left is None:
+        logger.info("waiting for executors: %d of %d slots are there", slots, workers)
+        return
+    logger.warning(
+        "waiting for executors after a loss: %d of %d slots are there; %.0f of at most %.0f s "
+        "(spark.sparkdl.queueTimeout) have passed; restarts left after this one: %d",
+        *(slots, workers, waited, seconds, restarts_left),
+    )
 
 
 def check_memory(

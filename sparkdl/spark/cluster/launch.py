@@ -53,6 +53,7 @@ class Launch:
             versions=versions(),
             start_timeout_seconds=self.settings.start_timeout_seconds,
             collective_timeout_seconds=self.settings.collective_timeout_seconds,
+            heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
             **work,
         )
 

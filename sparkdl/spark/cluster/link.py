@@ -116,6 +116,7 @@ def open_link(
         storage_url=url,
         checkpoints=checkpoints if slots.is_gang else None,
         run_id=run_id,
+        settings=settings,
     )
     if address is not None and not found.reaches_driver:
         _require_no_channel(spark, slots, address, settings)

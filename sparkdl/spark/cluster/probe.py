@@ -15,8 +15,9 @@ from pyspark.sql import SparkSession
 from sparkdl.comm.channel import Address, ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
-from sparkdl.spark.session.compat import described
+from sparkdl.spark.session.background_job import BackgroundJob, TasksHang
 from sparkdl.spark.session.failures import raise_unless_loss, spark_message
+from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def probe(
     storage_url: str | None,
     checkpoints: Storage | None,
     run_id: str,
+    settings: Settings,
 ) -> Findings:
     """Compare versions and reach the storage on the executors.
 
@@ -104,8 +106,8 @@ def probe(
     None: they need not.
 
     Raises:
-        ClusterError: an executor has no Python or no sparkdl, or runs other versions than the
-            driver.
+        ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
+            or does not answer.
         StorageError: an executor opens the storage, but finds another one than the driver's.
     """
     marker = None
@@ -114,14 +116,23 @@ def probe(
             marker = f"sparkdl-marker-{run_id}"
             checkpoints.write(marker, b"")
             stack.callback(checkpoints.remove, marker)
-        stack.enter_context(described(spark, f"sparkdl {run_id}: check the executors"))
         task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
+        asked = spark.range(0, num_tasks, 1, num_tasks)
+        job = BackgroundJob(
+            spark,
+            asked.mapInArrow(task, "answer string", profile=profile).collect,
+            tag=f"sparkdl-{run_id}-probe",
+            name=f"sparkdl {run_id}: check the executors",
+        )
         try:
-            rows = (
-                spark.range(0, num_tasks, 1, num_tasks)
-                .mapInArrow(task, "answer string", profile=profile)
-                .collect()
-            )
+            rows = job.watched(settings.start_timeout_seconds)
+        except TasksHang as error:
+            where = ", ".join(error.hosts) or "an executor"
+            raise ClusterError(
+                f"Python on {where} has not answered within {settings.start_timeout_seconds:g} s "
+                "(spark.sparkdl.startTimeout): it was stopped, or waits for a disk, a network "
+                "mount or a lock; see what the Python worker does there (py-spy dump), or end it"
+            ) from error
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(

@@ -136,10 +136,12 @@ def plan_slots(
     return slots.asked_again(spark) if has_waited else slots
 
 
-def wait_again(spark: SparkSession, slots: Slots, settings: Settings) -> None:
+def wait_again(
+    spark: SparkSession, slots: Slots, settings: Settings, restarts_left: int = 0
+) -> None:
     """Wait for a gang's executors before a job is submitted again; in rounds Spark itself waits."""
     if slots.is_gang:
-        wait_for_slots(spark, slots.num_workers, slots.profile, settings)
+        wait_for_slots(spark, slots.num_workers, slots.profile, settings, restarts_left)
 
 
 def make_profile(

@@ -8,6 +8,7 @@ lost executors and hangs are retried from the last complete checkpoint.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import queue
@@ -24,7 +25,7 @@ from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, tag_jobs
-from sparkdl.spark.session.failures import LOST, LOST_REMEDY, raise_unless_loss, spark_message
+from sparkdl.spark.session.failures import LOST, LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
 
@@ -47,7 +48,7 @@ class GangResult:
 
 def supervise(
     run: Launch,
-    submit: Callable[[int], Callable[[], Rows]],
+    submit: Callable[[Attempt], Callable[[], Rows]],
     *,
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
@@ -55,32 +56,36 @@ def supervise(
 ) -> GangResult:
     """Run a gang, or the tasks of a round, to the end, however many submissions that takes.
 
+    Only restarts without progress count: an attempt that begins from a newer checkpoint than all
+    before it may be followed by ``max_restarts`` more.
+
     Where workers do not reach the driver's channel, only their rows tell what happened.
 
     Args:
         run: whose job it is.
-        submit: given the attempt's number, prepares it (finds the checkpoint, rebuilds lost
-            shards) and returns the call that runs the job and gives its rows.
+        submit: given an attempt, prepares it (finds the checkpoint, rebuilds lost shards), notes
+            in it where it starts, and returns the call that runs the job and gives its rows.
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
         what: is done, for Spark's UI.
 
     Raises:
         WorkerError: the user's code failed.
-        TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
-            cancelled by hand.
+        TrainingFailed: workers were lost more than ``max_restarts`` times without progress, or the
+            job was cancelled by hand.
         DataError: the source of the DataFrame can no longer be read.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
-    reasons: list[str] = []
-    for restarts in range(run.max_restarts + 1):
+    failed, furthest = 0, -1
+    for restarts in itertools.count():
         attempt = Attempt(
             number=first_attempt + restarts,
             world_size=run.slots.num_workers,
             submitted=time.monotonic(),
+            restarts_left=run.max_restarts - failed,
         )
         try:
-            job = submit(attempt.number)
+            job = submit(attempt)
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)
             _run(run, job, attempt, name)
@@ -91,23 +96,28 @@ def supervise(
         if reason is None:
             assert attempt.rows is not None
             return GangResult(rows=attempt.rows, restarts=restarts)
-        reasons.append(reason)
+        if attempt.start > furthest:
+            failed, furthest = 0, attempt.start
+        failed += 1
         run.view.failure(reason)
-        if restarts < run.max_restarts:
-            logger.warning("%s; restart %d of %d", reason, restarts + 1, run.max_restarts)
-            if heal is not None:
-                heal(attempt)
-    raise _given_up("training", len(reasons), reasons[-1], run.max_restarts)
+        if failed > run.max_restarts:
+            raise _given_up("training", failed, reason, run.max_restarts)
+        logger.warning("%s; restart %d of %d", reason, failed, run.max_restarts)
+        if heal is not None:
+            heal(attempt)
+    raise AssertionError("the loop has no other end")
 
 
 def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
-    often = "once" if times == 1 else f"{times} times"
+    often = "once" if times == 1 else f"{times} times without progress"
     remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) else ""
     message = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
     return TrainingFailed(message)
 
 
-def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callable[[], None]) -> T:
+def persistently(
+    action: Callable[[], T], *, max_restarts: int, prepare: Callable[[int], None]
+) -> T:
     """Run a Spark job again after the loss of a worker or executor, as `supervise` does.
 
     Spark does not retry a failed barrier stage, so the spooling job needs this as well.
@@ -115,7 +125,8 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
     Args:
         action: submits the job.
         max_restarts: how often it may be submitted again.
-        prepare: called before each new submission; waits for executors.
+        prepare: called before each new submission, with the number of those that are left after
+            it; waits for executors.
 
     Raises:
         TrainingFailed: workers were lost more than ``max_restarts`` times, or the job was
@@ -124,12 +135,12 @@ def persistently(action: Callable[[], T], *, max_restarts: int, prepare: Callabl
     """
     for number in range(max_restarts + 1):
         if number > 0:
-            prepare()
+            prepare(max_restarts - number)
         try:
             return action()
         except Exception as error:
             raise_unless_loss(error)
-            reason = f"{LOST} ({spark_message(error)})"
+            reason = loss_reason(error)
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
@@ -195,7 +206,10 @@ def _watch(run: Launch, attempt: Attempt) -> None:
             silent = attempt.silent(now, timeout_seconds)
             if silent:
                 ranks = ", ".join(map(str, silent))
-                message = f"rank {ranks} has not been heard for {timeout_seconds:g} s"
+                message = (
+                    f"rank {ranks} has not been heard for {timeout_seconds:g} s "
+                    "(spark.sparkdl.heartbeatTimeout), nor used the CPU"
+                )
                 attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
         attempt.is_over.wait(timeout=_TICK_SECONDS)
@@ -256,5 +270,5 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
-    else:
+    elif kind != "alive":  # which is all that a watcher says
         run.view.fact(event.rank, event.body)

@@ -25,7 +25,7 @@ from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.cost_model import Calibration, Compute, Gang
 from sparkdl.report.live.progress import SilentView
 from sparkdl.serialization.packed_module import pack
-from sparkdl.spark.cluster.attempt import Rows
+from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
 from sparkdl.spark.cluster.link import open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker
@@ -243,12 +243,12 @@ def _measure_gang(
     )
     submitted = 0.0
 
-    def submit(attempt: int) -> Callable[[], Rows]:
+    def submit(attempt: Attempt) -> Callable[[], Rows]:
         nonlocal submitted
         submitted = time.perf_counter()
         order = run.gang_order(
             measure_worker.MeasureOrder,
-            attempt=attempt,
+            attempt=attempt.number,
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,

@@ -96,6 +96,7 @@ class CheckedRequest:
             shares=self.shares,
             is_gang=self.slots.is_gang,
             profile=self.slots.profile,
+            heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
         )
 
     @property

@@ -40,21 +40,22 @@ def _heal(run: Run, failed: Attempt) -> None:
         run.table.rebuild()
 
 
-def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
+def _submit(run: Run, payload: bytes, attempt: Attempt) -> Callable[[], Rows]:
     """Prepare one attempt: lost shards are rebuilt, the newest checkpoint is found."""
     link = run.link
     shards = run.plan.shards
-    if attempt > 0:
-        run.view.begun_again(attempt, None)
-        link.hub.clear(f"{run.run_id}/{attempt - 1}/")
-        wait_again(run.spark, run.slots, run.settings)
+    number = attempt.number
+    if number > 0:
+        run.view.begun_again(number, None)
+        link.hub.clear(f"{run.run_id}/{number - 1}/")
+        wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
         shards = tuple(part.shard for part in run.table.collect())
     found = find_checkpoint(run, link.checkpoints) if link.checkpoints is not None else None
-    start_step = found.step if found is not None else 0
-    run.view.attempt(attempt, start_step)
+    attempt.start = found.step if found is not None else 0
+    run.view.attempt(number, attempt.start)
     order = run.gang_order(
         training.WorkOrder,
-        attempt=attempt,
+        attempt=number,
         run_key=run.run_key,
         device=run.config.device,
         plan=replace(run.plan, shards=shards),

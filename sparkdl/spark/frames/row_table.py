@@ -41,6 +41,8 @@ class TableSpec:
     other where slots are few."""
     profile: ResourceProfile | None = None
     """Resources of a task."""
+    heartbeat_timeout_seconds: float = 60.0
+    """How long a task that spools may neither run Python nor use the CPU."""
 
 
 class RowTable(Protocol):

@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,6 +25,7 @@ from sparkdl import errors
 from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
+from sparkdl.data.spool.local_disk import remove_spool
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import DataError
@@ -32,7 +34,9 @@ from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import conf, described, num_slots
+from sparkdl.spark.session.interrupts import is_hurried
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -42,8 +46,17 @@ logger = logging.getLogger(__name__)
 
 _PASSES = 4
 """Tasks per shard that look for spools which a first round of tasks has not met."""
+_WAIT_SECONDS = 10.0
+"""How long a result is kept waiting for the cleaning up."""
+_LIMIT_SECONDS = 600.0
+"""How long the cleaning up may wait for slots."""
 _KILL_SECONDS = 3.0
 """A task that Spark has given up is dead by then (`spark.python.task.killTimeout` is 2 s)."""
+
+
+_left: dict[str, set[str]] = {}
+"""Runs whose spools could not be removed, with what the driver knows of them: the next run of this
+process removes them, or Spark, when the session ends."""
 
 
 class SpoolTable:
@@ -100,22 +113,44 @@ class SpoolTable:
     def close(self) -> None:
         """Delete all spools of the run on all executors that are there, and forget the table.
 
-        Raises nothing: it must not hide what went wrong before, nor spoil what went well.
+        Nor does it keep the result waiting: while other jobs hold all slots, the job that removes
+        the spools waits in the background. Raises nothing: it must not hide what went wrong
+        before, nor spoil what went well.
         """
-        for action in (self._remove_spools, self.df.unpersist):
-            try:
-                action()
-            except Exception as error:
-                logger.warning("could not clean up after run %s: %s", self._run_id, error)
-        if self._seen:
-            logger.warning(
-                "spools remain where no executor could be asked to remove them, until Spark "
-                "removes its own directories: %s",
-                ", ".join(sorted(self._seen)),
-            )
+        # What is here needs no job, but for what the driver has not heard of.
+        self._seen -= {path for path in self._seen if _removed_here(Path(path))}
+        try:
+            self.df.unpersist()
+        except Exception as error:
+            self._warn(error)
+        job = BackgroundJob(
+            self._spark,
+            self._remove_spools,
+            tag=f"sparkdl-{self._run_id}-clean-{uuid.uuid4().hex[:4]}",
+            name=f"sparkdl {self._run_id}: clean up",
+        )
+        if job.wait(_WAIT_SECONDS, until=is_hurried):
+            return
+        logger.warning(
+            "the spools of run %s are not all removed yet, mostly because other jobs hold the "
+            "slots; a job in the background removes them when it gets some, within %.0f s: %s",
+            *(self._run_id, _LIMIT_SECONDS, self._places()),
+        )
+        limit = 0.0 if is_hurried() else _LIMIT_SECONDS
+        threading.Thread(
+            target=self._give_up, args=(job, limit), name="sparkdl-clean-up", daemon=True
+        ).start()
+
+    def _give_up(self, job: BackgroundJob[None], limit_seconds: float) -> None:
+        if not job.wait(limit_seconds):
+            job.end()
+            _left[self._run_id] = set(self._seen)
 
     def _remove_spools(self) -> None:
-        with described(self._spark, f"sparkdl {self._run_id}: clean up"):
+        """Remove what executors have; of earlier runs too, where that could not be done then."""
+        left = dict(_left)
+        self._seen.update(*left.values())
+        try:
             # As many tasks as shards usually meet the executors that spooled; else all slots,
             # or, where Spark does not tell how many there are, several times as many tasks.
             self._clean(self.num_shards)
@@ -124,12 +159,34 @@ class SpoolTable:
                 # writing for a moment, and keep the slots from which they would be met.
                 time.sleep(_KILL_SECONDS)
                 self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
+            for run_id in left:
+                _left.pop(run_id, None)
+        except Exception as error:
+            self._warn(error)
+        if self._seen:
+            logger.warning(
+                "spools remain where no executor could be asked to remove them, until Spark "
+                "removes its own directories: %s",
+                self._places(),
+            )
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning("could not clean up after run %s: %s", self._run_id, error)
+
+    def _places(self) -> str:
+        return ", ".join(sorted(self._seen.copy())) or "none that the driver knows of"
 
     def _clean(self, num_tasks: int) -> None:
-        task = CleanTask(run_id=self._run_id, paths=tuple(sorted(self._seen)))
+        run_ids = tuple(sorted({self._run_id, *_left}))
+        task = CleanTask(run_ids=run_ids, paths=tuple(sorted(self._seen)))
         tasks = self._spark.range(0, num_tasks, 1, num_tasks)
         removed = tasks.mapInArrow(task, "path string").collect()
         self._seen.difference_update(row["path"] for row in removed)
+
+
+def _removed_here(path: Path) -> bool:
+    """Remove a spool if it is on this host, as in local mode; True if it was, and is gone."""
+    return remove_spool(path) and not path.exists()
 
 
 class SpooledRows:
@@ -199,6 +256,7 @@ class ShardTable(SpoolTable, SpooledRows):
             run_id=run_id,
             sets=(spool_columns(spec.columns),),
             has_validation=spec.validation is not None,
+            heartbeat_timeout_seconds=spec.heartbeat_timeout_seconds,
         )
         self._describe(spread(df, spec), task, spec)
 

@@ -26,6 +26,7 @@ from sparkdl.data.spool.writer import SpoolWriter
 from sparkdl.errors import SparkDLError
 from sparkdl.runtime.process import memory_bytes
 from sparkdl.worker.kept import KEPT
+from sparkdl.worker.watcher import ended_when_hung
 
 TABLE_SCHEMA = "shard_id int, payload string"
 _ARROW_SCHEMA = pa.schema([("shard_id", pa.int32()), ("payload", pa.string())])
@@ -44,9 +45,17 @@ class SpoolTask:
     sets: tuple[tuple[SpoolColumn, ...], ...]
     """Columns of each data set, of which the partition has a shard each."""
     has_validation: bool = False
+    heartbeat_timeout_seconds: float = 60.0
+    """How long the task may neither run Python nor use the CPU, before its process is ended."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Spool one partition; a failure of ours travels in the row, not as a Spark failure."""
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            row = self._spool(batches)
+        yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
+
+    def _spool(self, batches: Iterator[pa.RecordBatch]) -> dict[str, list[Any]]:
+        """Spool one partition; returns the row that says where it is."""
         shard_id, host = _place()
         try:
             root = roomiest(local_dirs())
@@ -64,8 +73,7 @@ class SpoolTask:
             for _ in batches:  # a worker whose input was not read to the end is not reused
                 pass
             payload = {"error": type(error).__name__, "message": str(error)}
-        row: dict[str, list[Any]] = {"shard_id": [shard_id], "payload": [json.dumps(payload)]}
-        yield pa.RecordBatch.from_pydict(row, schema=_ARROW_SCHEMA)
+        return {"shard_id": [shard_id], "payload": [json.dumps(payload)]}
 
     def _write(
         self, root: Path, directory: Path, shard_id: int, batches: Iterator[pa.RecordBatch]
@@ -110,19 +118,20 @@ def _by_set(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanTask:
-    """Removes what a run has spooled on this executor; yields the paths that were there."""
+    """Removes what runs have spooled on this executor; yields the paths that were there."""
 
-    run_id: str
+    run_ids: tuple[str, ...]
     paths: tuple[str, ...]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Remove the paths that the driver knows, and the run's folder in every directory."""
+        """Remove the paths that the driver knows, and the runs' folders in every directory."""
         for _ in batches:
             pass
         KEPT.release()
         removed = [path for path in self.paths if remove_spool(Path(path))]
         for root in local_dirs():  # what the driver has not seen: of tasks that were lost
-            shutil.rmtree(Path(root) / run_folder(self.run_id), ignore_errors=True)
+            for run_id in self.run_ids:
+                shutil.rmtree(Path(root) / run_folder(run_id), ignore_errors=True)
         yield pa.RecordBatch.from_pydict({"path": pa.array(removed, pa.string())})
 
 

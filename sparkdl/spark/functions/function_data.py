@@ -34,6 +34,7 @@ from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.spark.frames.user_data import UserData, spooled_and_read
 from sparkdl.spark.session.compat import conf, is_case_sensitive
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.worker.loader import DataSet
 
 logger = logging.getLogger(__name__)
@@ -129,8 +130,14 @@ class DataSets(SpoolTable):
         super().__init__(spark, run_id=run_id, num_shards=slots.num_workers)
         self._slots = slots
         self._has_warned = False
+        seconds = read_settings(partial(conf, spark)).heartbeat_timeout_seconds
         specs = {
-            name: TableSpec(columns=columns, num_shards=slots.num_workers, profile=slots.profile)
+            name: TableSpec(
+                columns=columns,
+                num_shards=slots.num_workers,
+                profile=slots.profile,
+                heartbeat_timeout_seconds=seconds,
+            )
             for name, columns in prepared.items()
         }
         frames, sources = spooled_and_read(data)
@@ -142,7 +149,8 @@ class DataSets(SpoolTable):
         if frames:
             rows = _spread(frames, specs)
             sets = tuple(spool_columns(prepared[name]) for name in frames)
-            self._describe(rows, SpoolTask(run_id=run_id, sets=sets), next(iter(specs.values())))
+            task = SpoolTask(run_id=run_id, sets=sets, heartbeat_timeout_seconds=seconds)
+            self._describe(rows, task, next(iter(specs.values())))
 
     def collect(self) -> dict[str, DataSet]:
         """Spool what is not there (everything at first, then what was lost), and list it.

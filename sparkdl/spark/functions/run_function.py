@@ -190,14 +190,15 @@ class FunctionJob(Launch):
         if failed.has_reported(ShardLost):
             self.sets.rebuild()
 
-    def _submit(self, attempt: int) -> Callable[[], Rows]:
-        link, request = self.link, self.request
-        if attempt > 0:
-            self.view.begun_again(attempt, None)
-            link.hub.clear(f"{self.run_id}/{attempt - 1}/")
-            wait_again(self.spark, self.slots, self.settings)
+    def _submit(self, attempt: Attempt) -> Callable[[], Rows]:
+        link, request, number = self.link, self.request, attempt.number
+        if number > 0:
+            self.view.begun_again(number, None)
+            link.hub.clear(f"{self.run_id}/{number - 1}/")
+            wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
         found = self._newest()
-        self.view.attempt(attempt, 0 if found is None else found.step)
+        attempt.start = 0 if found is None else found.step
+        self.view.attempt(number, attempt.start)
         in_task = link.send(
             function_rank.FUNCTION,
             self.payload,
@@ -207,7 +208,7 @@ class FunctionJob(Launch):
         )
         order = self.gang_order(
             function_rank.FunctionOrder,
-            attempt=attempt,
+            attempt=number,
             run_key=RUN_KEY,
             device=request.device,
             payload=in_task or b"",

@@ -7,7 +7,7 @@ stage adds up the parts, so that the driver gets few of them, however many parti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,10 @@ from sparkdl.inference.predict import ModuleTask, Run, class_logits, ready, runs
 from sparkdl.inference.scores import BUILT_IN, Evaluation
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
-from sparkdl.spark.session.compat import described
+from sparkdl.spark.session.compat import conf, described
 from sparkdl.spark.session.interrupts import interruptible
+from sparkdl.spark.session.settings import read_settings
+from sparkdl.worker.watcher import ended_when_hung
 
 _ADDING_TASKS = 16
 _SCHEMA = "part int, payload binary"
@@ -54,10 +56,14 @@ class EvaluateTask(ModuleTask):
     labels: tuple[SpoolColumn, ...]
     """One, several with an argument each, or none: then the loss compares with the inputs."""
     weight: SpoolColumn | None
+    heartbeat_timeout_seconds: float = 60.0
+    """How long a task may neither run Python nor use the CPU, before its process is ended."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Evaluate one partition's rows, in the columns inputs, labels, weight."""
-        yield from _as_row(partial(self._part, batches))
+        with ended_when_hung(self.heartbeat_timeout_seconds):
+            rows = list(_as_row(partial(self._part, batches)))
+        yield from rows
 
     def _part(self, batches: Iterator[pa.RecordBatch]) -> Part:
         evaluator: Evaluator | None = None
@@ -151,13 +157,15 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
         if name in BUILT_IN:
             raise ConfigError(f"a metric cannot be called {name!r}: evaluate has that name itself")
     measures.make_metrics(measures.make_loss())  # as the tasks will
+    spark = dataset.sparkSession
+    seconds = read_settings(partial(conf, spark)).heartbeat_timeout_seconds
+    task = replace(task, heartbeat_timeout_seconds=seconds)
     named = [column.alias(f"_{number}") for number, column in enumerate(columns)]
     added = dataset.select(*named).mapInArrow(task, _SCHEMA)
     # States of metrics may be large: then the driver gets one part.
     for num_tasks in (_ADDING_TASKS, 1) if measures.metrics else (_ADDING_TASKS,):
         together = added.repartition(num_tasks, "part").sortWithinPartitions("part")
         added = together.mapInArrow(AddTask(measures), _SCHEMA)
-    spark = dataset.sparkSession
     with interruptible(spark), described(spark, "sparkdl: evaluate"):
         rows = sorted(added.collect(), key=lambda row: int(row["part"]))
     parts = (Part.from_bytes(row["payload"]) for row in rows)

@@ -233,7 +233,8 @@ class EstimatorArguments(InputArguments, total=False):
         "steps between checkpoints (>= 1), -1 to write only the last.",
         fills="checkpoint", field="interval")]
     maxRestarts: Annotated[int, Option(
-        "how often training goes on from the last checkpoint after workers were lost (>= 0).",
+        "how often training goes on from the last checkpoint after workers were lost (>= 0); "
+        "progress refills it: only restarts without a newer checkpoint, or round, count.",
         default=3, fills="request", least=0)]
     earlyStopping: Annotated[EarlyStopping | None, Option(
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",

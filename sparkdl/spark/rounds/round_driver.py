@@ -77,7 +77,7 @@ def run_rounds(
     Raises:
         WorkerError: the user's code failed in a task.
         TrainingDiverged: the loss is not finite or has exploded.
-        TrainingFailed: jobs failed more than ``max_restarts`` times.
+        TrainingFailed: a job failed more than ``max_restarts`` times.
     """
     rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:

@@ -15,6 +15,7 @@ import torch
 from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
+from sparkdl.spark.cluster.attempt import Attempt
 from sparkdl.spark.cluster.supervisor import supervise
 from sparkdl.spark.rounds.round_stages import PATH, Rows, run_stage
 from sparkdl.spark.run.run import Run
@@ -28,7 +29,7 @@ from sparkdl.worker.round_task import RoundOrder, RoundWork, pack_payload, train
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 6
+_PATIENCE = 3
 """How many heartbeat time-outs a task may be silent: Spark itself replaces lost ones meanwhile."""
 
 Stage = Callable[[RoundOrder], Rows]
@@ -65,7 +66,7 @@ class RoundJobs:
         self._payload = pack_payload(run.config, blank.skeleton, blank.tensors)
 
     def run(self, part: RoundPart | None, work: RoundWork, stage: Stage) -> Rows:
-        """Run one job, as often as `max_restarts` allows in the whole run.
+        """Run one job; it may be run again ``max_restarts`` times, whatever came before it.
 
         Args:
             part: the steps that it trains; None: it measures.
@@ -74,7 +75,7 @@ class RoundJobs:
 
         Raises:
             WorkerError: the user's code failed in a task.
-            TrainingFailed: jobs failed more than ``max_restarts`` times.
+            TrainingFailed: it failed more than ``max_restarts`` times.
         """
         run = self._run
         patient = replace(
@@ -83,7 +84,7 @@ class RoundJobs:
             start_timeout_seconds=math.inf,  # tasks may wait for each other's slots
         )
         result = supervise(
-            replace(run, settings=patient, max_restarts=run.max_restarts - self.restarts),
+            replace(run, settings=patient),
             partial(self._submit, part, work, stage),
             first_attempt=self._num_jobs,
             what="evaluate" if part is None else f"train from step {part.step}",
@@ -139,23 +140,24 @@ class RoundJobs:
         return Evaluation(record=record, confusion=over_all.confusion)
 
     def _submit(
-        self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: int
+        self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: Attempt
     ) -> Callable[[], Rows]:
         run = self._run
-        if attempt > self._num_jobs:
-            number = self.restarts + attempt - self._num_jobs
+        if attempt.number > self._num_jobs:
+            number = self.restarts + attempt.number - self._num_jobs
             run.view.begun_again(number, self._book.state.step)
             run.table.rebuild()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")
         order = RoundOrder(
             run_id=run.run_id,
-            attempt=attempt,
+            attempt=attempt.number,
             plan=run.plan,
             payload=self._payload,
             part=part,
             threads=run.slots.threads,
             versions=versions(),
             work=work,
+            heartbeat_timeout_seconds=run.settings.heartbeat_timeout_seconds,
             source=run.table.reader,
         )
         return partial(stage, order)

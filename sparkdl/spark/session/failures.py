@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import Any
 
 from py4j.java_gateway import is_instance_of
@@ -11,7 +12,7 @@ from pyspark import SparkContext
 from pyspark import errors as spark_errors
 
 from sparkdl.data.spool.local_disk import DISK_REMEDY
-from sparkdl.errors import DataError, SparkDLError, StorageError, TrainingFailed
+from sparkdl.errors import ClusterError, DataError, SparkDLError, StorageError, TrainingFailed
 
 _WOULD_COME_AGAIN = (
     spark_errors.AnalysisException,
@@ -33,6 +34,24 @@ _CANNOT_READ = "FAILED_READ_FILE"
 _DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """Java has no type for a full disk: it hands on what the C library says."""
 _WAITED = "Exception thrown in awaitResult"
+_TOO_LARGE = {
+    "spark.driver.maxResultSize": (
+        "the results of a job do not fit into the driver; raise spark.driver.maxResultSize, and "
+        "spark.driver.memory with it; in rounds ParameterAveraging(aggregation_depth=2) merges "
+        "states on the executors, and fewer shards (numWorkers) send fewer of them"
+    ),
+    "spark.rpc.message.maxSize": (
+        "a task is larger than Spark sends; raise spark.rpc.message.maxSize, or make smaller what "
+        "travels in tasks: callbacks, functions and what they refer to, rows made in the driver"
+    ),
+}
+"""Entries that Spark names where it refuses something for its size; Spark has no type for that."""
+_KILLED = re.compile(
+    r"exit(?:ed)?(?: with)?(?: status| code)?:? *(?:137|143)\b|OOMKilled|container OOM|"
+    r"Container killed by YARN|(?:physical|virtual) memory (?:limits|used)|Out of memory",
+    re.IGNORECASE,
+)
+"""What YARN, Kubernetes and Spark's own master say of what was killed, mostly for memory."""
 
 LOST = "a worker or executor was lost"
 LOST_REMEDY = (
@@ -41,6 +60,10 @@ LOST_REMEDY = (
     "executors come and go, raise maxRestarts"
 )
 """What to do about `LOST`, if it goes on."""
+_NO_MEMORY = "an executor was killed, as it seems because its container had too little memory"
+_MEMORY_REMEDY = (
+    "raise spark.executor.memoryOverhead, use smaller batches or gradientAccumulationSteps"
+)
 
 
 class TaskLost(Exception):
@@ -54,6 +77,7 @@ def raise_unless_loss(error: Exception) -> None:
         TrainingFailed: somebody cancelled the job.
         DataError: files of the DataFrame's source cannot be read.
         StorageError: a local disk of Spark's is full.
+        ClusterError: a task or the results of a job are larger than Spark allows.
         Exception: ``error`` itself, if it would come again.
     """
     found = _meant_by(error)
@@ -61,6 +85,13 @@ def raise_unless_loss(error: Exception) -> None:
         raise found from error
     if not is_loss(error):
         raise error
+
+
+def loss_reason(error: Exception) -> str:
+    """What a job was lost by, in words, with the remedy if memory was short."""
+    if _KILLED.search(_text_of(error)):
+        return f"{_NO_MEMORY} ({spark_message(error)}); {_MEMORY_REMEDY}"
+    return f"{LOST} ({spark_message(error)})"
 
 
 def is_loss(error: Exception) -> bool:
@@ -88,6 +119,9 @@ def _meant_by(error: Exception) -> SparkDLError | None:
             f"a local disk of Spark's is full, where it keeps its own files and the spools "
             f"({spark_message(error)}); {DISK_REMEDY}"
         )
+    for entry, told in _TOO_LARGE.items():
+        if is_spark_error(error) and entry in _text_of(error):
+            return ClusterError(f"{told} ({spark_message(error)})")
     condition = condition_of(error) or ""
     if condition in _CANCELLED:
         return TrainingFailed(

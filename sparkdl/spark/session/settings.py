@@ -18,13 +18,15 @@ CHANNEL_MODES = ("auto", "driver", "workers")
 class Settings:
     """Time-outs and addresses. Read with `read_settings`."""
 
-    heartbeat_timeout_seconds: float = 10.0
-    """``spark.sparkdl.heartbeatTimeout``: silence after which a worker counts as hung."""
+    heartbeat_timeout_seconds: float = 60.0
+    """``spark.sparkdl.heartbeatTimeout``: silence after which a worker counts as hung, if its
+    process does not use the CPU either."""
     start_timeout_seconds: float = 120.0
     """``spark.sparkdl.startTimeout``: longest wait for executors to register, and for the other
     workers once one has started."""
     queue_timeout_seconds: float = 3600.0
-    """``spark.sparkdl.queueTimeout``: longest wait for slots that other jobs hold."""
+    """``spark.sparkdl.queueTimeout``: longest wait for slots that other jobs hold, and for other
+    executors after a loss."""
     collective_timeout_seconds: float = 600.0
     """``spark.sparkdl.collectiveTimeout``: longest wait for the peers in one collective."""
     channel: str = "auto"

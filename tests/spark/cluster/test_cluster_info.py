@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -342,3 +344,47 @@ def test_a_real_session(spark: Any) -> None:
     wait_for_slots(spark, 2, None, Settings())
     with pytest.raises(ClusterError, match=r"only 2 of the 3 slots that numWorkers=3 needs came"):
         wait_for_slots(spark, 3, None, Settings(start_timeout_seconds=0.3))
+
+
+class Clock:
+    """A clock that only `sleep` moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def of_slots(slots: Callable[[], int]) -> Any:
+    """As much of a session as `wait_for_slots` asks."""
+    scala = SimpleNamespace(
+        resourceProfileManager=lambda: SimpleNamespace(defaultResourceProfile=lambda: None),
+        maxNumConcurrentTasks=lambda _: slots(),
+    )
+    return SimpleNamespace(sparkContext=SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala)))
+
+
+def test_another_node_may_come_late_after_a_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cluster_info, "time", clock)
+    spark = of_slots(lambda: 2 if clock.now > 200 else 1)
+    assert wait_for_slots(spark, 2, None, Settings(start_timeout_seconds=120), restarts_left=1)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 4  # at 0, 60, 120 and 180 seconds
+    assert "after a loss: 1 of 2 slots are there; 0 of at most 3600 s" in said[0]
+    assert "queueTimeout) have passed; restarts left after this one: 1" in said[0]
+
+
+def test_no_other_node_comes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_info, "time", Clock())
+    told = r"only 1 of the 2 slots .* again after a loss within 500 s.*spark.sparkdl.queueTimeout"
+    with pytest.raises(ClusterError, match=told):
+        wait_for_slots(
+            of_slots(lambda: 1), 2, None, Settings(queue_timeout_seconds=500), restarts_left=0
+        )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
@@ -12,7 +15,9 @@ from pyspark.errors import PythonException
 
 from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster import probe as module
-from sparkdl.spark.cluster.probe import probe
+from sparkdl.spark.cluster.probe import Findings, probe
+from sparkdl.spark.session import background_job
+from sparkdl.spark.session.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,10 +33,10 @@ org.apache.spark.api.python.PythonException
 """
 
 
-def ask(spark: Any) -> bool:
+def ask(spark: Any, **settings: float) -> Findings:
     return probe(
         spark, num_tasks=1, profile=None, channel=None, storage_url=None, checkpoints=None,
-        run_id="r",
+        run_id="r", settings=Settings(**settings),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -46,6 +51,42 @@ def test_executors_without_sparkdl() -> None:
         "install sparkdl-torch there as on the driver, or send it along with --archives or "
         "--py-files"
     )
+
+
+class HangingSpark(MagicMock):
+    """Its job has two tasks, of which one ends and the other runs until it is cancelled."""
+
+    def begin(self) -> None:
+        ended = threading.Event()
+        self.sparkContext.cancelJobsWithTag.side_effect = lambda _: ended.set()
+        tasks = self.range.return_value.mapInArrow.return_value
+        tasks.collect.side_effect = lambda: ended.wait(20) and []
+        scala = self.sparkContext._jsc.sc.return_value
+        stage = SimpleNamespace(
+            stageId=lambda: 3, currentAttemptId=lambda: 0, numActiveTasks=lambda: 1,
+            numCompletedTasks=lambda: 1, numFailedTasks=lambda: 0,
+        )  # fmt: skip
+        tracker = scala.statusTracker.return_value
+        tracker.getJobIdsForTag.side_effect = lambda tag: [7] if tag == "sparkdl-r-probe" else []
+        tracker.getJobInfo.return_value.get.return_value.stageIds.return_value = [3]
+        tracker.getStageInfo.return_value.get.return_value = stage
+        found = [("RUNNING", "h2"), ("SUCCESS", "h1")]
+        listed = [SimpleNamespace(status=lambda s=s: s, host=lambda h=h: h) for s, h in found]
+        scala.statusStore.return_value.taskList.return_value = SimpleNamespace(
+            size=lambda: len(listed), apply=lambda index: listed[index]
+        )
+
+
+def test_an_executor_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python worker that was stopped has held `fit` for ever."""
+    monkeypatch.setattr(background_job, "_ASK_SECONDS", 0.1)
+    spark = HangingSpark()
+    spark.begin()
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"on h2 has not .* 0.5 s \(spark.sparkdl.startTimeo"):
+        ask(spark, start_timeout_seconds=0.5)
+    assert time.monotonic() - began < 10
+    spark.sparkContext.cancelJobsWithTag.assert_called_with("sparkdl-r-probe")
 
 
 @pytest.mark.spark

@@ -98,6 +98,7 @@ class Stage:
         self.hub = Hub()
         self.view = FakeView()
         self.submitted: list[int] = []
+        self.left: list[int] = []
 
     def say(self, rank: int, kind: str, *, attempt: int = 0, **body: Any) -> None:
         event = Event(
@@ -122,10 +123,13 @@ class Stage:
         queue_timeout: float = 10.0,
         is_watched: bool = True,
         heal: Callable[[Attempt], None] | None = None,
+        starts: Sequence[int] = (),
     ) -> GangResult:
-        def submit(number: int) -> Job:
-            self.submitted.append(number)
-            job = jobs[number]
+        def submit(attempt: Attempt) -> Job:
+            self.submitted.append(attempt.number)
+            self.left.append(attempt.restarts_left)
+            attempt.start = starts[attempt.number] if starts else 0
+            job = jobs[attempt.number]
             if isinstance(job, BaseException):
                 raise job
             return job
@@ -362,8 +366,24 @@ def test_restarts_are_counted_and_end(stage: Stage) -> None:
         stage.run(lost, lambda: error_rows(PEER_1), lost, max_restarts=2)
     assert stage.submitted == [0, 1, 2]
     told = str(caught.value)
-    assert told.startswith("training failed 3 times (maxRestarts=2); last: a worker")
+    assert told.startswith("training failed 3 times without progress (maxRestarts=2); last: a wo")
     assert "spark.executor.memoryOverhead or use smaller batches" in told
+
+
+def test_progress_refills_the_restarts(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """A lost node a day must not end a run of weeks."""
+    jobs = [lost] * 6 + [lambda: result(0, 1)]
+    found = stage.run(*jobs, max_restarts=2, starts=[0, 0, 5, 5, 10, 10, 15])
+    assert found.restarts == 6
+    assert stage.left == [2, 1, 0, 1, 0, 1, 0]
+    assert "restart 1 of 2" in caplog.text
+    assert "restart 3" not in caplog.text
+
+
+def test_an_older_checkpoint_is_no_progress(stage: Stage) -> None:
+    with pytest.raises(TrainingFailed, match="failed 3 times without progress"):
+        stage.run(lost, lost, lost, max_restarts=2, starts=[10, 5, 10])
+    assert stage.submitted == [0, 1, 2]
 
 
 def test_no_restart_at_all(stage: Stage) -> None:
@@ -444,7 +464,21 @@ def test_silence_is_a_hang(stage: Stage, caplog: pytest.LogCaptureFixture) -> No
     found = stage.run(hangs, lambda: result(0, 1), max_restarts=1, heartbeat_timeout=0.6)
     assert found.restarts == 1
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
-    assert "rank 1 has not been heard for 0.6 s; restart 1 of 1" in caplog.text
+    told = "rank 1 has not been heard for 0.6 s (spark.sparkdl.heartbeatTimeout), nor used the CPU"
+    assert f"{told}; restart 1 of 1" in caplog.text
+
+
+def test_a_watcher_may_speak_for_a_rank(stage: Stage) -> None:
+    def job() -> Rows:
+        stage.say(1, "heartbeat")
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            stage.say(0, "heartbeat")
+            stage.say(1, "alive")
+            time.sleep(0.03)
+        return result(0, 1)
+
+    assert stage.run(job, heartbeat_timeout=0.6).restarts == 0
 
 
 def test_a_rank_that_has_finished_may_be_silent(stage: Stage) -> None:
@@ -620,7 +654,7 @@ class Spooling:
             raise self.errors.pop(0)
         return "spooled"
 
-    def prepare(self) -> None:
+    def prepare(self, restarts_left: int) -> None:
         self.prepared += 1
 
     def run(self, max_restarts: int) -> str:
@@ -634,7 +668,7 @@ def test_spooling_is_tried_again_after_a_loss() -> None:
 
 
 def test_spooling_gives_up() -> None:
-    with pytest.raises(TrainingFailed, match=r"spooling failed 2 times \(maxRestarts=1\); last: "):
+    with pytest.raises(TrainingFailed, match=r"spooling failed 2 times .* \(maxRestarts=1\); last"):
         Spooling(PySparkException("a"), PySparkException("b")).run(1)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
 from sparkdl.data.column_stats import SpooledShard
@@ -28,7 +32,7 @@ from sparkdl.spark.frames import shard_table as module
 from sparkdl.spark.frames.columns import validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare
 from sparkdl.spark.frames.row_table import TableSpec, content_of
-from sparkdl.spark.frames.shard_table import ShardTable
+from sparkdl.spark.frames.shard_table import ShardTable, SpoolTable
 from sparkdl.spark.frames.spool_task import CleanTask
 
 if TYPE_CHECKING:
@@ -309,6 +313,7 @@ def test_closing_never_raises_and_forgets_the_table_even_if_it_cannot_clean(
 
     with monkeypatch.context() as patch:
         patch.setattr(table, "_clean", broken)
+        patch.setattr(shard_table, "remove_spool", lambda _: False)  # as if on another host
         table.close()
     assert "could not clean up after run gone: no executors" in caplog.text
     assert "spools remain where no executor could be asked to remove them" in caplog.text
@@ -383,10 +388,11 @@ def test_cleaning_keeps_the_directories_of_spark(
     monkeypatch.setenv("SPARK_LOCAL_DIRS", ",".join(map(str, roots)))
     seen, unseen = roots[0] / "sparkdl-r" / "shard-0", roots[1] / "sparkdl-r" / "shard-1"
     other = roots[1] / "sparkdl-other" / "shard-1"
-    for folder in (seen, unseen, other):
+    late = roots[0] / "sparkdl-late" / "shard-0"
+    for folder in (seen, unseen, other, late):
         folder.mkdir(parents=True)
         (folder / "train-000.bin").write_bytes(b"x")
-    task = CleanTask(run_id="r", paths=(str(seen), "/nowhere/sparkdl-r/shard-9"))
+    task = CleanTask(run_ids=("r", "late"), paths=(str(seen), "/nowhere/sparkdl-r/shard-9"))
     (batch,) = task(iter([]))
     assert batch.column(0).to_pylist() == [str(seen)]
     assert list(roots[0].iterdir()) == []
@@ -396,3 +402,61 @@ def test_cleaning_keeps_the_directories_of_spark(
 def test_a_failure_of_ours_on_an_executor_keeps_its_type() -> None:
     with pytest.raises(StorageError, match="the disk of /d is full"):
         module.parse_shards({"error": "StorageError", "message": "the disk of /d is full"})
+
+
+class Blocked(SpoolTable):
+    """A table of a cluster whose slots others hold: its job waits until it is cancelled."""
+
+    def __init__(self, *seen: Path) -> None:
+        self.context, self.ended = MagicMock(), threading.Event()
+        self.context.cancelJobsWithTag.side_effect = lambda _: self.ended.set()
+        super().__init__(MagicMock(sparkContext=self.context), run_id="r", num_shards=2)
+        self.df = MagicMock()
+        self._seen = {str(path) for path in seen}
+
+    def _clean(self, num_tasks: int) -> None:
+        assert self.ended.wait(20)
+        raise PySparkException("cancelled")
+
+
+@pytest.mark.slow
+def test_a_result_does_not_wait_for_slots_to_clean_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_LIMIT_SECONDS", 0.5)
+    here = tmp_path / "sparkdl-r" / "shard-0"
+    here.mkdir(parents=True)
+    table = Blocked(here, Path("/elsewhere/sparkdl-r/shard-1"))
+    began = time.monotonic()
+    table.close()
+    assert time.monotonic() - began < 5
+    assert not here.parent.exists()  # what is on the driver's host needs no job
+    assert "not all removed yet, mostly because other jobs hold the slots" in caplog.text
+    assert "within 0 s: /elsewhere/sparkdl-r/shard-1" in caplog.text.replace("1 s:", "0 s:")
+    assert table.ended.wait(10)  # in the background it is given up in the end
+    deadline = time.monotonic() + 10
+    while "r" not in module._left:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert module._left.pop("r") == {"/elsewhere/sparkdl-r/shard-1"}
+
+
+def test_the_next_run_removes_what_an_earlier_one_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(module._left, "earlier", {"/elsewhere/sparkdl-earlier/shard-0"})
+    asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+
+    def task(run_ids: tuple[str, ...], paths: tuple[str, ...]) -> None:
+        asked.append((run_ids, paths))
+
+    monkeypatch.setattr(module, "CleanTask", task)
+    spark = MagicMock()
+    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table.df = MagicMock()
+    rows = [{"path": "/elsewhere/sparkdl-earlier/shard-0"}]
+    spark.range.return_value.mapInArrow.return_value.collect.return_value = rows
+    table.close()
+    assert asked == [(("earlier", "r"), ("/elsewhere/sparkdl-earlier/shard-0",))]
+    assert module._left == {}

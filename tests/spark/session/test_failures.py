@@ -20,8 +20,8 @@ from pyspark.errors import (
     UnknownException,
 )
 
-from sparkdl.errors import DataError, StorageError, TrainingFailed
-from sparkdl.spark.session.failures import is_loss, raise_unless_loss, spark_message
+from sparkdl.errors import ClusterError, DataError, StorageError, TrainingFailed
+from sparkdl.spark.session.failures import is_loss, loss_reason, raise_unless_loss, spark_message
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -57,6 +57,55 @@ def test_a_full_disk_of_sparks_is_not_a_lost_worker(text: str) -> None:
         raise_unless_loss(error)
     with pytest.raises(OSError):
         raise_unless_loss(OSError(text))  # not Spark's
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (
+            "Job aborted due to stage failure: Total size of serialized results of 3 tasks "
+            "(1080.2 MiB) is bigger than spark.driver.maxResultSize (1024.0 MiB)",
+            r"raise spark\.driver\.maxResultSize.*aggregation_depth=2.*1080.2 MiB",
+        ),
+        (
+            "Job aborted due to stage failure: Serialized task 3:0 was 268435600 bytes, which "
+            "exceeds max allowed: spark.rpc.message.maxSize (134217728 bytes). Consider "
+            "increasing spark.rpc.message.maxSize or using broadcast variables for large values.",
+            r"raise spark\.rpc\.message\.maxSize, or make smaller.*268435600 bytes",
+        ),
+    ],
+)
+def test_what_is_too_large_is_no_lost_worker(text: str, remedy: str) -> None:
+    with pytest.raises(ClusterError, match=remedy):
+        raise_unless_loss(PySparkException(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: "
+        "Command exited with code 137",
+        "ExecutorLostFailure (executor 2 exited caused by one of the running tasks) Reason: "
+        "Container from a bad node: container_1_2_01_000003 on host: h. Exit status: 143.",
+        "Reason: Container killed by YARN for exceeding memory limits. 5.5 GB of 5.5 GB physical "
+        "memory used. Consider boosting spark.executor.memoryOverhead.",
+        "The executor with id 1 exited with exit code 137(SIGKILL, possible container OOM).",
+        "The executor with id 1 was OOMKilled",
+    ],
+)
+def test_a_kill_for_lack_of_memory_is_told_as_such(text: str) -> None:
+    error = PySparkException(f"Job aborted: Task 1 failed\n{text}\n\tat org.apache")
+    raise_unless_loss(error)  # a restart may heal it
+    told = loss_reason(error)
+    assert told.startswith("an executor was killed, as it seems because its container had too lit")
+    assert told.endswith("gradientAccumulationSteps")
+
+
+@pytest.mark.parametrize(
+    "text", ["Python worker exited unexpectedly (crashed)", "Command exited with code 1", "137"]
+)
+def test_another_loss_is_not_blamed_on_memory(text: str) -> None:
+    assert loss_reason(PySparkException(text)) == f"a worker or executor was lost ({text})"
 
 
 @pytest.mark.parametrize("condition", ["SPARK_JOB_CANCELLED", "OPERATION_CANCELED"])

@@ -1,0 +1,149 @@
+"""The program of the small process that looks after one worker: does it still live?
+
+A worker says several times a second that it is there, but it cannot while a call into C holds
+Python's global lock (GIL). So a process of its own looks at the worker from outside, by what the
+kernel says of it. `watcher.Watcher` starts it as ``python -I -S``, without site-packages, so it
+takes some megabytes and hundredths of a second; what it needs to reach the driver is imported only
+when there is something to say. It ends when the worker closes the pipe, or has ended.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+import sys
+import time
+
+LOOKS = 20
+"""How often it looks within the time-out."""
+_PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
+"""Part of the time-out for which the worker may say nothing, before one speaks in its place."""
+_SHARE, _LEAST_SECONDS = 0.05, 0.02
+"""Of a processor that a process must use to count as being at work; to wait takes a little, too."""
+_USER, _SYSTEM = 10, 11
+"""Positions of the process's own time among what follows its name and state."""
+
+
+def seen(pid: int) -> tuple[str, float] | None:
+    """State and seconds of CPU of a process; None: there is none, or the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 # pathlib is slow to import
+            # The name, in parentheses, may hold anything.
+            state, *rest = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    ticks = int(rest[_USER]) + int(rest[_SYSTEM])
+    return state.decode(), ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Judge:
+    """Judges from look to look whether a process is at work."""
+
+    def __init__(self, pid: int) -> None:
+        """Of the process ``pid``."""
+        self._pid = pid
+        self._cpu_seconds = 0.0
+
+    def is_at_work(self, seconds: float) -> bool:
+        """True if it has used the CPU in the last ``seconds``, or waits for nothing but a CPU."""
+        found = seen(self._pid)
+        if found is None:
+            return False
+        state, cpu_seconds = found
+        used, self._cpu_seconds = cpu_seconds - self._cpu_seconds, cpu_seconds
+        is_used = used >= _SHARE * seconds and used > _LEAST_SECONDS
+        return state not in "TtZX" and (state == "R" or is_used)
+
+
+class Speaker:
+    """Reports in place of a worker that cannot."""
+
+    def __init__(self, order: dict[str, object]) -> None:
+        """For what the order says."""
+        self._order = order
+        self._client: object = None
+
+    def speak(self, silent_seconds: float) -> None:
+        """Tell the driver that the worker is alive; why it is silent, once."""
+        import pickle
+
+        order = self._order
+        sys.path[:] = order["path"]  # type: ignore[assignment] # the worker's own
+        from sparkdl.comm.channel import ChannelClient
+        from sparkdl.errors import CommunicationError
+
+        events: list[dict[str, object]] = [{"kind": "alive"}]
+        if self._client is None:
+            self._client = ChannelClient(pickle.loads(order["address"]), timeout_seconds=10.0)  # type: ignore[arg-type]
+            line = (
+                f"Python does not get to run here for {silent_seconds:.0f} s now, although the "
+                "process computes: a call into C holds the global lock (GIL); it counts as alive"
+            )
+            events.append({"kind": "log", "lines": [(20, line)]})
+        try:
+            self._client.report(attempt=order["attempt"], rank=order["rank"], events=events)  # type: ignore[attr-defined]
+        except CommunicationError:  # as for the worker itself: it is tried again
+            return
+
+
+def watch(pipe: int, order: dict[str, object]) -> None:
+    """Look after the worker until it closes the pipe; ``order`` is what `Watcher` has made."""
+    pid, timeout = order["pid"], order["timeout_seconds"]
+    assert isinstance(pid, int) and isinstance(timeout, float)
+    pause = timeout / LOOKS
+    patience = max(_PATIENCE * timeout, _LEAST_PATIENCE_SECONDS)
+    judge, speaker = Judge(pid), Speaker(order)
+    unheard = still = 0
+    next_look = time.monotonic() + pause
+    while True:
+        left = next_look - time.monotonic()
+        if left > 0:
+            if select.select([pipe], [], [], left)[0]:
+                if not os.read(pipe, 65536):
+                    return
+                unheard = still = 0
+            continue
+        next_look = time.monotonic() + pause  # its own pauses count for one look
+        is_at_work = judge.is_at_work(pause)
+        unheard += 1
+        still = 0 if is_at_work else still + 1
+        if order["address"] is not None:
+            if is_at_work and unheard * pause >= patience:
+                speaker.speak(unheard * pause)
+        elif still >= LOOKS:
+            end(pid, timeout)
+            return
+
+
+def end(pid: int, timeout_seconds: float) -> None:
+    """End a worker that hangs, so that Spark runs its task again."""
+    import signal
+
+    sys.stderr.write(
+        f"sparkdl: process {pid} has not run for {timeout_seconds:g} s "
+        "(spark.sparkdl.heartbeatTimeout), so it is ended; Spark runs its task again\n"
+    )
+    sys.stderr.flush()
+    if os.getppid() == pid:  # else it has ended meanwhile, and the number may be another's
+        os.kill(pid, signal.SIGKILL)
+
+
+def read_order(pipe: int) -> dict[str, object] | None:
+    """What the worker writes first: a length in decimal digits, a line's end, and the order."""
+    data = b""
+    while True:
+        head, line_end, body = data.partition(b"\n")
+        if line_end and len(body) >= int(head):
+            order: dict[str, object] = marshal.loads(body[: int(head)])
+            return order
+        piece = os.read(pipe, 65536)
+        if not piece:
+            return None
+        data += piece
+
+
+if __name__ == "__main__":
+    given = read_order(0)
+    if given is not None:
+        watch(0, given)

@@ -1,0 +1,140 @@
+"""A small process beside each worker tells one that computes from one that hangs.
+
+It is `watch_program`, fed by a pipe. Where the kernel does not say what a process does (no
+``/proc``), there is none, and the time-out alone counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import marshal
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparkdl.comm.channel import Address
+from sparkdl.worker import watch_program
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 5.0
+
+
+class Watcher:
+    """Looks after this process from outside. Use it as a context manager, and call `feed`."""
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        *,
+        address: Address | None = None,
+        attempt: int = 0,
+        rank: int = 0,
+    ) -> None:
+        """Prepare it; it starts with the block.
+
+        Args:
+            timeout_seconds: silence after which a worker counts as hung.
+            address: the channel on which it reports in place of this worker, while that computes
+                and says nothing; None: it ends this process instead when that hangs.
+            attempt: what it reports.
+            rank: what it reports.
+        """
+        self._order = {
+            "pid": os.getpid(),
+            "timeout_seconds": float(timeout_seconds),
+            "address": None if address is None else pickle.dumps(address),
+            "attempt": attempt,
+            "rank": rank,
+            "path": list(sys.path),
+        }
+        self._pause = timeout_seconds / watch_program.LOOKS / 3
+        self._next = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Watcher:
+        if not sys.executable or not Path("/proc/self/stat").exists():
+            return self
+        place = Path(watch_program.__file__)
+        program: list[str] = [str(place)]
+        if not place.is_file():  # sparkdl came as a zip file
+            program = ["-c", inspect.getsource(watch_program)]
+        order = marshal.dumps(self._order)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", *program],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a signal to the worker's group must not reach it
+                bufsize=0,
+            )
+        except OSError as error:
+            logger.info("no process looks after this worker: %s", error)
+            return self
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._write(b"%d\n" % len(order) + order)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # it ends by this
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int | None:
+        """The number of its process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def feed(self) -> None:
+        """Say that this process runs Python; costs next to nothing, however often it is called."""
+        now = time.monotonic()
+        if self._process is not None and now >= self._next:
+            self._next = now + self._pause
+            self._write(b".")
+
+    def _write(self, data: bytes) -> None:
+        """Write into the pipe, which has room for many hours; a watcher that is gone is no error.
+
+        The order is some kilobytes, which fit into a new pipe.
+        """
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(data)
+
+
+@contextlib.contextmanager
+def ended_when_hung(timeout_seconds: float) -> Iterator[None]:
+    """End this process if it hangs in the block, so that Spark runs its task again.
+
+    For tasks whose rank nobody listens to. A process counts as hung when it neither runs Python
+    nor uses the CPU for so long: it was stopped, or waits in C with the global lock.
+    """
+    with Watcher(timeout_seconds) as watcher:
+        is_over = threading.Event()
+
+        def keep_feeding() -> None:
+            while not is_over.wait(timeout_seconds / watch_program.LOOKS / 2):
+                watcher.feed()
+
+        feeding = threading.Thread(target=keep_feeding, name="sparkdl-alive", daemon=True)
+        feeding.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            feeding.join()

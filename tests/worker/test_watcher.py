@@ -1,0 +1,239 @@
+"""The process beside a worker tells one that computes from one that hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdl.comm.channel import ChannelClient, ChannelServer, Hub
+from sparkdl.worker.reporter import Reporter
+from sparkdl.worker.watch_program import Judge, read_order, seen
+from sparkdl.worker.watcher import Watcher, ended_when_hung
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="needs a kernel that has /proc"
+)
+
+TIMEOUT = 8.0
+
+
+def soon(condition: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def is_there(pid: int) -> bool:
+    found = seen(pid)
+    return found is not None and found[0] != "Z"
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., BaseProcess]]:
+    """Starts processes, which are ended with the test."""
+    processes: list[BaseProcess] = []
+
+    def start(target: Callable[..., Any], *args: Any) -> BaseProcess:
+        process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+        process.start()
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_what_the_kernel_says() -> None:
+    found = seen(os.getpid())
+    assert found is not None
+    assert found[0] == "R"
+    assert abs(found[1] - sum(os.times()[:2])) < 0.5
+    assert seen(2**22 + 1) is None
+    sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
+    try:
+        judge = Judge(sleeper.pid)
+        soon(lambda: (seen(sleeper.pid) or "?")[0] == "S")
+        judge.is_at_work(1.0)
+        assert not judge.is_at_work(1.0)  # it sleeps
+        sleeper.send_signal(signal.SIGSTOP)
+        soon(lambda: (seen(sleeper.pid) or "?")[0] == "T")
+        assert not judge.is_at_work(1.0)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert not judge.is_at_work(1.0)  # gone
+    assert Judge(os.getpid()).is_at_work(1.0)
+
+
+def test_an_order_may_come_in_pieces() -> None:
+    read, write = os.pipe()
+    import marshal
+
+    body = marshal.dumps({"pid": 1})
+    for piece in (b"1", b"%d\n" % (len(body) % 10), body[:3], body[3:]):
+        os.write(write, piece)
+    assert len(body) // 10 == 1, "the first digit"
+    assert read_order(read) == {"pid": 1}
+    os.close(write)
+    assert read_order(read) is None
+    os.close(read)
+
+
+@pytest.mark.slow
+def test_it_ends_with_its_block_and_with_its_worker(
+    started: Callable[..., BaseProcess], tmp_path: Path
+) -> None:
+    with Watcher(60.0) as watcher:
+        pid = watcher.pid
+        assert pid is not None
+        soon(lambda: is_there(pid))
+        watcher.feed()
+    assert not is_there(pid)
+
+    note = tmp_path / "pid"
+    worker = started(watched_for_ever, str(note))
+    soon(lambda: note.exists() and note.read_text())
+    pid = int(note.read_text())
+    assert is_there(pid)
+    worker.kill()
+    soon(lambda: not is_there(pid))
+
+
+def watched_for_ever(note: str) -> None:
+    with Watcher(60.0) as watcher:
+        Path(note).write_text(str(watcher.pid))
+        time.sleep(600)
+
+
+def test_a_watcher_that_was_killed_is_no_error() -> None:
+    with Watcher(60.0) as watcher:
+        assert watcher.pid is not None
+        os.kill(watcher.pid, signal.SIGKILL)
+        for _ in range(3):
+            watcher._next = 0.0
+            watcher.feed()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def hub() -> Hub:
+    return Hub()
+
+
+@pytest.fixture
+def server(hub: Hub) -> Iterator[ChannelServer]:
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1")
+    yield server
+    server.shutdown()
+
+
+def reports(address: bytes, holds: bool, seconds: float) -> None:
+    """A worker that falls silent: it holds the GIL, and computes or not."""
+    place = pickle.loads(address)
+    client = ChannelClient(place)
+    watcher = Watcher(TIMEOUT, address=place, attempt=2, rank=1)
+    with Reporter(client, attempt=2, rank=1, watcher=watcher):
+        library = ctypes.PyDLL(None)  # whose functions are called with the GIL held
+        if holds:
+            library.time.argtypes = [ctypes.c_void_p]
+            until = time.monotonic() + seconds
+            sys.setswitchinterval(1000.0)  # no other thread gets it between the calls
+            while time.monotonic() < until:
+                library.time(None)
+        else:
+            library.usleep.argtypes = [ctypes.c_uint]
+            library.usleep(int(seconds * 1e6))
+    client.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_holds_the_gil_and_computes_is_alive(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
+) -> None:
+    worker = started(reports, pickle.dumps(server.address), True, 2 * TIMEOUT)
+    kinds: list[str] = []
+    longest, heard = 0.0, time.monotonic()
+    while worker.is_alive():
+        if hub.events.empty():
+            time.sleep(0.01)
+            continue
+        event = hub.events.get()
+        assert (event.attempt, event.rank) == (2, 1)
+        if kinds:
+            longest = max(longest, event.received - heard)
+        heard = event.received
+        kinds.append(event.body["kind"])
+        if event.body["kind"] == "log":
+            assert "holds the global lock (GIL)" in event.body["lines"][0][1]
+    assert worker.exitcode == 0
+    assert kinds.count("alive") > 2
+    assert kinds.count("log") == 1
+    assert longest < TIMEOUT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stopped", "waits in C"])
+def test_nobody_speaks_for_a_worker_that_does_nothing(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess], way: str
+) -> None:
+    worker = started(reports, pickle.dumps(server.address), False, 2 * TIMEOUT)
+    soon(lambda: not hub.events.empty())
+    if way == "stopped":
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+    time.sleep(1.3 * TIMEOUT)
+    while not hub.events.empty():
+        assert hub.events.get().body["kind"] != "alive"
+    silence = hub.seconds_since_report(2, 1)
+    assert silence is not None and silence > TIMEOUT
+
+
+def task(seconds: float, way: str) -> None:
+    with ended_when_hung(2.0):
+        if way == "computes":
+            until = time.monotonic() + seconds
+            library = ctypes.PyDLL(None)
+            library.time.argtypes = [ctypes.c_void_p]
+            sys.setswitchinterval(1000.0)
+            while time.monotonic() < until:
+                library.time(None)
+        elif way == "waits in C":
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        else:
+            time.sleep(seconds)  # without the GIL, as a task that waits for its rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "code"),
+    [("computes", 0), ("sleeps", 0), ("waits in C", -signal.SIGKILL), ("stopped", -signal.SIGKILL)],
+)
+def test_a_task_that_hangs_is_ended(
+    started: Callable[..., BaseProcess], way: str, code: int
+) -> None:
+    worker = started(task, 8.0, way)
+    if way == "stopped":
+        soon(lambda: has_child(worker.pid or 0))
+        time.sleep(0.3)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+    worker.join(90)
+    assert worker.exitcode == code
+
+
+def has_child(pid: int) -> bool:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return children.exists() and bool(children.read_text().strip())
