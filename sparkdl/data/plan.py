@@ -6,8 +6,9 @@ plan, logs it and sends it to the workers, so all ranks agree on it without talk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sparkdl.data.shuffle_windows import Windows
@@ -54,6 +55,19 @@ class Column:
         if self.kind.num_parts == 2:
             return [("int32", ()), (self.dtype, ())]
         return [(self.dtype, () if self.kind.keeps_dtype else self.shape)]
+
+    def reshaped(self, shape: tuple[int, ...]) -> Column:
+        """The column with samples of another shape.
+
+        Raises:
+            DataError: a sample has another number of values.
+        """
+        if math.prod(self.shape) != math.prod(shape):
+            raise DataError(
+                f'column "{self.name}" has {math.prod(self.shape)} values per row (shape '
+                f"{self.shape}), which shape {shape} cannot hold"
+            )
+        return replace(self, shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True)

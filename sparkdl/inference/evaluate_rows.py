@@ -33,6 +33,7 @@ from sparkdl.inference.scores import (
     RegressionScores,
     classification_scores,
 )
+from sparkdl.inputs import Tensor
 from sparkdl.train.objective.label_losses import LossSum, loss_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
 from sparkdl.train.objective.metrics import Metrics, State, listed_bytes
@@ -418,7 +419,7 @@ def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tens
 
     Raises:
         DataError: a null, a value that is not finite, a negative weight, or a value that is no
-            class number where one is needed.
+            class number where one is needed; or rows that do not fit the label's shape.
     """
     try:
         rows = read(array, asked.kind)
@@ -432,4 +433,7 @@ def read_labels(array: pa.Array, asked: SpoolColumn) -> tuple[Column, torch.Tens
     column = asked.found(shape, values.dtype.name)
     if isinstance(rows, Ragged):
         return column, Ragged((*rows.parts[:-1], values), rows.offsets, rows.shape)
+    if isinstance(asked.kind, Tensor) and asked.kind.shape is not None and len(values):
+        column = column.reshaped(asked.kind.shape)
+        values = values.reshape(len(values), *column.shape)
     return column, torch.from_numpy(values)

@@ -27,6 +27,7 @@ from sparkdl.inference.evaluate_rows import (
     united,
 )
 from sparkdl.inference.scores import Evaluation
+from sparkdl.inputs import Tensor
 
 CPU = torch.device("cpu")
 torch.manual_seed(0)
@@ -318,6 +319,21 @@ def test_labels_and_weights_are_checked() -> None:
     ):
         with pytest.raises(DataError, match=message):
             read_labels(pa.array(wrong), asked)
+
+
+def test_labels_have_the_shape_that_was_asked_for() -> None:
+    mask = SpoolColumn(
+        name="mask", role="label", dtype="float32", argument="mask",
+        specification=Tensor("mask", shape=(2, 3)),
+    )  # fmt: skip
+    flat = pa.list_(pa.float32())
+    column, rows = read_labels(pa.array([[1.0, 2, 3, 4, 5, 6]] * 4, flat), mask)
+    assert isinstance(rows, torch.Tensor)
+    assert column.shape == (2, 3)
+    assert rows.tolist() == [[[1, 2, 3], [4, 5, 6]]] * 4
+    assert len(read_labels(pa.array([], flat), mask)[1]) == 0
+    with pytest.raises(DataError, match=r'"mask" has 5 values .* shape \(2, 3\) cannot hold'):
+        read_labels(pa.array([[1.0, 2, 3, 4, 5]], flat), mask)
 
 
 @pytest.mark.parametrize("has_rows", [True, False])

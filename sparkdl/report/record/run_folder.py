@@ -21,6 +21,10 @@ from sparkdl.storage.storage import Storage
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
 
+_MAX_BYTES = 1 << 28
+"""The largest file that is taken for one of a run: JSON takes many times its size in memory."""
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What comes of values that are JSON, but not those of a run."""
 _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9_]+-[0-9a-f]+")
 
 
@@ -85,40 +89,51 @@ class RunReader:
         if RECORD in self._storage.list(name):
             path = f"{name}/{RECORD}"
             values = self._parsed(path, self._storage.read(path))
-            self._ended[name] = RunRecord.from_dict(values)
+            try:
+                self._ended[name] = RunRecord.from_dict(values)
+            except StorageError as error:
+                raise self._damaged(path, str(error)) from error
             self._growing.pop(name, None)
             return self._ended[name]
         return self._so_far(name)
 
     def _parsed(self, path: str, text: bytes) -> Any:
+        if len(text) > _MAX_BYTES:
+            raise self._damaged(path, f"it has {len(text):,} bytes, too many for a run's record")
         try:
             return json.loads(text)
-        except ValueError as error:
-            folder = path.partition("/")[0]
-            raise StorageError(
-                f"{path} in {self._storage} is no JSON: {error}; remove the folder {folder}"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(path, f"it is no JSON: {error}") from error
+
+    def _damaged(self, path: str, cause: str) -> StorageError:
+        folder = path.partition("/")[0]
+        remedy = f"remove the folder {folder} if nobody needs it"
+        return StorageError(f"cannot read {path} in {self._storage}: {cause}; {remedy}")
 
     def _so_far(self, name: str) -> RunRecord | None:
         run = self._growing.setdefault(name, _Growing())
+        if run.damage is not None:
+            raise run.damage
+        path = f"{name}/{EVENTS}"
         try:
-            for part in self._storage.list(f"{name}/{EVENTS}")[run.num_parts :]:
+            for part in self._storage.list(path)[run.num_parts :]:
                 path = f"{name}/{EVENTS}/{part}"
                 data = self._storage.read(path)
                 if not data.endswith(b"\n"):  # it is still being written
                     break
                 run.take([self._parsed(path, line) for line in data.splitlines()])
+            return run.record()
         except StorageError:
             if RECORD in self._storage.list(name):  # it has ended meanwhile
                 return self.read(name)
             raise
+        except _ODD as error:
+            # Some of the events are in the builder already, so they are not taken again.
+            cause = f"it has no events of a run: {type(error).__name__}: {error}"
+            run.damage = self._damaged(path, cause)
+            raise run.damage from error
         finally:
             run.is_new = False
-        record = run.builder.record()
-        if not record.run_id:
-            return None
-        is_lost = run.silence(record.heard) > record.silence_seconds
-        return replace(record, status="lost") if is_lost else record
 
 
 @dataclass(kw_only=True)
@@ -130,6 +145,8 @@ class _Growing:
     is_new: bool = True
     """True if it is read for the first time; it may have ended long ago then."""
     first_read: float = field(default_factory=time.monotonic)
+    damage: StorageError | None = None
+    """Why nobody can make sense of it."""
     last_part: float | None = None
     """When a part was new, by our own clock; None as long as none was."""
 
@@ -140,6 +157,14 @@ class _Growing:
         self.num_parts += 1
         if not self.is_new:
             self.last_part = time.monotonic()
+
+    def record(self) -> RunRecord | None:
+        """What is known so far; None before the first event."""
+        record = self.builder.record()
+        if not record.run_id:
+            return None
+        is_lost = self.silence(record.heard) > record.silence_seconds
+        return replace(record, status="lost") if is_lost else record
 
     def silence(self, alive_at: float) -> float:
         """Seconds since its driver last wrote, which was at ``alive_at`` by the driver's own clock.

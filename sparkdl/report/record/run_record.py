@@ -90,19 +90,31 @@ class RunRecord:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+    def from_dict(cls, values: Any) -> RunRecord:
         """Rebuild what `to_dict` gave.
 
         Raises:
             StorageError: it was written by a later version, or is no record.
         """
-        known = {entry.name for entry in dataclasses.fields(cls)}
-        if values.get("format") != FORMAT or "run_id" not in values:
+        if not isinstance(values, Mapping):
+            raise StorageError(f"this is not the record of a run, but a {type(values).__name__}")
+        if values.get("format") != FORMAT:
             raise StorageError(
                 f"this is not the record of a run, or one of another version: format "
                 f"{values.get('format')!r}, known: {FORMAT}; read it with the sparkdl that wrote it"
             )
-        return cls(**{name: value for name, value in values.items() if name in known})
+        missing = [name for name in ("run_id", "name", "started") if name not in values]
+        if missing:
+            raise StorageError(f"the record of this run has no {', '.join(missing)}")
+        usual = dataclasses.asdict(cls(run_id="", name="", started=0.0))
+        given = {name: value for name, value in values.items() if name in usual}
+        for name, value in given.items():
+            kind = dict | None if usual[name] is None else type(usual[name])
+            if not isinstance(value, float | int if kind is float else kind):
+                raise StorageError(
+                    f"the record of this run is damaged: its {name} is a {type(value).__name__}"
+                )
+        return cls(**given)
 
 
 def count_of(record: Mapping[str, Any]) -> float | None:
@@ -223,8 +235,12 @@ class RecordBuilder:
                 values["history"] = event.get("history") or values["history"]
 
     def record(self) -> RunRecord:
-        """What is known so far."""
-        return RunRecord(**copy.deepcopy(self._values))
+        """What is known so far.
+
+        Raises:
+            StorageError: the events were not those of a run.
+        """
+        return RunRecord.from_dict({"format": FORMAT, **copy.deepcopy(self._values)})
 
 
 def presentable(value: Any) -> Any:

@@ -15,13 +15,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from sparkdl.errors import SparkDLError
+from sparkdl.errors import SparkDLError, StorageError
 from sparkdl.report.page import html
-from sparkdl.report.page.html import Markup, joined, number, row, tag
+from sparkdl.report.page.html import Markup, joined, number, row, section, tag
 from sparkdl.report.page.report_page import badge, body, document
 from sparkdl.report.record.run_folder import RunReader
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runtime.json_values import finite
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = 2
 """Between two looks of an open page at what is new."""
@@ -56,31 +58,48 @@ watch();
 
 def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
     """All runs, the newest first."""
-    title = joined(tag("header", tag("h1", "Runs")), tag("p", _counted(runs), class_="quiet"))
+    rows = [_row(name, record) for name, record in runs]
+    states = [state for state, _ in rows]
+    counts = {state: states.count(state) for state in dict.fromkeys(states)}
+    counted = ", ".join(f"{count} {state}" for state, count in counts.items())
+    title = joined(tag("header", tag("h1", "Runs")), tag("p", counted, class_="quiet"))
     if not runs:
         hint = "None yet. Set reportDir of an estimator to this directory, and fit."
         return joined(title, tag("section", tag("p", hint)))
     names = ("run", "status", "started (UTC)", "duration", "epochs", "loss", "", "validation")
     head = row(*names, "workers", "restarts", kind="th")
-    rows = [_row(name, record) for name, record in runs]
-    return joined(title, tag("section", tag("table", head, *rows, class_="runs")))
+    table = tag("table", head, *(shown for _, shown in rows), class_="runs")
+    return joined(title, tag("section", table))
 
 
-def _counted(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> str:
-    states = [run.status if isinstance(run, RunRecord) else "unreadable" for _, run in runs]
-    counts = {state: states.count(state) for state in dict.fromkeys(states)}
-    return ", ".join(f"{count} {state}" for state, count in counts.items())
+def _row(name: str, record: RunRecord | SparkDLError) -> tuple[str, Markup]:
+    """The state of a run, and its row."""
+    if isinstance(record, RunRecord):
+        try:
+            return record.status, _readable_row(name, record)
+        except Exception as error:  # whatever a record with odd values leads to
+            record = _odd_values(name, error)
+    state = badge("unreadable")
+    cells = (tag("td", name), tag("td", state), tag("td", str(record), colspan=8))
+    return "unreadable", tag("tr", *cells)
 
 
-def _row(name: str, record: RunRecord | SparkDLError) -> Markup:
-    if isinstance(record, SparkDLError):
-        return tag(
-            "tr", tag("td", name), tag("td", badge("unreadable")), tag("td", str(record), colspan=8)
-        )
+def _odd_values(name: str, error: Exception) -> SparkDLError:
+    """What to say of a record that was read, and yet cannot be shown."""
+    logger.debug("the record of %s cannot be shown", name, exc_info=error)
+    return StorageError(
+        f"the record of {name} has values that cannot be shown ({type(error).__name__}: {error}); "
+        "remove the folder if nobody needs it"
+    )
+
+
+def _readable_row(name: str, record: RunRecord) -> Markup:
     last: Mapping[str, Any] = record.history[-1] if record.history else {}
     link = tag("a", record.name, href=f"/runs/{quote(name)}/")
     facts = record.facts
-    epochs = f"{len(record.history)}" + f" of {facts['epochs']}" * ("epochs" in facts)
+    epochs = f"{len(record.history)}"
+    if "epochs" in facts:
+        epochs += f" of {facts['epochs']}"
     values = [
         html.moment(record.started)[: len("2026-01-01 00:00")],
         html.duration(record.seconds),
@@ -111,8 +130,7 @@ def _validation(last: Mapping[str, Any]) -> str:
     return ", ".join(f"{key[4:].replace('_', ' ')} {html.value(value)}" for key, value in found[:3])
 
 
-logger = logging.getLogger(__name__)
-
+_BACK = tag("p", tag("a", "← all runs", href="/"))
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; "
@@ -178,7 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._answer(parts)
         except SparkDLError as error:
-            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
+            text = joined(_BACK, section("Unreadable", tag("p", str(error)), class_="trouble"))
+            self._page("unreadable", text, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     do_HEAD = do_GET
 
@@ -189,21 +208,31 @@ class _Handler(BaseHTTPRequestHandler):
             case ["live.js"]:
                 self._send(HTTPStatus.OK, "text/javascript", _SCRIPT % (1000 * _SECONDS))
             case ["runs", name] if record := self.server.record(name):
-                content = joined(tag("p", tag("a", "← all runs", href="/")), body(record))
+                try:
+                    content = joined(_BACK, body(record))
+                except Exception as error:  # whatever a record with odd values leads to
+                    raise _odd_values(name, error) from error
                 self._page(record.name, content, is_live=record.status == "running")
             case ["runs", name, "run.json"] if record := self.server.record(name):
                 self._send(HTTPStatus.OK, "application/json", json.dumps(finite(record.to_dict())))
             case _:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is no such run\n")
 
-    def _page(self, title: str, content: Markup, *, is_live: bool) -> None:
+    def _page(
+        self,
+        title: str,
+        content: Markup,
+        status: HTTPStatus = HTTPStatus.OK,
+        *,
+        is_live: bool = False,
+    ) -> None:
         head = None
         if is_live:
             content = tag("div", content, data_live=True)
             # Without scripts the browser loads the page again.
             refresh = tag("meta", http_equiv="refresh", content=str(2 * _SECONDS))
             head = joined(tag("noscript", refresh), tag("script", src="/live.js", defer=True))
-        self._send(HTTPStatus.OK, "text/html", document(title, content, head))
+        self._send(status, "text/html", document(title, content, head))
 
     def _is_for_us(self) -> bool:
         """Whether the browser means this machine: other sites may let their names point here."""

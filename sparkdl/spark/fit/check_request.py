@@ -244,7 +244,7 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     """A module of our own, on the CPU, to start from, and the dtype of its floating features.
 
     Raises:
-        ConfigError: it is no module, or the weights are not of this one.
+        ConfigError: it is no module, it cannot be made, or the weights are not of this one.
         StorageError: the weights cannot be read.
     """
     import torch
@@ -255,8 +255,14 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     if isinstance(request.module, nn.Module):
         module = copy.deepcopy(request.module)
     else:
-        with borrowed_generator(request.config.seed):
-            module = request.module()
+        try:
+            with borrowed_generator(request.config.seed):
+                module = request.module()
+        except Exception as error:  # whatever the user's class or function raises
+            raise ConfigError(
+                f"module cannot be made: {request.module!r} raised {type(error).__name__}: "
+                f"{error}; correct the arguments (model.args in a job file), or what makes it"
+            ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"module must be a torch.nn.Module or a callable that returns one; it returned "

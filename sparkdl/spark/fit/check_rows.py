@@ -5,7 +5,6 @@ The driver runs the module on rows of zeros: that shows whether it takes the fea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -146,14 +145,7 @@ def _shaped(column: Column, shape: tuple[int, ...] | None) -> Column:
         column.kind.check_padding(column.dtype)
     if shape is None and isinstance(column.kind, Tensor):
         shape = column.kind.shape
-    if shape is None:
-        return column
-    if math.prod(column.shape) != math.prod(shape):
-        raise DataError(
-            f'column "{column.name}" has {math.prod(column.shape)} values per row (shape '
-            f"{column.shape}), which shape {shape} cannot hold"
-        )
-    return replace(column, shape=shape)
+    return column if shape is None else column.reshaped(shape)
 
 
 def traced_run(

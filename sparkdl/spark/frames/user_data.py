@@ -32,7 +32,7 @@ from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
 from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.session.compat import conf
 from sparkdl.spark.session.settings import Settings
-from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.sync.population.population import Competition
 from sparkdl.sync.strategy import SyncStrategy
 from sparkdl.train.state import check_monitored
 
@@ -85,7 +85,7 @@ class UserData:
             check_monitored(config, has_validation=validation_col is not None)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
-        if isinstance(strategy, PopulationStrategy):
+        if isinstance(strategy, Competition):
             raise ConfigError(
                 f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "
                 "DataFrame"

@@ -84,6 +84,8 @@ class Option:
     """The name in snake_case, as job files have it."""
     type: Any = None
     """Of the value that users give; a None in it is left out."""
+    accepts_none: bool = False
+    """True if its type has a None, which is a value of its own then."""
 
     @property
     def has_own_default(self) -> bool:
@@ -359,6 +361,7 @@ def options(arguments: type) -> Mapping[str, Option]:
             key=key,
             field=option.field or key,
             type=Union[parts],  # noqa: UP007
+            accepts_none=types.NoneType in parts_of(hint),
         )
     return found
 

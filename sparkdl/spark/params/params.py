@@ -54,10 +54,14 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         for name, value in kwargs.items():
             if name not in self._names():
                 raise TypeError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
-            if value is None and self._defaultParamMap.get(self.getParam(name)) is not None:
+            has_default = self._defaultParamMap.get(self.getParam(name)) is not None
+            if value is None and has_default and not self._accepts_none(name):
                 raise TypeError(f'Invalid param value given for param "{name}": None')
         super()._set(**kwargs)
         return self
+
+    def _accepts_none(self, name: str) -> bool:
+        return name in self._options and self._options[name].accepts_none
 
     def _names(self) -> list[str]:
         return [param.name for param in self.params]
@@ -101,11 +105,9 @@ def with_params(arguments: type) -> Callable[[C], C]:
     def decorate(cls: C) -> C:
         cls._options = options(arguments)
         for name, option in cls._options.items():
-            convert = (
-                option.convert
-                or _SPARKS_CONVERTERS.get(option.type)
-                or partial(to_type, option.type, option.doc)
-            )
+            convert = option.convert or partial(to_type, option.type, option.doc)
+            if option.convert is None and option.type in _SPARKS_CONVERTERS:
+                convert = partial(_convert_as_spark, option.type, option.doc)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):
@@ -115,6 +117,14 @@ def with_params(arguments: type) -> Callable[[C], C]:
         return cls
 
     return decorate
+
+
+def _convert_as_spark(kind: Any, doc: str, value: Any) -> Any:
+    """What Spark makes of a value; its own errors fail to name some values, such as tuples."""
+    try:
+        return _SPARKS_CONVERTERS[kind](value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"received {value!r}; expected: {doc}") from None
 
 
 def _setter(option: Option) -> Callable[..., Any]:

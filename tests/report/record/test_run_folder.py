@@ -169,3 +169,11 @@ def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
     (tmp_path / NAMES[0] / RECORD).write_text("{")
     with pytest.raises(StorageError, match="is no JSON"):
         RunReader(LocalStorage(tmp_path)).read(NAMES[0])
+
+
+def test_a_record_that_is_far_too_large_is_not_parsed(tmp_path: Path) -> None:
+    (tmp_path / NAMES[0]).mkdir()
+    with (tmp_path / NAMES[0] / RECORD).open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(StorageError, match="268,435,457 bytes, too many"):
+        RunReader(LocalStorage(tmp_path)).read(NAMES[0])

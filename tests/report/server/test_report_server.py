@@ -13,6 +13,7 @@ import pytest
 
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, RunReader, folder_name
+from sparkdl.report.record.run_record import RunRecord
 from sparkdl.report.server.report_server import RunServer
 from sparkdl.storage.storage import LocalStorage
 from tests.browser import dom
@@ -113,6 +114,75 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: Path) -> None:
         _, text, _ = ask(server, "/")
         assert "is no JSON" in text and ENDED in text
         assert ask(server, f"/runs/{broken}/")[0] == 500
+
+
+RUN = {"format": 1, "run_id": "0", "name": "Odd", "started": 1.7e9}
+ODD_RECORDS: dict[str, Any] = {
+    "empty": "",
+    "no JSON": "{",
+    "a list": "[]",
+    "a number": "7",
+    "deep": "[" * 100_000,
+    "other format": '{"format": 99}',
+    "no name": '{"format": 1, "run_id": "0"}',
+    "history of text": json.dumps({**RUN, "history": "none"}),
+    "history of numbers": json.dumps({**RUN, "history": [1, 2]}),
+    "loss of text": json.dumps({**RUN, "history": [{"loss": "a"}, {"loss": []}]}),
+    "restarts of text": json.dumps({**RUN, "attempts": [{"number": "x"}, {"number": 1}]}),
+    "no start": json.dumps({**RUN, "started": None}),
+    "start beyond all time": json.dumps({**RUN, "started": 1e300}),
+    "duration of text": json.dumps({**RUN, "seconds": "long"}),
+}
+
+
+@pytest.mark.parametrize("content", ODD_RECORDS.values(), ids=ODD_RECORDS)
+def test_an_odd_record_does_not_hide_the_others(runs: Path, content: str) -> None:
+    odd = folder_name("Odd", "00000000", 1.75e9)
+    (runs / odd).mkdir()
+    (runs / odd / "run.json").write_text(content)
+    with serving(runs) as server:
+        status, text, _ = ask(server, "/")
+        assert status == 200 and ENDED in text
+        assert "1 unreadable" in text and odd in text
+        status, text, _ = ask(server, f"/runs/{odd}/")
+    assert status == 500 and odd in text and "all runs" in text
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "epoch", "at": 1.0},
+        {"kind": "epoch", "at": "soon", "record": {}},
+        {"kind": "begin", "at": 0.0, "history": "none"},
+        {"at": 1.0},
+        [],
+    ],
+)
+def test_odd_events_do_not_hide_the_others(runs: Path, event: Any) -> None:
+    (runs / GOING_ON / "events" / "000002.jsonl").write_text(json.dumps(event) + "\n")
+    with serving(runs) as server:
+        for _ in range(2):  # a page asks again and again
+            status, text, _ = ask(server, "/")
+            assert status == 200 and ENDED in text and "1 unreadable" in text
+        status, text, _ = ask(server, f"/runs/{GOING_ON}/")
+    assert status == 500 and ("000002.jsonl" in text or "its history is a str" in text)
+
+
+def test_runs_of_which_little_is_known_are_shown(runs: Path) -> None:
+    """Runs in preflight and those of TorchRunner do not know of epochs."""
+    early = folder_name("Early", "00000000", 1.75e9)
+    begin = {"kind": "begin", "at": 0.0, "run_id": "0", "name": "Early", "started": time.time()}
+    alive = {"kind": "alive", "at": 0.0, "silence_seconds": 600.0}
+    RunFolder(LocalStorage(runs), early).append([begin, alive])
+    function = folder_name("TorchRunner", "00000001", 1.76e9)
+    ended = RunRecord(run_id="1", name="TorchRunner", started=1.76e9, status="succeeded")
+    RunFolder(LocalStorage(runs), function).finish(ended, page(ended))
+    with serving(runs) as server:
+        status, text, _ = ask(server, "/")
+        assert status == 200
+        assert "2 running, 2 succeeded" in text
+        for name in (early, function):
+            assert ask(server, f"/runs/{name}/")[0] == 200
 
 
 def test_a_part_that_is_damaged_does_not_hide_the_others(runs: Path) -> None:

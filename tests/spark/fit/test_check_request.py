@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +69,12 @@ def test_callables_on_several_threads_make_the_same_module() -> None:
 def test_a_callable_must_make_a_module() -> None:
     with pytest.raises(ConfigError, match="callable that returns one; it returned dict"):
         make_module(request(dict))
+
+
+def test_arguments_that_a_module_does_not_take_are_named() -> None:
+    wrong = partial(nn.Linear, 4, outputs=3)
+    with pytest.raises(ConfigError, match=r"Linear.*outputs=3.* raised TypeError: .*model\.args"):
+        make_module(request(wrong))
 
 
 def test_a_double_module_takes_double_features() -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from sparkdl import (
     DatasetShard,
     DatasetSource,
+    OneShotAveraging,
     ParameterAveraging,
     ParquetSource,
     TorchClassifier,
@@ -128,6 +129,19 @@ def test_rounds(folder: Path) -> None:
     assert digest(first) == digest(second)
     assert first.summary.rows == 135
     assert first.summary.history[-1]["val_loss"] > 0
+
+
+@pytest.mark.slow
+def test_one_shot_averaging_needs_no_rows_set_aside(folder: Path) -> None:
+    config = replace(request().config, sync_strategy=OneShotAveraging())
+    fitted = {}
+    for mode in ("rounds", "gang"):
+        wanted = replace(request(execution_mode=mode, validation_col="held"), config=config)
+        fitted[mode] = fit(ParquetSource(folder), wanted)
+        assert fitted[mode].summary.rows == 135
+        assert fitted[mode].summary.history[-1]["val_loss"] > 0
+    again = replace(request(execution_mode="rounds", validation_col="held"), config=config)
+    assert digest(fit(ParquetSource(folder), again)) == digest(fitted["rounds"])
 
 
 def collected(spark: SparkSession, source: Any, wanted: FitRequest) -> SourceTable:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -192,6 +193,20 @@ def test_wrong_types_are_refused_when_set() -> None:
     ]
     for name, value in wrong:
         with pytest.raises(TypeError, match=name):
+            TorchClassifier(**{name: value})  # type: ignore[arg-type]
+
+
+def test_none_is_a_value_where_the_type_has_it() -> None:
+    estimator = TorchClassifier(module=nn.Identity, divergenceFactor=None)
+    assert estimator.getDivergenceFactor() is None
+    assert training_values(estimator, "classification")[0].divergence_factor is None
+    assert estimator.copy().getDivergenceFactor() is None
+
+
+def test_wrong_types_are_named() -> None:
+    for name, value in (("numWorkers", (1, 2)), ("epochs", (1,)), ("learningRate", (1.0, 2.0)),
+                        ("epochs", 10**400), ("predictionCol", (1, 2))):  # fmt: skip
+        with pytest.raises(TypeError, match=f'"{name}". received {re.escape(repr(value))}'):
             TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
 
