@@ -16,6 +16,7 @@ from torch import nn
 
 from sparkdl.comm.channel import Hub
 from sparkdl.config import CheckpointConfig
+from sparkdl.storage.checkpoint_format import Writer
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.storage import open_storage
 
@@ -27,7 +28,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._hub = Hub()
-        self.set, self.get = self._hub.set, self._hub.get
+        self.set, self.get, self.delete = self._hub.set, self._hub.get, self._hub.delete
 
     def wait(self, keys: list[str], timeout_seconds: float) -> None:
         """Return when all keys are set."""
@@ -54,7 +55,7 @@ def main() -> None:
             CheckpointConfig(interval=1),
             rank=0,
             world_size=1,
-            run_key="benchmark",
+            writer=Writer(run_key="benchmark", run_id="run", attempt=0),
             environment={},
             signal=Keys(),
         )

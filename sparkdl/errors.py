@@ -15,6 +15,7 @@ Inside the gang, never shown to users unless they exhaust the restarts:
 
 GangError                something that a restart may heal
 ├── CommunicationError   a collective failed: a peer died or did not answer in time
+├── CheckpointLost       a checkpoint that the driver has read cannot be read by a worker
 └── ShardLost            a spool file that the shard table promised is not there
 """
 
@@ -89,6 +90,10 @@ class CommunicationError(GangError):
 
 class CollectiveError(CommunicationError):
     """A collective that the user's own function called has failed."""
+
+
+class CheckpointLost(GangError):
+    """A checkpoint that the driver has read cannot be read here; there may be an older one."""
 
 
 class ShardLost(GangError):

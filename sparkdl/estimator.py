@@ -42,7 +42,7 @@ from sparkdl.spark.params.params import (
     training_values,
     with_params,
 )
-from sparkdl.spark.session import interrupts
+from sparkdl.spark.session import interrupts, termination
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
@@ -292,6 +292,7 @@ class Fits(Iterator[tuple[int, M]]):
         self._waiting = deque(enumerate(fits))
         self._unfinished = set(range(len(fits)))
         interrupts.listen()
+        termination.listen()
         self._presses = interrupts.presses()
         spools = Spools()
         self._spools = spools

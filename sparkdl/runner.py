@@ -63,7 +63,8 @@ class TorchRunner:
             checkpoint refills it. An error of its own ends the run at once.
         checkpoint_dir: where checkpoints are kept, as `docs/storage.md` says; None: on the driver,
             for the time of the run.
-        resume: whether to go on from what an earlier run has left in ``checkpoint_dir``.
+        resume: whether to go on from what an earlier run has left in ``checkpoint_dir``. A run that
+            restarts goes on from its own checkpoints only, whoever else writes there.
         keep_checkpoints: how many of the newest are kept.
         results: whose value `run` returns: ``first`` that of rank 0, ``all`` a list of all ranks'.
         cpus_per_worker: cores of a worker; None: Spark's ``spark.task.cpus``.

@@ -9,6 +9,7 @@ import pytest
 from sparkdl import errors
 from sparkdl.errors import (
     CheckpointError,
+    CheckpointLost,
     CollectiveError,
     CommunicationError,
     ConfigError,
@@ -64,5 +65,6 @@ def test_one_base_and_the_builtin_types_that_users_expect() -> None:
         GangError,
         CommunicationError,
         CollectiveError,
+        CheckpointLost,
         ShardLost,
     }

@@ -195,6 +195,57 @@ def test_a_later_run_goes_on_if_it_is_told_to(
 
 
 @pytest.mark.slow
+def test_a_run_that_restarts_goes_on_from_its_own_checkpoints(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    directory = str(tmp_path / "c")
+
+    def work() -> Any:
+        import os
+
+        from sparkdl.comm.channel import Hub
+        from sparkdl.storage.checkpoint_format import Writer
+        from sparkdl.storage.storage import open_storage
+        from sparkdl.worker.function_rank import checkpoints
+
+        place = sparkdl.context()
+        if place.num_restarts == 0:
+            for _ in range(2):  # when the second one begins, the first is whole
+                place.report(checkpoint="its own")
+            # Another run in the same folder is further.
+            other = Writer(run_key="function", run_id="other", attempt=0)
+            state = {"checkpoint": "another's", "history": [], "number": 9}
+            storage = open_storage(directory)
+            with checkpoints(storage, 2, other, Hub(), 10.0, is_required=True) as manager:
+                manager.save(9, state, {})
+            os._exit(1)
+        return place.checkpoint
+
+    runner = TorchRunner(num_workers=1, verbose=0, checkpoint_dir=directory, max_restarts=1)
+    assert runner.run(work) == "its own"
+    # The next one takes the newest there is, whoever wrote it.
+    again = TorchRunner(num_workers=0, verbose=0, checkpoint_dir=directory, resume=True)
+    assert again.run(lambda: sparkdl.context().checkpoint) == "another's"
+
+
+def test_one_that_goes_on_beside_another_that_is_alive_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sparkdl.storage.lease import Lease
+    from sparkdl.storage.storage import open_storage
+
+    options: dict[str, Any] = {"num_workers": 0, "verbose": 0, "checkpoint_dir": str(tmp_path)}
+    TorchRunner(**options).run(lambda: sparkdl.context().report(checkpoint=1))
+    with Lease(open_storage(str(tmp_path)), "function", "other"):
+        found = TorchRunner(**options, resume=True).run(lambda: sparkdl.context().checkpoint)
+    assert found == 1
+    assert f"another run seems to be alive in {tmp_path} (run other of process " in caplog.text
+    caplog.clear()
+    TorchRunner(**options, resume=True).run(print)
+    assert "alive" not in caplog.text
+
+
+@pytest.mark.slow
 def test_an_error_comes_with_rank_and_traceback(df: DataFrame) -> None:
     def fail() -> None:
         if sparkdl.context().rank == 1:

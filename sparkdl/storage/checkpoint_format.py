@@ -1,12 +1,16 @@
 """The format of a checkpoint on a storage, and the checks that it is whole.
 
-A checkpoint is a folder ``<run key>/step-00000120``, or ``step-00000120-final`` for the last one
-of a run, with ``shared.safetensors`` (equal on all ranks), ``rank-00000.safetensors`` for each
-rank, and ``manifest.json``, written last. Each data file is one safetensors file; the JSON half of
-the tree is its metadata. A folder is a checkpoint only if the manifest is there and size and
-SHA-256 of every file in it match: a killed writer, a truncated file or two runs that wrote to one
-folder leave no checkpoint, never a wrong one. SHA-256 costs 0.6 s per GB on CPUs with SHA
+A checkpoint is a folder ``<run key>/<run id>-<attempt>/step-00000120``, or
+``step-00000120-final`` for the last one of a run, with ``shared.safetensors`` (equal on all ranks),
+``rank-00000.safetensors`` for each rank, and ``manifest.json``, written last. Each data file is one
+safetensors file; the JSON half of the tree is its metadata. A folder is a checkpoint only if the
+manifest is there and size and SHA-256 of every file in it match: a killed writer or a truncated
+file leaves no checkpoint, never a wrong one. SHA-256 costs 0.6 s per GB on CPUs with SHA
 instructions, off the training thread; CRC-32 would be twice as fast but misses what 32 bits miss.
+
+Each attempt of each run writes into a folder of its own, so no two of them ever write to one file:
+neither two fits of one run key, nor what is left of an attempt that was given up. They read each
+other's: equal run keys stand for equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from typing import Any
 import torch
 
 from sparkdl.errors import CheckpointError, ConfigError, StorageError
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.safetensors_header import TensorEntry, parsed
+from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.storage.tensor_tree import DTYPES, Snapshot, unpack
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,7 @@ MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"
 
 _FOLDER = re.compile(r"step-(\d{8,})(-final)?")
+_WRITER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)-(\d+)")
 _RUN_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _CHUNK_BYTES = 8 << 20
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -77,6 +83,45 @@ class CheckpointInfo:
     files: Mapping[str, FileRecord]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """Who writes checkpoints: an attempt of a run."""
+
+    run_key: str
+    """Names what is trained; equal for equal fits."""
+    run_id: str
+    """Names the run, and no other."""
+    attempt: int
+
+    def __post_init__(self) -> None:
+        check_run_key(self.run_key)
+        check_run_key(self.run_id)
+
+    @property
+    def path(self) -> str:
+        """Its folder."""
+        return f"{self.run_key}/{self.run_id}-{self.attempt}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFolder:
+    """The folder of a checkpoint, which may be whole or not."""
+
+    writer: Writer
+    step: int
+    is_final: bool
+
+    @property
+    def path(self) -> str:
+        """Relative to the storage."""
+        return f"{self.writer.path}/{folder_name(self.step, is_final=self.is_final)}"
+
+    @property
+    def age(self) -> tuple[int, bool]:
+        """The larger, the further the training was."""
+        return self.step, self.is_final
+
+
 def rank_file(rank: int) -> str:
     """Name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
@@ -88,7 +133,7 @@ def folder_name(step: int, *, is_final: bool = False) -> str:
 
 
 def check_run_key(run_key: str) -> str:
-    """Return a key that is fit to be the name of a folder.
+    """Return a run's key or id that is fit to be the name of a folder.
 
     Raises:
         ConfigError: it is not.
@@ -147,22 +192,20 @@ def views(data: bytes, place: str) -> Any:
 def _decoded(data: bytes, place: str, keep: Callable[[memoryview], Any]) -> Any:
     """The tree, with tensors in what ``keep`` makes of their bytes."""
     try:
-        start = 8 + struct.unpack("<Q", data[:8])[0]
-        header = json.loads(data[8:start])
-        metadata = header.pop("__metadata__")["tree"]
-        body, tensors = memoryview(data)[start:], {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            tensors[name] = _tensor(keep(body[begin:end]), entry)
-        return unpack(json.loads(metadata), tensors)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        header, body = parsed(data)
+        tensors = {
+            name: _tensor(keep(body[entry.begin : entry.end]), entry)
+            for name, entry in header.tensors.items()
+        }
+        return unpack(json.loads(header.metadata["tree"]), tensors)
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{place} is damaged: {error}; use an older one") from error
 
 
-def _tensor(data: Any, entry: Mapping[str, Any]) -> torch.Tensor:
-    dtype = _TORCH[entry["dtype"]]
+def _tensor(data: Any, entry: TensorEntry) -> torch.Tensor:
+    dtype = _TORCH[entry.dtype]
     flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
-    return flat.reshape(entry["shape"])
+    return flat.reshape(entry.shape)
 
 
 def write_file(storage: Storage, path: str, data: Iterable[bytes | memoryview]) -> FileRecord:
@@ -199,11 +242,19 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
 
     Raises:
         CheckpointError: there is no manifest, or it is damaged or of a later version.
+        StorageError: the storage failed, in a way that may pass.
     """
-    if not storage.exists(f"{path}/{MANIFEST}"):
+    place = f"{path}/{MANIFEST}"
+    try:
+        data = storage.read(place) if storage.exists(place) else None
+    except StorageError as error:
+        if not is_definite(error):
+            raise
+        data = None  # it was removed meanwhile
+    if data is None:
         raise CheckpointError(f"{path} has no {MANIFEST}: its writing was interrupted")
     try:
-        manifest = json.loads(storage.read(f"{path}/{MANIFEST}"))
+        manifest = json.loads(data)
         if manifest["version"] != VERSION:
             raise CheckpointError(
                 f"{path} has format version {manifest['version']}; this sparkdl reads {VERSION}"
@@ -218,8 +269,8 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
             environment=dict(manifest["environment"]),
             files={name: FileRecord(**record) for name, record in manifest["files"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}/{MANIFEST} is damaged: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{place} is damaged: {error!r}") from error
 
 
 def read_file(info: CheckpointInfo, name: str) -> bytes:
@@ -227,6 +278,7 @@ def read_file(info: CheckpointInfo, name: str) -> bytes:
 
     Raises:
         CheckpointError: the file is not in the manifest, missing, truncated or changed.
+        StorageError: the storage failed, in a way that may pass.
     """
     place = f"{info.path}/{name}"
     if name not in info.files:
@@ -234,6 +286,8 @@ def read_file(info: CheckpointInfo, name: str) -> bytes:
     try:
         data = info.storage.read(place)
     except StorageError as error:
+        if not is_definite(error):
+            raise
         raise CheckpointError(f"the checkpoint {info.path} cannot be read: {error}") from error
     return info.files[name].check(data, place, "use an older checkpoint")
 
@@ -262,45 +316,74 @@ def load_rank(info: CheckpointInfo, rank: int) -> Any:
     return decode(read_file(info, name), f"{info.path}/{name}")
 
 
-def folders(storage: Storage, run_key: str) -> list[str]:
-    """Paths of the run's checkpoint folders, whole or not, oldest first."""
-    found = filter(None, map(_FOLDER.fullmatch, storage.list(check_run_key(run_key))))
-    ordered = sorted(found, key=lambda match: (int(match[1]), match[2] is not None))
-    return [f"{run_key}/{match[0]}" for match in ordered]
+def writers(names: Iterable[str], run_key: str) -> list[Writer]:
+    """The attempts of runs that have a folder, given the names in that of a run key."""
+    found = filter(None, map(_WRITER.fullmatch, names))
+    return [Writer(run_key=run_key, run_id=match[1], attempt=int(match[2])) for match in found]
+
+
+def steps_of(storage: Storage, writers: Iterable[Writer]) -> list[StepFolder]:
+    """The checkpoint folders of some attempts, whole or not, oldest first."""
+    found = [
+        StepFolder(writer=writer, step=int(match[1]), is_final=match[2] is not None)
+        for writer in writers
+        for match in filter(None, map(_FOLDER.fullmatch, storage.list(writer.path)))
+    ]
+    return sorted(found, key=lambda folder: (folder.age, folder.path))
+
+
+def folders(storage: Storage, run_key: str) -> list[StepFolder]:
+    """The checkpoint folders of a run key, whoever wrote them, whole or not, oldest first."""
+    return steps_of(storage, writers(storage.list(check_run_key(run_key)), run_key))
 
 
 def latest(
-    storage: Storage, run_key: str, fits: Callable[[Any], bool] | None = None
+    storage: Storage,
+    run_key: str,
+    fits: Callable[[Any], bool] | None = None,
+    *,
+    is_wanted: Callable[[StepFolder], bool] | None = None,
+    is_last_try: bool = False,
 ) -> CheckpointInfo | None:
-    """The newest whole checkpoint of a run, or None; reads it through to be sure.
+    """The newest whole checkpoint of a run key, or None; reads it through to be sure.
 
-    Folders that are not whole are passed over with a line in the log, and so are those that do
-    not fit.
+    Folders that are not whole, or vanish meanwhile, are passed over with a line in the log, and so
+    are those that do not fit.
 
     Args:
         storage: where checkpoints lie.
         run_key: the run's.
         fits: given the state that is equal on all ranks, whether to go on from it; None: always.
+        is_wanted: which folders to look at; None: all of them.
+        is_last_try: True if what the storage fails to read now is passed over as well.
 
     Raises:
-        StorageError: the storage itself cannot be read.
+        StorageError: the storage failed, in a way that may pass.
     """
-    for path in reversed(folders(storage, run_key)):
+    for folder in reversed(folders(storage, run_key)):
+        if is_wanted is not None and not is_wanted(folder):
+            continue
         try:
-            info = read_manifest(storage, path)
+            info = read_manifest(storage, folder.path)
             for rank in range(info.world_size):
                 read_file(info, rank_file(rank))
             shared = load_shared(info)
-        except CheckpointError as error:
-            logger.warning("passed over %s: %s", path, error)
+        except StorageError as error:
+            if not isinstance(error, CheckpointError) and not is_last_try:
+                raise
+            logger.warning("passed over %s: %s", folder.path, error)
             continue
         if fits is None or fits(shared):
             return info
-        logger.warning("passed over %s: this fit ends before step %d", path, info.step)
+        logger.warning("passed over %s: this fit ends before step %d", folder.path, info.step)
     return None
 
 
 def has_other_runs(storage: Storage, run_key: str) -> bool:
-    """Whether checkpoints of other runs lie beside those of this one."""
-    names = [name for name in storage.list("") if _RUN_KEY.fullmatch(name) and name != run_key]
-    return any(folders(storage, name) for name in names)
+    """Whether checkpoints of other run keys lie beside those of this one."""
+    return any(folders(storage, name) for name in run_keys(storage) if name != run_key)
+
+
+def run_keys(storage: Storage) -> list[str]:
+    """Names in a storage that may be run keys."""
+    return [name for name in storage.list("") if _RUN_KEY.fullmatch(name)]

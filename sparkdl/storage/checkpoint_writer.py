@@ -4,6 +4,8 @@
 their own files and tell rank 0, through the run's key-value store, how large they are and what
 their checksums are; rank 0 writes the manifest when it has heard from all, so a checkpoint is
 visible only when it is whole.
+
+Training outlives checkpoints that fail: it warns, and tries again at the next one.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CommunicationError, GangError, StorageError
 from sparkdl.storage import checkpoint_format as layout
-from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord
+from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord, StepFolder, Writer
+from sparkdl.storage.pruning import prune
+from sparkdl.storage.retried import PAUSES_SECONDS, again
 from sparkdl.storage.storage import Storage
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES = 5
+"""Checkpoints that may fail in a row; with as many a place for checkpoints has become useless."""
 _POLL_SECONDS = 2.0
 """Longest single wait for the peers, so that an abandoned save ends soon."""
 _VANISHED = b'{"error": "its key vanished", "is_lost": true}'
@@ -42,6 +49,24 @@ class KeyValue(Protocol):
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set; TimeoutError if they are not in time."""
 
+    def delete(self, key: str) -> bool:
+        """Remove a key. Returns whether it was there."""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One checkpoint on its way to the storage."""
+
+    folder: StepFolder
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Set when the training thread no longer wants it."""
+    failure: Exception | None = None
+    thread: threading.Thread
+
+    @property
+    def name(self) -> str:
+        return layout.folder_name(self.folder.step, is_final=self.folder.is_final)
+
 
 class CheckpointManager:
     """Writes the checkpoints of one rank in one attempt. Every rank makes one.
@@ -51,15 +76,21 @@ class CheckpointManager:
     down rather than filling memory. ``stall_seconds`` is the time the training thread has
     spent in `save` so far: those waits and the copying of the state.
 
+    A save that fails, or does not end in time, is a warning; `MAX_FAILURES` of them in a row are an
+    error. The folder that it leaves is no checkpoint, and a later save removes it.
+
     Args:
         storage: the same place for all ranks.
         config: interval and number of checkpoints kept.
+        writer: the attempt; it names the folder, and is equal on all ranks.
         rank: this rank.
         world_size: number of ranks.
-        run_key: names the run's folder; equal on all ranks and over restarts.
         environment: versions, CPU type and threads, written into the manifest.
         signal: keys shared by the ranks of this attempt only.
         timeout_seconds: longest wait for a save under way, and for the other ranks' files.
+        is_required: False if training shall go on without checkpoints, however many fail for
+            want of space or the like; the loss of the way to them still ends it.
+        pauses: seconds before each further try to write a file.
     """
 
     def __init__(
@@ -67,25 +98,31 @@ class CheckpointManager:
         storage: Storage,
         config: CheckpointConfig,
         *,
+        writer: Writer,
         rank: int,
         world_size: int,
-        run_key: str,
         environment: Mapping[str, str],
         signal: KeyValue,
         timeout_seconds: float = 600.0,
+        is_required: bool = True,
+        pauses: Sequence[float] = PAUSES_SECONDS,
     ) -> None:
         self.stall_seconds = 0.0
         self._storage = storage
         self._config = config
+        self._origin = writer
         self._rank = rank
         self._world_size = world_size
-        self._run_key = layout.check_run_key(run_key)
         self._environment = dict(environment)
         self._signal = signal
         self._timeout = timeout_seconds
-        self._writer: threading.Thread | None = None
-        self._abandoned = threading.Event()
-        self._failure: Exception | None = None
+        self._is_required = is_required
+        self._pauses = pauses
+        self._under_way: _Save | None = None
+        self._num_failures = 0
+        """In a row."""
+        self._previous: str | None = None
+        """The save before, whose keys rank 0 removes."""
         self._shared: Snapshot | None = None
         self._own: Snapshot | None = None
 
@@ -109,160 +146,217 @@ class CheckpointManager:
             rank_state: what only this rank must remember.
 
         Raises:
-            StorageError: the previous save failed, or did not end in time.
-            CommunicationError: the way to the storage was lost, on this or another rank.
+            StorageError: the last `MAX_FAILURES` saves failed, or did not end in time.
+            CommunicationError: likewise, and at last the way to the storage was lost, on this or
+                another rank.
             CheckpointError: the state holds something that cannot be stored.
         """
-        self._start(step, shared, rank_state, is_final=False)
+        began = time.perf_counter()
+        try:
+            self._settle()
+            self._start(step, shared, rank_state, is_final=False)
+        finally:
+            self.stall_seconds += time.perf_counter() - began
 
     def final(self, step: int, shared: Any, rank_state: Any) -> None:
         """Write the last checkpoint of the run, marked as its end. Collective; waits for it.
 
-        Rank 0 returns when the checkpoint is whole, the others when their files are written.
-
-        Raises:
-            StorageError: this save or the previous one failed or did not end in time.
+        Rank 0 returns when the checkpoint is whole, the others when their files are written. If it
+        fails, that is a warning only: the training is done.
         """
-        self._start(step, shared, rank_state, is_final=True)
-        self._finish()
+        self._conclude()
+        try:
+            self._start(step, shared, rank_state, is_final=True)
+        except (StorageError, GangError) as error:
+            logger.warning("the last checkpoint is missing: %s", error)
+        self._conclude()
 
     def close(self, abort: bool = False) -> None:
-        """Wait for the save under way; with ``abort`` abandon it without waiting.
+        """Wait for the save under way; with ``abort`` abandon it without waiting."""
+        if not abort:
+            self._conclude()
+        elif self._under_way is not None:
+            self._under_way.abandoned.set()
 
-        Raises:
-            StorageError: the save failed or did not end in time (never with ``abort``).
-        """
-        if abort:
-            self._abandoned.set()
-        else:
-            self._finish()
+    def _conclude(self) -> None:
+        """Wait for the save under way; that it failed was logged, and is no error any more."""
+        try:
+            self._settle()
+        except (StorageError, GangError) as error:
+            logger.debug("not raised, since training is over: %s", error)
 
     def _start(self, step: int, shared: Any, rank_state: Any, *, is_final: bool) -> None:
-        began = time.perf_counter()
-        self._finish()
+        """Copy the state, and begin to write it."""
+        folder = StepFolder(writer=self._origin, step=step, is_final=is_final)
+        if self._under_way is not None:  # it hangs, and its buffers must not change
+            self._pass_over(folder, self._under_way)
+            return
         if self._rank == 0:
             self._shared = snapshot(shared, self._shared)
         self._own = snapshot(rank_state, self._own)
         name = layout.folder_name(step, is_final=is_final)
-        self._writer = threading.Thread(
-            target=self._write_quietly, args=(step, name, is_final), name=f"write-{name}"
-        )
-        self._writer.daemon = True  # a storage that hangs must not keep the process alive
-        self._writer.start()
-        self.stall_seconds += time.perf_counter() - began
+        thread = threading.Thread(target=lambda: self._write_quietly(save), name=f"write-{name}")
+        save = _Save(folder=folder, thread=thread)
+        thread.daemon = True  # a storage that hangs must not keep the process alive
+        self._under_way = save
+        thread.start()
 
-    def _finish(self) -> None:
-        """Wait for the save under way, and raise what went wrong in it."""
-        if self._writer is not None:
-            self._writer.join(self._timeout)
-            if self._writer.is_alive():
-                raise StorageError(
-                    f"writing a checkpoint to {self._storage} took more than {self._timeout:g} s; "
-                    f"raise checkpointInterval or choose faster storage"
-                )
-            self._writer = None
-        failure, self._failure = self._failure, None
-        if isinstance(failure, GangError | StorageError):
-            raise failure
-        if failure is not None:
-            raise StorageError(
-                f"writing a checkpoint to {self._storage} failed: {failure!r}"
-            ) from (failure)
+    def _settle(self) -> None:
+        """Wait for the save under way, and count it as a success or as a failure."""
+        save = self._under_way
+        if save is None:
+            return
+        if save.abandoned.is_set():  # its failure has been counted
+            if not save.thread.is_alive():
+                self._under_way = None
+            return
+        save.thread.join(self._timeout)
+        if save.thread.is_alive():
+            save.abandoned.set()
+            self._count(
+                save.folder,
+                StorageError(
+                    f"writing it to {self._storage} took more than {self._timeout:g} s; raise "
+                    "checkpointInterval or choose faster storage"
+                ),
+            )
+            return
+        self._under_way = None
+        if save.failure is None:
+            self._num_failures = 0
+        else:
+            self._count(save.folder, save.failure)
 
-    def _write_quietly(self, step: int, name: str, is_final: bool) -> None:
+    def _pass_over(self, folder: StepFolder, hung: _Save) -> None:
+        """Do without a checkpoint, since an earlier one is still being written."""
+        error = StorageError(f"{hung.name} is still being written to {self._storage}")
+        if self._rank != 0:
+            try:
+                name = layout.folder_name(folder.step, is_final=folder.is_final)
+                self._tell(name, {"error": str(error), "is_lost": False})
+            except GangError as lost:
+                logger.debug("rank 0 will wait in vain: %s", lost)
+        self._count(folder, error)
+
+    def _count(self, folder: StepFolder, error: Exception) -> None:
+        """Log a failure, and raise if it is one too many."""
+        self._num_failures += 1
+        level = logging.WARNING if self._rank == 0 else logging.DEBUG
+        logger.log(level, "there is no checkpoint %s: %s", folder.path, _shown(error))
+        is_lost = isinstance(error, GangError)
+        if self._num_failures < MAX_FAILURES or not (self._is_required or is_lost):
+            return
+        if is_lost:
+            raise error
+        raise StorageError(
+            f"{self._num_failures} checkpoints in a row could not be written to {self._storage}; "
+            f"the last one: {_shown(error)}"
+        ) from error
+
+    def _write_quietly(self, save: _Save) -> None:
         """The background thread: what goes wrong is kept for the training thread."""
         try:
-            self._write(step, name, is_final)
+            self._write(save)
         except _Abandoned:
-            logger.debug("abandoned checkpoint %s", name)
+            logger.debug("abandoned checkpoint %s", save.name)
         except Exception as error:
-            self._failure = error
+            save.failure = error
 
-    def _write(self, step: int, name: str, is_final: bool) -> None:
+    def _write(self, save: _Save) -> None:
         began = time.perf_counter()
-        path = f"{self._run_key}/{name}"
+        path = save.folder.path
         own_name = layout.rank_file(self._rank)
         assert self._own is not None
-        try:
-            own = self._write_file(f"{path}/{own_name}", self._own)
-        except Exception as error:
-            # Rank 0 need not wait for its time-out.
-            self._tell(name, {"error": str(error), "is_lost": isinstance(error, GangError)})
-            raise
-        self._tell(name, asdict(own))
         if self._rank != 0:
+            self._write_and_tell(save, f"{path}/{own_name}", self._own)
             return
         assert self._shared is not None
-        files = {layout.SHARED: self._write_file(f"{path}/{layout.SHARED}", self._shared)}
-        files.update(self._others(name))
+        self._forget_previous(save)
+        files = {
+            own_name: self._write_file(save, f"{path}/{own_name}", self._own),
+            layout.SHARED: self._write_file(save, f"{path}/{layout.SHARED}", self._shared),
+            **self._others(save),
+        }
         info = CheckpointInfo(
             storage=self._storage,
             path=path,
-            step=step,
+            step=save.folder.step,
             world_size=self._world_size,
-            run_key=self._run_key,
-            complete=is_final,
+            run_key=self._origin.run_key,
+            complete=save.folder.is_final,
             environment=self._environment,
             files=files,
         )
-        layout.write_manifest(info)
+        if save.abandoned.is_set():
+            raise _Abandoned
+        again(partial(layout.write_manifest, info), self._pauses)
         size = sum(record.size_bytes for record in files.values())
         seconds = time.perf_counter() - began
         logger.debug("checkpoint %s: %.1f MB in %.2f s", path, size / 1e6, seconds)
-        self._prune(path)
+        try:
+            prune(self._storage, save.folder, self._config.keep)
+        except (StorageError, GangError) as error:
+            logger.warning("older checkpoints could not be removed: %s", error)
 
-    def _write_file(self, path: str, state: Snapshot) -> FileRecord:
-        pieces = _until(self._abandoned, layout.encode(state))
-        return layout.write_file(self._storage, path, pieces)
+    def _write_and_tell(self, save: _Save, path: str, state: Snapshot) -> None:
+        """Write this rank's file, and tell rank 0, which need not wait for its time-out."""
+        try:
+            record = self._write_file(save, path, state)
+        except Exception as error:
+            told = {"error": _shown(error), "is_lost": isinstance(error, GangError)}
+            self._tell(save.name, told)
+            raise
+        self._tell(save.name, asdict(record))
+
+    def _write_file(self, save: _Save, path: str, state: Snapshot) -> FileRecord:
+        def write() -> FileRecord:
+            pieces = _until(save.abandoned, layout.encode(state))
+            return layout.write_file(self._storage, path, pieces)
+
+        return again(write, self._pauses)
 
     def _tell(self, name: str, record: Mapping[str, Any]) -> None:
         self._signal.set(_key(name, self._rank), json.dumps(record).encode())
 
-    def _others(self, name: str) -> dict[str, FileRecord]:
-        """What all ranks wrote, by file name."""
-        keys = {rank: _key(name, rank) for rank in range(self._world_size)}
-        self._wait(name, list(keys.values()))
+    def _forget_previous(self, save: _Save) -> None:
+        """Remove the keys of the save before, or they would grow in number without end."""
+        if self._previous is not None:
+            for rank in range(1, self._world_size):
+                self._signal.delete(_key(self._previous, rank))
+        self._previous = save.name
+
+    def _others(self, save: _Save) -> dict[str, FileRecord]:
+        """What the other ranks wrote, by file name."""
+        keys = {rank: _key(save.name, rank) for rank in range(1, self._world_size)}
+        self._wait(save, list(keys.values()))
         files = {}
         for rank, key in keys.items():
             record = json.loads(self._signal.get(key) or _VANISHED)
             if "error" in record:
                 kind = CommunicationError if record["is_lost"] else StorageError
-                raise kind(f"rank {rank} could not write {name}: {record['error']}")
+                raise kind(f"rank {rank} could not write {save.name}: {record['error']}")
             files[layout.rank_file(rank)] = FileRecord(**record)
         return files
 
-    def _wait(self, name: str, keys: list[str]) -> None:
+    def _wait(self, save: _Save, keys: list[str]) -> None:
         deadline = time.monotonic() + self._timeout
-        while not self._abandoned.is_set():
+        while not save.abandoned.is_set():
             left = deadline - time.monotonic()
             try:
                 self._signal.wait(keys, max(0.0, min(_POLL_SECONDS, left)))
             except TimeoutError as error:
                 if left <= 0:
                     raise StorageError(
-                        f"not all {self._world_size} ranks had written {name} to {self._storage} "
-                        f"after {self._timeout:g} s; the checkpoint was given up"
+                        f"not all {self._world_size} ranks had written {save.name} to "
+                        f"{self._storage} after {self._timeout:g} s; the checkpoint was given up"
                     ) from error
             else:
                 return
         raise _Abandoned
 
-    def _prune(self, newest: str) -> None:
-        """Remove all but the newest whole checkpoints, and what older writers left behind."""
-        paths = layout.folders(self._storage, self._run_key)
-        older = paths[: paths.index(newest)]
-        whole = [p for p in older if self._storage.exists(f"{p}/{layout.MANIFEST}")]
-        num_kept = self._config.keep - 1  # besides the newest
-        kept = set(whole[len(whole) - num_kept :] if num_kept else [])
-        for path in older:
-            if path not in kept:
-                # The manifest goes first: a folder half removed must not look like a checkpoint.
-                self._storage.remove(f"{path}/{layout.MANIFEST}")
-                self._storage.remove(path)
 
-
-class _Abandoned(Exception):
-    """The training thread no longer wants this save."""
+class _Abandoned(BaseException):
+    """The training thread no longer wants this save. No storage takes it for an error."""
 
 
 def _until(
@@ -276,3 +370,7 @@ def _until(
 
 def _key(name: str, rank: int) -> str:
     return f"checkpoint/{name}/{rank}"
+
+
+def _shown(error: Exception) -> str:
+    return str(error) if isinstance(error, StorageError | GangError) else repr(error)

@@ -332,10 +332,34 @@ _REMEDIES = {
     errno.EEXIST: "choose a path whose parents are folders",
     errno.ENOENT: "check the path, and that all hosts see the same storage",
 }
+_DEFINITE = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    FileExistsError,
+    PermissionError,
+)
 _WITHOUT_LIBHDFS = (
     "without libhdfs (HADOOP_HOME, CLASSPATH) Python reaches HDFS by webhdfs:// only; the driver "
     "of classic Spark needs neither"
 )
+
+
+def is_definite(error: Exception) -> bool:
+    """True if the same request would fail again: absent, forbidden, full, read-only, damaged.
+
+    What a busy server or a broken connection has caused may pass.
+    """
+    if not isinstance(error, StorageError):
+        return False
+    cause = error.__cause__
+    known = getattr(cause, "errno", None) in _REMEDIES
+    return cause is None or isinstance(cause, _DEFINITE) or known
+
+
+def is_full(error: Exception) -> bool:
+    """True if there was no space, or no quota, left."""
+    return getattr(error.__cause__, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def failure(action: str, place: str, error: Exception, remedy: str | None = None) -> StorageError:

@@ -160,7 +160,8 @@ class Context:
         Raises:
             ConfigError: a metric is not a number, or is named ``report``, as their counter is.
             CheckpointError: the checkpoint holds something that cannot be stored.
-            StorageError: the previous checkpoint could not be written.
+            StorageError: several checkpoints in a row could not be written to ``checkpoint_dir``;
+                a single one that fails is a warning.
         """
         if metrics is not None:
             record = {"report": float(len(self.history) + 1), **_numbers(metrics)}

@@ -29,6 +29,7 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    checkpoint_writer,
     deliver,
     live,
     resumed,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from sparkdl.comm.communicator import Communicator
+    from sparkdl.storage.checkpoint_format import Writer
     from sparkdl.storage.checkpoint_writer import CheckpointManager, KeyValue
     from sparkdl.storage.storage import Storage
     from sparkdl.worker.context import Context, Save
@@ -89,8 +91,9 @@ def run(environment: WorkerEnvironment, order: FunctionOrder) -> Iterator[tuple[
     """Call the function.
 
     Yields:
-        ``("error", JSON)`` alone, or, where the driver keeps no files, ``("value", pickle)`` of the
-        ranks whose value is wanted; rank 0's has the reported metrics besides.
+        ``("error", JSON)`` alone, or, where the driver keeps no files or cannot take this one,
+        ``("value", pickle)`` of the ranks whose value is wanted; rank 0's has the reported metrics
+        besides.
     """
     yield from live(environment, order, partial(_call, order))
 
@@ -109,9 +112,10 @@ def _call(order: FunctionOrder, member: Member) -> Results:
                 checkpoints(
                     storage,
                     order.keep,
-                    order.run_key,
+                    checkpoint_writer(order),
                     member.client,
                     order.collective_timeout_seconds,
+                    is_required=order.storage_url is not None,
                 )
             )
             save = partial(manager.save, rank_state={})
@@ -134,7 +138,7 @@ def _call(order: FunctionOrder, member: Member) -> Results:
     if comm.rank != 0 and order.results == "first":
         return []
     data = pickled({"value": value, "history": place.history})
-    return deliver(member, "value", VALUE.format(comm.rank), [data])
+    return deliver(member, "value", VALUE.format(comm.rank), lambda: [data])
 
 
 def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
@@ -203,7 +207,13 @@ def peer_errors() -> Iterator[None]:
 
 
 def checkpoints(
-    storage: Storage, keep: int, run_key: str, signal: KeyValue, timeout_seconds: float
+    storage: Storage,
+    keep: int,
+    writer: Writer,
+    signal: KeyValue,
+    timeout_seconds: float,
+    *,
+    is_required: bool,
 ) -> CheckpointManager:
     """Rank 0's manager; only its state is kept, so it waits for no other rank."""
     from sparkdl.config import CheckpointConfig
@@ -214,10 +224,11 @@ def checkpoints(
         CheckpointConfig(keep=keep),
         rank=0,
         world_size=1,
-        run_key=run_key,
+        writer=writer,
         environment=versions(),
         signal=signal,
         timeout_seconds=timeout_seconds,
+        is_required=is_required,
     )
 
 

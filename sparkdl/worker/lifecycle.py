@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.comm.channel import ChannelClient, ChannelStorage
 from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
-from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
+from sparkdl.errors import (
+    CheckpointLost,
+    ClusterError,
+    CommunicationError,
+    GangError,
+    SparkDLError,
+    StorageError,
+)
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.storage.mounted import Subfolder
+from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
 from sparkdl.worker.reporter import Reporter, captured_output
 from sparkdl.worker.watcher import Watcher
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from sparkdl.comm.communicator import Communicator
-    from sparkdl.storage.checkpoint_format import CheckpointInfo
+    from sparkdl.storage.checkpoint_format import CheckpointInfo, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -301,19 +309,42 @@ def _message(error: BaseException) -> str:
 def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storage | None:
     """Where this rank writes its checkpoints, or None."""
     if order.storage_url is None:
-        return files
+        return None if files is None else Retried(files)
     if not order.relays:
-        return open_storage(order.storage_url)
+        return Retried(open_storage(order.storage_url))
     assert files is not None
-    return Subfolder(files, RELAYED, without_password(order.storage_url))
+    return Retried(Subfolder(files, RELAYED, without_password(order.storage_url)))
 
 
-def deliver(member: Member, kind: str, name: str, data: Iterable[bytes | memoryview]) -> Results:
-    """Send a result to the driver: as a file over its channel, else as a row."""
-    if member.files is None:
-        return [(kind, b"".join(data))]
-    member.files.write(name, data)
-    return []
+def checkpoint_writer(order: GangOrder) -> Writer:
+    """Who this rank writes its checkpoints as."""
+    from sparkdl.storage.checkpoint_format import Writer
+
+    return Writer(run_key=order.run_key, run_id=order.run_id, attempt=order.attempt)
+
+
+def deliver(
+    member: Member, kind: str, name: str, data: Callable[[], Iterable[bytes | memoryview]]
+) -> Results:
+    """Send a result to the driver: as a file over its channel, else as a row.
+
+    A row, too, where the driver cannot take the file, whose disk may be full: what has been
+    computed must not be lost for that.
+
+    Args:
+        member: this rank.
+        kind: of the row.
+        name: of the file.
+        data: makes the pieces of the result, each time it is called.
+    """
+    if member.files is not None:
+        files = member.files
+        try:
+            again(lambda: files.write(name, data()))
+            return []
+        except (StorageError, CommunicationError) as error:
+            logger.warning("%s goes to the driver as a row of Spark's: %s", name, error)
+    return [(kind, b"".join(data()))]
 
 
 def require_same_versions(expected: Mapping[str, str], where: str) -> None:
@@ -348,14 +379,34 @@ def resumed(
         storage: where it lies.
         comm: all ranks call this.
         now: what the bits of this run depend on.
+
+    Raises:
+        CheckpointLost: it cannot be read here, though the driver has read it.
     """
     from sparkdl.storage import checkpoint_format as layout
 
     if order.resume_path is None:
         return None
     assert storage is not None
-    info = layout.read_manifest(storage, order.resume_path)
+    with may_be_lost(order):
+        info = layout.read_manifest(storage, order.resume_path)
+        own = layout.read_file(info, layout.SHARED) if comm.rank == 0 else None
     if comm.rank == 0:
         say_what_differs(info.environment, now)
-    data = comm.broadcast_bytes(layout.read_file(info, layout.SHARED) if comm.rank == 0 else None)
+    data = comm.broadcast_bytes(own)
     return info, layout.decode(data, f"{info.path}/{layout.SHARED}")
+
+
+@contextlib.contextmanager
+def may_be_lost(order: GangOrder) -> Iterator[None]:
+    """Have the driver choose an older checkpoint if the block cannot read the one it has named.
+
+    Raises:
+        CheckpointLost: it cannot.
+    """
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointLost(
+            f"the checkpoint {order.resume_path} cannot be read: {error}"
+        ) from error

@@ -30,8 +30,10 @@ from sparkdl.worker.lifecycle import (
     Member,
     Results,
     checkpoint_storage,
+    checkpoint_writer,
     deliver,
     live,
+    may_be_lost,
     resumed,
 )
 
@@ -65,7 +67,7 @@ def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str,
 
     Yields:
         ``("error", JSON)`` alone, or ``("result", JSON)`` and, from rank 0 when the driver keeps
-        no files, ``("weights", safetensors)``.
+        no files or cannot take this one, ``("weights", safetensors)``.
     """
     yield from live(environment, order, partial(_train, order))
 
@@ -91,10 +93,11 @@ def _train(order: WorkOrder, member: Member) -> Results:
                     config.checkpoint,
                     rank=comm.rank,
                     world_size=comm.world_size,
-                    run_key=order.run_key,
+                    writer=checkpoint_writer(order),
                     environment=_bits_depend_on(order),
                     signal=member.client,
                     timeout_seconds=order.collective_timeout_seconds,
+                    is_required=order.storage_url is not None,
                 )
             )
         outcome = train(
@@ -116,8 +119,8 @@ def _train(order: WorkOrder, member: Member) -> Results:
         report = _report(outcome, reporter.rows, checkpoints)
         results = [("result", json.dumps(report).encode())]
         if comm.rank == 0:
-            weights = encode(snapshot(module.state_dict()))
-            results += deliver(member, "weights", FINAL, weights)
+            weights = snapshot(module.state_dict())
+            results += deliver(member, "weights", FINAL, lambda: encode(weights))
     return results
 
 
@@ -159,11 +162,9 @@ def _resume_point(
         return None
     info, shared = found
     same_shards = info.world_size == comm.world_size and info.environment.get("rows") == now["rows"]
-    return ResumePoint(
-        step=info.step,
-        shared=shared,
-        rank_state=load_rank(info, comm.rank) if same_shards else None,
-    )
+    with may_be_lost(order):
+        rank_state = load_rank(info, comm.rank) if same_shards else None
+    return ResumePoint(step=info.step, shared=shared, rank_state=rank_state)
 
 
 def _report(

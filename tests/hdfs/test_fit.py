@@ -14,6 +14,7 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.serialization.initial_weights import InitialWeights
+from sparkdl.storage.checkpoint_format import folders
 from tests.cluster import faults
 from tests.hdfs.daemons import Hdfs
 
@@ -99,7 +100,7 @@ def test_in_a_gang_a_killed_worker_and_a_torn_checkpoint_change_no_bit(
 
     storage = open_on_driver(spark, url)
     (key,) = storage.list("")  # no marker, no probe
-    newest = f"{key}/{storage.list(key)[-1]}"
+    newest = folders(storage, key)[-1].path
     assert newest.endswith(f"step-{LAST:08}-final")
     manifest = storage.read(f"{newest}/manifest.json")
     storage.write(f"{newest}/manifest.json", manifest[: len(manifest) // 2])
@@ -145,9 +146,9 @@ class DataNodeKiller:
         deadline = time.monotonic() + 120
         while self.struck_at is None and time.monotonic() < deadline:
             for key in self._storage.list(""):
-                for name in self._storage.list(key):
-                    if self._storage.exists(f"{key}/{name}/manifest.json"):
-                        self.struck_at = name
+                for folder in folders(self._storage, key):
+                    if self._storage.exists(f"{folder.path}/manifest.json"):
+                        self.struck_at = folder.path.rpartition("/")[2]
             time.sleep(0.05)
         self._hdfs.kill_data_node(0)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import struct
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import load
 
-from sparkdl.errors import CheckpointError, ConfigError
+from sparkdl.errors import CheckpointError, ConfigError, StorageError
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
@@ -27,12 +32,13 @@ from sparkdl.storage.checkpoint_format import (
     write_file,
     write_manifest,
 )
+from sparkdl.storage.storage import failure
 from sparkdl.storage.tensor_tree import DTYPES, snapshot
 from tests.storage.memory import MemoryStorage
 
 
 def write(storage: MemoryStorage, step: int, *, is_final: bool = False) -> CheckpointInfo:
-    path = f"run/{folder_name(step, is_final=is_final)}"
+    path = f"run/a-0/{folder_name(step, is_final=is_final)}"
     files = {}
     for name in (SHARED, rank_file(0), rank_file(1)):
         state = snapshot({"w": torch.full((100,), step), "name": name})
@@ -119,7 +125,7 @@ def test_a_damaged_one_is_passed_over_with_a_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         found = latest(storage, "run")
     assert found is not None and found.step == 10
-    assert "passed over run/step-00000020" in caplog.text
+    assert "passed over run/a-0/step-00000020" in caplog.text
     with pytest.raises(CheckpointError, match="step-00000020"):
         load_shared(read_manifest(storage, newest.path))
         load_rank(newest, 1)
@@ -140,6 +146,61 @@ def test_a_later_version_is_refused() -> None:
         read_manifest(storage, info.path)
 
 
+def mutated(data: bytes, header: int, random: Random) -> bytes:
+    """A file with some bytes of its header changed, inserted or missing."""
+    changed = bytearray(data)
+    for _ in range(random.choice([1, 1, 2, 3])):
+        at = random.randrange(8 + header + 4)
+        new = [random.choice(b'0123456789-+.eE{}[],:"\\ \x00\xff')]
+        changed[at : at + random.randrange(2)] = new[: random.randrange(2)]
+    if random.random() < 0.8:  # otherwise only the length is wrong
+        changed[:8] = struct.pack("<Q", header + len(changed) - len(data))
+    return bytes(changed)
+
+
+ENTRY = '"w": {"dtype": "U8", "shape": [%d], "data_offsets": [%s]}'
+
+
+def file_of(header: str, body: bytes = bytes(8)) -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode() + body
+
+
+TREE = '"__metadata__": {"tree": "0"}'
+
+
+def test_only_what_the_formats_own_library_reads_is_read() -> None:
+    tree = {"a": torch.arange(6.0), "b": torch.tensor([True]), "c": torch.empty(0, 3), "d": (1,)}
+    data = b"".join(encode(snapshot(tree)))
+    (header,) = struct.unpack("<Q", data[:8])
+    random = Random(7)
+    files = [mutated(data, header, random) for _ in range(1500)]
+    names = [f"{{{TREE}, {ENTRY % (8, '0, 8')}, {ENTRY % (8, '0, 8')}}}"]  # twice
+    for size, offsets in [(8, "0, 8"), (9, "0, 9"), (4, "4, 8"), (7, "0, 7"), (8, "8, 0")]:
+        names.append(f"{{{TREE}, {ENTRY % (size, offsets)}}}")
+    overlap = f"{ENTRY % (8, '0, 8')}, {(ENTRY % (4, '4, 8')).replace('w', 'v')}"
+    names += [f"{{{TREE}, {overlap}}}", f'{{{TREE}, {ENTRY % (8, "0, 8")}, "__metadata__": {{}}}}']
+    files += [file_of(name) for name in names]
+    files += [struct.pack("<Q", 1 << 62) + bytes(90), struct.pack("<Q", 100_000_001) + bytes(90)]
+    outcomes = set()
+    for one in files:
+        try:
+            deserialize(one)
+            is_theirs = True
+        except SafetensorError:
+            is_theirs = False
+        try:
+            decode(one, "there")
+            is_ours = True
+        except CheckpointError:
+            is_ours = False
+        outcomes.add((is_theirs, is_ours))
+        assert is_theirs or not is_ours, one
+        with contextlib.suppress(CheckpointError):
+            views(one, "there")
+    assert outcomes == {(True, True), (True, False), (False, False)}  # ours need their tree too
+    assert decode(file_of(names[1]), "there") == 0
+
+
 @pytest.mark.parametrize("data", [b"", b"12345678", b"\xff" * 20, b"\2" + b"\0" * 7 + b"{}"])
 @pytest.mark.parametrize("read", [decode, views])
 def test_other_files_are_damaged_checkpoints(
@@ -153,3 +214,29 @@ def test_other_files_are_damaged_checkpoints(
 def test_a_run_key_must_be_fit_for_a_folder(key: Any) -> None:
     with pytest.raises(ConfigError, match="run key"):
         check_run_key(key)
+
+
+def test_what_vanishes_or_cannot_be_read_meanwhile_is_told_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The former is passed over; the latter may pass, so that the newest is not given up."""
+
+    class Gone(MemoryStorage):
+        error: OSError = FileNotFoundError(errno.ENOENT, "no such file")
+
+        def read(self, path: str) -> bytes:
+            if "step-00000020" in path:
+                raise failure("read", path, self.error) from self.error
+            return super().read(path)
+
+    storage = Gone()
+    write(storage, 10)
+    write(storage, 20)
+    found = latest(storage, "run")
+    assert found is not None and found.step == 10
+    storage.error = OSError(errno.EIO, "503")
+    with pytest.raises(StorageError, match="503"):
+        latest(storage, "run")
+    found = latest(storage, "run", is_last_try=True)
+    assert found is not None and found.step == 10
+    assert latest(storage, "run", is_wanted=lambda folder: folder.step > 20) is None

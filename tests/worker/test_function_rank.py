@@ -22,7 +22,7 @@ from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import ConfigError
 from sparkdl.runtime.versions import versions
-from sparkdl.storage.checkpoint_format import latest
+from sparkdl.storage.checkpoint_format import Writer, folders, latest
 from sparkdl.storage.storage import open_storage
 from sparkdl.worker import function_rank
 from sparkdl.worker.function_rank import FunctionOrder, Script, checkpoints, pickled, unpickled
@@ -139,7 +139,7 @@ def test_as_many_checkpoints_are_kept_as_were_asked_for(driver: Driver, tmp_path
             sparkdl.context().report(checkpoint={"number": number})
 
     call(driver, train, storage_url=str(tmp_path / "c"), keep=3)
-    assert len(open_storage(str(tmp_path / "c")).list("function")) == 3
+    assert len(folders(open_storage(str(tmp_path / "c")), "function")) == 3
 
 
 def test_what_it_reports_is_heard(driver: Driver) -> None:
@@ -193,7 +193,8 @@ def test_a_checkpoint_that_cannot_be_stored_is_named(driver: Driver) -> None:
 
 def test_the_checkpoint_of_something_else_is_refused(driver: Driver, tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    with checkpoints(storage, 2, "function", Hub(), 10.0) as manager:
+    writer = Writer(run_key="function", run_id="run", attempt=0)
+    with checkpoints(storage, 2, writer, Hub(), 10.0, is_required=True) as manager:
         manager.save(1, {"state": {}}, {})
     newest = latest(storage, "function", lambda _: True)
     assert newest is not None

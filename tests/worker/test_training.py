@@ -7,9 +7,10 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -25,11 +26,11 @@ from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, make_plan
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
 from sparkdl.data.spool.writer import SpoolWriter
-from sparkdl.errors import CommunicationError, ConfigError
+from sparkdl.errors import CheckpointLost, CommunicationError, ConfigError, StorageError
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import PackedModule, pack
 from sparkdl.storage.checkpoint_format import decode, latest
-from sparkdl.storage.storage import open_storage
+from sparkdl.storage.storage import Data, LocalStorage, open_storage
 from sparkdl.train.callbacks import Callback, CallbackState
 from sparkdl.worker import training
 
@@ -374,3 +375,79 @@ def test_shards_whose_rows_have_another_order_begin_the_epoch_anew(
     lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("rows: " in line and "bits will differ" in line for line in lines)
     assert any("shards have changed: epoch " in line and "begins anew" in line for line in lines)
+
+
+class Refusing(LocalStorage):
+    """The driver's folder, which has no space for some files."""
+
+    def __init__(self, root: Path, refused: Callable[[str], bool]) -> None:
+        super().__init__(root)
+        self._refused = refused
+
+    def write(self, path: str, data: Data) -> None:
+        if self._refused(path):
+            raise StorageError(f"no space for {path}")
+        super().write(path, data)
+
+
+def weights_with(
+    folder: Path, refused: Callable[[str], bool], *orders: training.WorkOrder
+) -> tuple[list[str], bytes, list[str]]:
+    """Kinds of the rows, the weights wherever they are, and what was logged."""
+    hub = Hub()
+    files = Refusing(folder, refused)
+    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
+    there = Driver(hub, server, folder)
+    try:
+        for one in orders:
+            rows = list(training.run(environment(there), one))
+        lines = [line for event in there.events("log") for _, line in event["lines"]]
+    finally:
+        server.shutdown()
+    in_rows = [payload for kind, payload in rows if kind == "weights"]
+    data = in_rows[0] if in_rows else (folder / training.FINAL).read_bytes()
+    return [kind for kind, _ in rows], data, lines
+
+
+def test_a_full_driver_costs_neither_the_run_nor_its_weights(
+    plan: TrainPlan, packed: PackedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkdl.storage.retried.time", SimpleNamespace(sleep=lambda _: None))
+    config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(interval=1))
+    one = order(plan, packed, config)
+    whole = weights_with(tmp_path / "a", lambda path: False, one)
+    assert whole[0] == ["result"]
+    found = weights_with(tmp_path / "b", lambda path: True, one)
+    assert found[:2] == (["result", "weights"], whole[1])
+    assert any("there is no checkpoint 0123456789abcdef/run-0/step-" in line for line in found[2])
+    assert any("final.safetensors goes to the driver as a row" in line for line in found[2])
+    # Where the user has named a place for checkpoints, one that is of no use ends the run.
+    relayed = dataclasses.replace(one, storage_url="hdfs:///x", relays=True)
+    found_error = weights_or_error(tmp_path / "c", relayed)
+    assert found_error["type"] == "StorageError"
+    assert "5 checkpoints in a row" in found_error["message"]
+
+
+def weights_or_error(folder: Path, one: training.WorkOrder) -> dict[str, Any]:
+    server = ChannelServer(
+        Hub(), bind="127.0.0.1", announce="127.0.0.1", files=Refusing(folder, lambda path: True)
+    )
+    try:
+        return failure(list(training.run(environment(Driver(Hub(), server, folder)), one)))
+    finally:
+        server.shutdown()
+
+
+def test_a_checkpoint_that_a_worker_cannot_read_is_for_a_restart(
+    driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "checkpoints")
+    list(training.run(environment(driver), order(plan, packed, storage_url=url)))
+    found = latest(open_storage(url), "0123456789abcdef")
+    assert found is not None
+    for name in ("shared.safetensors", "rank-00000.safetensors", "manifest.json"):
+        open_storage(url).remove(f"{found.path}/{name}")
+        later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path)
+        told = failure(list(training.run(environment(driver), later)))
+        assert (told["kind"], told["type"]) == ("gang", CheckpointLost.__name__)
+        assert f"the checkpoint {found.path} cannot be read: " in told["message"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +13,15 @@ from pyspark.sql import SparkSession
 from sparkdl.comm.channel import Address, ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
 from sparkdl.spark.cluster.cluster_info import is_encrypted
+from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.session.compat import conf, driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.storage.mounted import Mounted
-from sparkdl.storage.storage import Storage, absolute, check_writable, open_storage
+from sparkdl.storage.retried import Retried
+from sparkdl.storage.storage import Storage, absolute, check_writable
 from sparkdl.worker.lifecycle import RELAYED
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Link:
     hub: Hub
     channel: Address | None
     """The driver's channel, if executors reach it."""
-    files: Storage
+    files: DriverFolder
     """The driver's temporary folder, which the channel serves."""
     checkpoints: Storage | None
     url: str | None
@@ -96,8 +97,7 @@ def open_link(
         run_id: names the probe's job.
         stack: closes everything in the end.
     """
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparkdl-"))
-    files = open_storage(folder)
+    files = stack.enter_context(driver_folder())
     url, checkpoints = _open_checkpoints(spark, checkpoint_dir)
     hub = Hub()
     served = Mounted(files)
@@ -145,9 +145,10 @@ def _open_checkpoints(
     if checkpoint_dir is None:
         return None, None
     storage = open_on_driver(spark, checkpoint_dir)
-    check_writable(storage)
     url = storage.url if isinstance(storage, HadoopStorage) else absolute(checkpoint_dir)
-    return url, storage
+    patient = Retried(storage)
+    check_writable(patient)
+    return url, patient
 
 
 def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:

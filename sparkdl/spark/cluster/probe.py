@@ -18,6 +18,7 @@ from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.background_job import BackgroundJob, TasksHang
 from sparkdl.spark.session.failures import raise_unless_loss, spark_message
 from sparkdl.spark.session.settings import Settings
+from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class ProbeTask:
         if self.storage_url is None or self.marker is None:
             return {"storage_failure": None, "sees_marker": True}
         try:
-            found = open_storage(self.storage_url).exists(self.marker)
+            found = Retried(open_storage(self.storage_url)).exists(self.marker)
         except SparkDLError as error:
             return {"storage_failure": str(error), "sees_marker": False}
         return {"storage_failure": None, "sees_marker": found}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import cloudpickle
 
-from sparkdl.errors import ShardLost
+from sparkdl.errors import CheckpointLost, ShardLost
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.slots import wait_again
@@ -17,6 +17,7 @@ from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.run.resume import find_checkpoint
 from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import decode
+from sparkdl.storage.lease import Lease
 from sparkdl.worker import training
 
 
@@ -29,55 +30,92 @@ def train_in_gang(run: Run) -> TrainingSummary:
         SparkDLError: what a worker raised on purpose.
     """
     payload = cloudpickle.dumps((run.config, run.packed.skeleton))
-    result = supervise(run, partial(_submit, run, payload), heal=partial(_heal, run))
+    _warn_of_space(run)
+    with ExitStack() as stack:
+        checkpoints, lease = run.link.checkpoints, None
+        if checkpoints is not None:
+            lease = stack.enter_context(Lease(checkpoints, run.run_key, run.run_id))
+        attempts = Attempts(run, payload, lease)
+        result = supervise(run, attempts.submit, heal=attempts.heal)
     _load_final(run, result)
     return _trained(result)
 
 
-def _heal(run: Run, failed: Attempt) -> None:
-    """Have shards written anew whose files are gone although Spark still holds their rows."""
-    if failed.has_reported(ShardLost):
-        run.table.rebuild()
+@dataclass
+class Attempts:
+    """The submissions of a gang: what one of them leaves for the next to know."""
+
+    run: Run
+    payload: bytes
+    lease: Lease | None
+    """None: there is no place for checkpoints."""
+    begun_from: str | None = None
+    """The checkpoint of the newest submission."""
+    passed_over: set[str] = field(default_factory=set)
+    """Checkpoints that workers could not read."""
+
+    def heal(self, failed: Attempt) -> None:
+        """Mend what would make the next submission fail too."""
+        if failed.has_reported(ShardLost):  # the file is gone, although Spark still holds its row
+            self.run.table.rebuild()
+        if failed.has_reported(CheckpointLost) and self.begun_from is not None:
+            self.passed_over.add(self.begun_from)
+
+    def submit(self, attempt: Attempt) -> Callable[[], Rows]:
+        """Prepare a submission: lost shards are rebuilt, the newest checkpoint is found."""
+        run, link, number = self.run, self.run.link, attempt.number
+        shards = run.plan.shards
+        if number > 0:
+            run.view.begun_again(number, None)
+            link.hub.clear(f"{run.run_id}/{number - 1}/")
+            wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
+            shards = tuple(part.shard for part in run.table.collect())
+        found = None
+        if link.checkpoints is not None:
+            found = find_checkpoint(run, link.checkpoints, self.passed_over)
+        self.begun_from = None if found is None else found.path
+        if self.lease is not None:
+            self.lease.begin(number, self.begun_from)
+        attempt.start = 0 if found is None else found.step
+        run.view.attempt(number, attempt.start)
+        order = run.gang_order(
+            training.WorkOrder,
+            attempt=number,
+            run_key=run.run_key,
+            device=run.config.device,
+            plan=replace(run.plan, shards=shards),
+            payload=self.payload,
+            weights=link.send(
+                training.INITIAL,
+                run.packed.tensors,
+                what="the module's weights have",
+                remedy="submit the job inside the cluster's network",
+            ),
+            resume_path=self.begun_from,
+            source=run.table.reader,
+        )
+        return run.gang_job(run.table.df, training.run, order)
 
 
-def _submit(run: Run, payload: bytes, attempt: Attempt) -> Callable[[], Rows]:
-    """Prepare one attempt: lost shards are rebuilt, the newest checkpoint is found."""
-    link = run.link
-    shards = run.plan.shards
-    number = attempt.number
-    if number > 0:
-        run.view.begun_again(number, None)
-        link.hub.clear(f"{run.run_id}/{number - 1}/")
-        wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
-        shards = tuple(part.shard for part in run.table.collect())
-    found = find_checkpoint(run, link.checkpoints) if link.checkpoints is not None else None
-    attempt.start = found.step if found is not None else 0
-    run.view.attempt(number, attempt.start)
-    order = run.gang_order(
-        training.WorkOrder,
-        attempt=number,
-        run_key=run.run_key,
-        device=run.config.device,
-        plan=replace(run.plan, shards=shards),
-        payload=payload,
-        weights=link.send(
-            training.INITIAL,
-            run.packed.tensors,
-            what="the module's weights have",
-            remedy="submit the job inside the cluster's network",
-        ),
-        resume_path=found.path if found is not None else None,
-        source=run.table.reader,
+def _warn_of_space(run: Run) -> None:
+    """Warn if the driver's folder cannot hold the checkpoints that it is to keep."""
+    link, config = run.link, run.config.checkpoint
+    if link.channel is None or link.url is not None:
+        return
+    module = run.module
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    link.files.check_space(
+        weights_bytes=weights,
+        checkpoint_bytes=weights + 2 * trained,  # two moments, as Adam keeps them
+        num_checkpoints=0 if config.interval == -1 else config.keep + 1,
     )
-    return run.gang_job(run.table.df, training.run, order)
 
 
 def _load_final(run: Run, result: GangResult) -> None:
     """Give the trained weights to the driver's module."""
-    if run.link.channel is not None:
-        data = run.link.files.read(training.FINAL)
-    else:
-        data = next(payload for _, kind, payload in result.rows if kind == "weights")
+    in_rows = [payload for _, kind, payload in result.rows if kind == "weights"]
+    data = in_rows[0] if in_rows else run.link.files.read(training.FINAL)
     run.module.load_state_dict(decode(data, training.FINAL))
 
 

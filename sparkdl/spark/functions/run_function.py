@@ -6,16 +6,17 @@ happens, nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import ConfigError, ShardLost
+from sparkdl.errors import CheckpointLost, ConfigError, ShardLost
 from sparkdl.inputs import Specification
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.recorder import Recorder
@@ -27,12 +28,14 @@ from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
 from sparkdl.spark.fit.check_request import travelling
 from sparkdl.spark.frames.user_data import Data, user_data
 from sparkdl.spark.functions.function_data import DataSets, prepare_sets
+from sparkdl.spark.run.resume import newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
 from sparkdl.spark.session.compat import conf, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
-from sparkdl.storage.checkpoint_format import folders, latest
+from sparkdl.storage.checkpoint_format import StepFolder, folders
+from sparkdl.storage.lease import Lease, Note, read_leases
 from sparkdl.storage.storage import Storage
 from sparkdl.worker import function_rank
 
@@ -159,19 +162,37 @@ def _pickled(function: Callable[[], Any]) -> bytes:
 
 
 def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
-    """Refuse to mix the checkpoints of two runs.
+    """Refuse to mix the checkpoints of two runs; warn of a run that may still be under way.
 
     Raises:
         ConfigError: there are some of an earlier one.
     """
-    if request.checkpoint_dir is None or request.resume:
+    if request.checkpoint_dir is None:
         return
     assert storage is not None
-    if folders(storage, RUN_KEY):
+    if request.resume:
+        leases = patiently(partial(_leases, storage))
+        for note in leases.values():
+            if note.is_alive():
+                logger.warning(
+                    "another run seems to be alive in %s (run %s of process %s, %.0f s ago); this "
+                    "one goes on from the newest checkpoint there, whose ever it is, and keeps its "
+                    "own beside",
+                    request.checkpoint_dir,
+                    note.run_id,
+                    note.host,
+                    note.seconds_since_renewal(),
+                )
+        return
+    if patiently(partial(folders, storage, RUN_KEY)):
         raise ConfigError(
             f"{request.checkpoint_dir} holds checkpoints of an earlier run; pass resume=True to go "
             "on from the newest of them, or another checkpoint_dir to begin anew"
         )
+
+
+def _leases(storage: Storage) -> dict[str, Note]:
+    return read_leases(storage, RUN_KEY, storage.list(RUN_KEY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,22 +202,37 @@ class FunctionJob(Launch):
     request: FunctionRequest
     payload: bytes
     sets: DataSets
+    begun_from: list[str | None] = field(default_factory=list)
+    """The checkpoint of each submission."""
+    passed_over: set[str] = field(default_factory=set)
+    """Checkpoints that workers could not read."""
 
     def run(self) -> FunctionResult:
         """Run the gang to its end, however many submissions that takes."""
-        return self._result(supervise(self, self._submit, heal=self._heal, what="run a function"))
+        checkpoints, lease = self.link.checkpoints, None
+        with contextlib.ExitStack() as stack:
+            if checkpoints is not None:
+                lease = stack.enter_context(Lease(checkpoints, RUN_KEY, self.run_id))
+            submit = partial(self._submit, lease)
+            return self._result(supervise(self, submit, heal=self._heal, what="run a function"))
 
     def _heal(self, failed: Attempt) -> None:
         if failed.has_reported(ShardLost):
             self.sets.rebuild()
+        path = self.begun_from[-1] if self.begun_from else None
+        if failed.has_reported(CheckpointLost) and path is not None:
+            self.passed_over.add(path)
 
-    def _submit(self, attempt: Attempt) -> Callable[[], Rows]:
+    def _submit(self, lease: Lease | None, attempt: Attempt) -> Callable[[], Rows]:
         link, request, number = self.link, self.request, attempt.number
         if number > 0:
             self.view.begun_again(number, None)
             link.hub.clear(f"{self.run_id}/{number - 1}/")
             wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
         found = self._newest()
+        self.begun_from.append(None if found is None else found.path)
+        if lease is not None:
+            lease.begin(number, self.begun_from[-1])
         attempt.start = 0 if found is None else found.step
         self.view.attempt(number, attempt.start)
         in_task = link.send(
@@ -222,22 +258,31 @@ class FunctionJob(Launch):
     def _newest(self) -> CheckpointInfo | None:
         if self.link.checkpoints is None:
             return None
-        found = latest(self.link.checkpoints, RUN_KEY, lambda _: True)
+        found = newest(
+            self.link.checkpoints, RUN_KEY, is_wanted=self._is_own, passed_over=self.passed_over
+        )
         if found is not None:
             logger.info("going on from checkpoint %d (%s)", found.step, found.path)
         return found
 
+    def _is_own(self, folder: StepFolder) -> bool:
+        """True for what this run may go on from: another run has another function.
+
+        At the beginning that is whatever is there, if the user has asked to resume it.
+        """
+        is_asked = self.request.resume and not self.begun_from
+        is_mine = folder.writer.run_id == self.run_id or folder.path in self.begun_from
+        return is_mine or is_asked
+
     def _result(self, result: GangResult) -> FunctionResult:
         values: dict[int, Any] = {}
         ranks = range(self.slots.num_workers if self.request.results == "all" else 1)
-        if self.link.channel is not None:
-            for rank in ranks:
+        in_rows = {rank: data for rank, kind, data in result.rows if kind == "value"}
+        for rank in ranks:
+            data = in_rows.get(rank)
+            if data is None:
                 data = self.link.files.read(function_rank.VALUE.format(rank))
-                values[rank] = function_rank.unpickled(data)
-        else:
-            for rank, kind, data in result.rows:
-                if kind == "value":
-                    values[rank] = function_rank.unpickled(data)
+            values[rank] = function_rank.unpickled(data)
         return FunctionResult(
             values=[values[rank]["value"] for rank in ranks],
             history=values[0]["history"],

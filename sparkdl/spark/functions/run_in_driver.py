@@ -10,6 +10,7 @@ import contextlib
 import os
 import tempfile
 import uuid
+from functools import partial
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -26,9 +27,13 @@ from sparkdl.spark.functions.run_function import (
     FunctionResult,
     check_folder,
 )
+from sparkdl.spark.run.resume import newest, patiently
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.storage.checkpoint_format import latest, load_shared
+from sparkdl.spark.session.termination import removed_at_termination
+from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.hadoop_storage import open_on_driver
+from sparkdl.storage.lease import Lease
+from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Storage, check_writable, open_storage
 from sparkdl.worker.context import Context, entered
 from sparkdl.worker.function_rank import called, checkpoints, default_group, environment_variables
@@ -48,19 +53,21 @@ def run_here(spark: SparkSession | None, request: FunctionRequest) -> FunctionRe
         DataError: a data set cannot be used.
         StorageError: checkpoints cannot be kept.
     """
-    with record_run(spark, uuid.uuid4().hex[:12], request) as recorder:
-        result = _run(spark, request, recorder)
+    run_id = uuid.uuid4().hex[:12]
+    with record_run(spark, run_id, request) as recorder:
+        result = _run(spark, run_id, request, recorder)
         recorder.succeeded(result.history)
     return result
 
 
 def _run(
-    spark: SparkSession | None, request: FunctionRequest, recorder: Recorder
+    spark: SparkSession | None, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
     view = choose_view(None, request.verbose)
     recorder.show(view)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(removed_at_termination(folder))
         stack.callback(view.close)
         storage = _storage(spark, request, folder)
         check_folder(storage, request)
@@ -68,9 +75,18 @@ def _run(
         sets = local_data_sets(data, request.inputs, Path(folder))
         device = choose_device(request.device, (), 0, os.environ)
         stack.enter_context(default_group(device, _SECONDS))
-        found = latest(storage, RUN_KEY, lambda _: True)
+        found = newest(storage, RUN_KEY) if request.resume else None
+        lease = stack.enter_context(Lease(storage, RUN_KEY, run_id))
+        lease.begin(0, None if found is None else found.path)
         manager = stack.enter_context(
-            checkpoints(storage, request.keep_checkpoints, RUN_KEY, Hub(), _SECONDS)
+            checkpoints(
+                storage,
+                request.keep_checkpoints,
+                Writer(run_key=RUN_KEY, run_id=run_id, attempt=0),
+                Hub(),
+                _SECONDS,
+                is_required=request.checkpoint_dir is not None,
+            )
         )
         place = Context(
             rank=0,
@@ -78,7 +94,7 @@ def _run(
             device=device,
             num_restarts=0,
             sets=sets,
-            resumed=None if found is None else load_shared(found),
+            resumed=None if found is None else patiently(partial(load_shared, found)),
             save=lambda number, state: manager.save(number, state, {}),
             show=recorder.epoch,
         )
@@ -94,6 +110,6 @@ def _storage(spark: SparkSession | None, request: FunctionRequest, folder: str) 
     place = request.checkpoint_dir
     if place is None:
         return open_storage(str(Path(folder) / "checkpoints"))
-    storage = open_storage(place) if spark is None else open_on_driver(spark, place)
+    storage = Retried(open_storage(place) if spark is None else open_on_driver(spark, place))
     check_writable(storage)
     return storage

@@ -23,10 +23,11 @@ from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
-from sparkdl.spark.run.resume import find_checkpoint
+from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run
-from sparkdl.storage.checkpoint_format import load_shared
+from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
+from sparkdl.storage.lease import Lease
 from sparkdl.sync.averaging.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState
 from sparkdl.train.objective.divergence import LossWatch
@@ -82,6 +83,8 @@ def run_rounds(
     rounds = _Rounds(run, period, make, watch)
     with contextlib.ExitStack() as stack:
         if run.link.url is not None:
+            assert run.link.checkpoints is not None
+            rounds.lease = stack.enter_context(Lease(run.link.checkpoints, run.run_key, run.run_id))
             rounds.checkpoints = stack.enter_context(_checkpoints(run))
         stack.enter_context(tuned_allocator())  # states of the same size come and go
         return rounds.train()
@@ -95,7 +98,7 @@ def _checkpoints(run: Run) -> CheckpointManager:
         run.config.checkpoint,
         rank=0,
         world_size=1,
-        run_key=run.run_key,
+        writer=Writer(run_key=run.run_key, run_id=run.run_id, attempt=0),
         environment={
             **versions(),
             "cpu": cpu_model(),
@@ -122,6 +125,7 @@ class _Rounds:
         self.replicas = make(self.jobs)
         self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
         self.checkpoints: CheckpointManager | None = None
+        self.lease: Lease | None = None
 
     def train(self) -> TrainingSummary:
         """Train to the end."""
@@ -247,7 +251,9 @@ class _Rounds:
         found = find_checkpoint(self.run, link.checkpoints)
         if found is None:
             return
-        shared: dict[str, Any] = load_shared(found)
+        if self.lease is not None:
+            self.lease.begin(0, found.path)
+        shared: dict[str, Any] = patiently(lambda: load_shared(found))
         self.replicas.load_state_dict(shared["states"])
         self.period.load_state_dict(shared["period"])
         self.watch.load_state_dict(shared["watch"])

@@ -7,31 +7,42 @@ the same fit finds its own checkpoints and no other's.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column
 from sparkdl.data.shuffle_windows import WINDOWS, Windows, from_text
-from sparkdl.errors import CheckpointError
+from sparkdl.errors import CheckpointError, StorageError
 from sparkdl.serialization.identity import identity
 from sparkdl.spark.run.run import Run
+from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.storage.checkpoint_format import (
     CheckpointInfo,
+    StepFolder,
     folders,
     has_other_runs,
     latest,
     read_manifest,
 )
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 300.0
+"""How long a storage that does not answer is asked again while no training is under way."""
+_PAUSES_SECONDS = (1.0, 3.0, 10.0)
+"""Between these requests; the last pause is repeated."""
 _LEFT_OUT = ("epochs", "max_steps", "checkpoint", "callbacks", "device")
 """What only says how long to train, or how to watch it: a finished run can be continued."""
 
@@ -68,19 +79,32 @@ def windows_to_go_on(
     """
     if storage is None:
         return choose()
-    for path in reversed(folders(storage, run_key)):
+    found = patiently(partial(_newest_windows, storage, run_key))
+    return choose() if found is None else found[0]
+
+
+def _newest_windows(storage: Storage, run_key: str) -> tuple[Windows | None] | None:
+    """The windows that the newest checkpoint names; None: there is none, or it names none."""
+    for folder in reversed(folders(storage, run_key)):
         try:
-            text = read_manifest(storage, path).environment.get(WINDOWS)
-            return choose() if text is None else from_text(text)
+            text = read_manifest(storage, folder.path).environment.get(WINDOWS)
+            return None if text is None else (from_text(text),)
         except CheckpointError:  # `find_checkpoint` warns of it
             continue
-    return choose()
+    return None
 
 
-def find_checkpoint(run: Run, storage: Storage) -> CheckpointInfo | None:
-    """The newest whole checkpoint of the run that is not beyond its end, or None.
+def find_checkpoint(
+    run: Run, storage: Storage, passed_over: Collection[str] = ()
+) -> CheckpointInfo | None:
+    """The newest whole checkpoint of the run key that is not beyond the run's end, or None.
 
     Another fit of the same key may have trained for longer; its result is not this one's.
+
+    Args:
+        run: whose it is.
+        storage: where checkpoints lie.
+        passed_over: paths of those that workers could not read; taken only if there is no other.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -90,10 +114,12 @@ def find_checkpoint(run: Run, storage: Storage) -> CheckpointInfo | None:
         state = TrainState.from_state_dict(shared["state"])
         return not state.exceeds(run.plan.epochs, run.plan.max_steps)
 
-    found = latest(storage, run.run_key, fits)
+    found = newest(storage, run.run_key, fits, passed_over=passed_over)
     if found is not None:
         logger.info("going on from the checkpoint of step %d (%s)", found.step, found.path)
-    elif not folders(storage, run.run_key) and has_other_runs(storage, run.run_key):
+    elif patiently(
+        lambda: not folders(storage, run.run_key) and has_other_runs(storage, run.run_key)
+    ):
         logger.info(
             "%s holds checkpoints of other runs, but none of these rows, module, initial weights "
             "and Params (run key %s): training begins at step 0; a module that a factory makes, "
@@ -102,3 +128,60 @@ def find_checkpoint(run: Run, storage: Storage) -> CheckpointInfo | None:
             run.run_key,
         )
     return found
+
+
+def newest(
+    storage: Storage,
+    run_key: str,
+    fits: Callable[[Any], bool] | None = None,
+    *,
+    is_wanted: Callable[[StepFolder], bool] = lambda _: True,
+    passed_over: Collection[str] = (),
+) -> CheckpointInfo | None:
+    """What `checkpoint_format.latest` finds, with patience for the storage.
+
+    A checkpoint that still cannot be read when the patience is at its end is passed over.
+
+    Args:
+        storage: where checkpoints lie.
+        run_key: the run's.
+        fits: see there.
+        is_wanted: which folders to look at.
+        passed_over: paths of those that workers could not read; taken only if there is no other.
+
+    Raises:
+        StorageError: the storage cannot be listed.
+    """
+
+    def find(among: Callable[[StepFolder], bool]) -> CheckpointInfo | None:
+        try:
+            return patiently(partial(latest, storage, run_key, fits, is_wanted=among))
+        except StorageError as error:
+            logger.warning("%s; looking for an older checkpoint", error)
+            return latest(storage, run_key, fits, is_wanted=among, is_last_try=True)
+
+    found = find(lambda folder: is_wanted(folder) and folder.path not in passed_over)
+    if found is None and passed_over:
+        found = find(is_wanted)
+    return found
+
+
+def patiently(action: Callable[[], T]) -> T:
+    """Ask a storage while no training is under way, which can wait until it answers again.
+
+    Raises:
+        StorageError: it has failed for some minutes, or in a way that does not pass.
+        TrainingFailed: the user has interrupted this thread's fit.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    pauses = itertools.chain(_PAUSES_SECONDS, itertools.repeat(_PAUSES_SECONDS[-1]))
+    for pause in pauses:
+        try:
+            return action()
+        except StorageError as error:
+            if is_definite(error) or time.monotonic() + pause > deadline:
+                raise
+            logger.warning("%s; training waits, and tries again in %g s", error, pause)
+        time.sleep(pause)
+        raise_if_asked()
+    raise AssertionError("pauses do not end")

@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 
 from sparkdl.spark.cluster.attempt import Attempt
-from sparkdl.spark.fit.gang_fit import _heal
+from sparkdl.spark.fit.gang_fit import Attempts
+
+
+def failed(kind: str) -> Attempt:
+    failures = [{"rank": 1, "type": "CommunicationError"}, {"rank": 0, "type": kind}]
+    return Attempt(number=0, world_size=2, submitted=0, failures=failures)
 
 
 @pytest.mark.parametrize(("kind", "rebuilt"), [("ShardLost", 1), ("CommunicationError", 0)])
 def test_lost_shards_are_written_anew(kind: str, rebuilt: int) -> None:
     calls: list[int] = []
     run: Any = SimpleNamespace(table=SimpleNamespace(rebuild=lambda: calls.append(1)))
-    failures = [{"rank": 1, "type": "CommunicationError"}, {"rank": 0, "type": kind}]
-    _heal(run, Attempt(number=0, world_size=2, submitted=0, failures=failures))
+    Attempts(run, b"", None).heal(failed(kind))
     assert len(calls) == rebuilt
+
+
+def test_a_checkpoint_that_workers_cannot_read_is_passed_over() -> None:
+    run: Any = SimpleNamespace()
+    attempts = Attempts(run, b"", None, begun_from="run/a-0/step-00000004")
+    attempts.heal(failed("CommunicationError"))
+    assert attempts.passed_over == set()
+    attempts.heal(failed("CheckpointLost"))
+    assert attempts.passed_over == {"run/a-0/step-00000004"}

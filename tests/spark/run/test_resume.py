@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from sparkdl.data.shuffle_windows import WINDOWS, Windows
-from sparkdl.spark.run.resume import find_checkpoint, windows_to_go_on
+from sparkdl.errors import StorageError
+from sparkdl.spark.run import resume
+from sparkdl.spark.run.resume import find_checkpoint, newest, windows_to_go_on
 from sparkdl.storage.checkpoint_format import (
     SHARED,
     CheckpointInfo,
@@ -19,13 +21,14 @@ from sparkdl.storage.checkpoint_format import (
     write_file,
     write_manifest,
 )
+from sparkdl.storage.storage import failure
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.state import TrainState
 from tests.storage.memory import MemoryStorage
 
 
 def write(storage: MemoryStorage, state: TrainState, *, run_key: str = "run") -> None:
-    path = f"{run_key}/{folder_name(state.step)}"
+    path = f"{run_key}/a-0/{folder_name(state.step)}"
     files = {}
     for name in (SHARED, rank_file(0)):
         content = encode(snapshot({"state": state.state_dict()}))
@@ -64,7 +67,7 @@ def test_a_shorter_fit_does_not_take_the_result_of_a_longer_one(
     write(storage, TrainState(epoch=1, step=15, step_in_epoch=5))
     write(storage, TrainState(epoch=2, step=20))
     assert found(storage, epochs=epochs, max_steps=max_steps) == step
-    passed_over = "passed over run/step-00000020: this fit ends before step 20"
+    passed_over = "passed over run/a-0/step-00000020: this fit ends before step 20"
     assert (passed_over in caplog.text) == (step != 20)
 
 
@@ -87,7 +90,7 @@ def resumed(storage: MemoryStorage | None) -> Windows | None:
 
 
 def note(storage: MemoryStorage, step: int, environment: dict[str, str]) -> None:
-    path = f"0123456789abcdef/{folder_name(step)}"
+    path = f"0123456789abcdef/a-0/{folder_name(step)}"
     write_manifest(
         CheckpointInfo(
             storage=storage, path=path, step=step, world_size=1, run_key="0123456789abcdef",
@@ -107,3 +110,80 @@ def test_the_newest_checkpoint_that_says_so_decides() -> None:
     assert resumed(storage) is None
     note(storage, 20, {})  # of an older version
     assert resumed(storage) == SMALL
+
+
+class Unsteady(MemoryStorage):
+    """Does not answer a number of requests, or never reads some files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failures = 0
+        self.unread = "nothing"
+
+    def _ask(self, path: str) -> None:
+        self.num_failures -= 1
+        if self.num_failures >= 0 or self.unread in path:
+            cause = OSError("503 Slow Down")
+            raise failure("ask", path, cause) from cause
+
+    def list(self, path: str) -> list[str]:
+        self._ask(path)
+        return super().list(path)
+
+    def read(self, path: str) -> bytes:
+        self._ask(path)
+        return super().read(path)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that were made; time passes in them only."""
+    made: list[float] = []
+    clock = SimpleNamespace(sleep=made.append, monotonic=lambda: sum(made))
+    monkeypatch.setattr(resume, "time", clock)
+    return made
+
+
+def test_a_storage_that_does_not_answer_is_asked_again(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Unsteady()
+    write(storage, TrainState(epoch=1, step=10))
+    storage.num_failures = 5
+    assert found(storage, epochs=9) == 10
+    assert pauses == [1, 3, 10, 10, 10]
+    assert caplog.text.count("503 Slow Down") == 5
+    assert "training waits, and tries again in 10 s" in caplog.text
+    storage.num_failures = 10**6
+    with pytest.raises(StorageError, match="503"):
+        found(storage, epochs=9)
+    assert sum(pauses) > 300
+
+
+def test_a_checkpoint_that_stays_unreadable_is_passed_over(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Unsteady()
+    for step in (10, 20):
+        write(storage, TrainState(epoch=1, step=step))
+    storage.unread = "step-00000020"
+    assert found(storage, epochs=9) == 10
+    assert sum(pauses) > 250
+    assert "looking for an older checkpoint" in caplog.text
+
+
+def test_what_workers_could_not_read_is_taken_only_if_there_is_no_other() -> None:
+    storage = MemoryStorage()
+    paths = []
+    for step in (10, 20):
+        write(storage, TrainState(epoch=1, step=step))
+        paths.append(f"run/a-0/step-000000{step}")
+
+    def step_without(*passed_over: str) -> int:
+        info = newest(storage, "run", passed_over=passed_over)
+        assert info is not None
+        return info.step
+
+    assert step_without() == 20
+    assert step_without(paths[1]) == 10
+    assert step_without(*paths) == 20

@@ -1,0 +1,92 @@
+"""Which checkpoints are removed: those that nobody will go on from.
+
+A run removes its own older checkpoints, those of its earlier attempts, and those of runs that have
+ended. What belongs to a run that is alive, or is ahead of its own newest checkpoint, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from sparkdl.storage.checkpoint_format import MANIFEST, SHARED, StepFolder, steps_of, writers
+from sparkdl.storage.lease import lease_name, read_leases
+from sparkdl.storage.storage import Storage
+
+
+def surplus(
+    steps: Iterable[StepFolder],
+    newest: StepFolder,
+    keep: int,
+    is_whole: Callable[[StepFolder], bool],
+    in_use: Collection[str] = (),
+) -> list[StepFolder]:
+    """What can be removed once ``newest`` is whole, so that ``keep`` whole ones stay.
+
+    Args:
+        steps: those of the own run and of runs that have ended; others are not touched.
+        newest: the own one.
+        keep: number of whole ones that stay: the run's own first, then the newest of others.
+        is_whole: asked of as few as possible, since it looks into the storage.
+        in_use: paths from which others began.
+    """
+    older = [step for step in steps if step.age <= newest.age and step.path != newest.path]
+    run_id = newest.writer.run_id
+    older.sort(key=lambda step: (step.writer.run_id == run_id, step.age, step.path), reverse=True)
+    num_kept, gone = 1, []
+    for step in older:
+        if step.path in in_use:
+            continue
+        if num_kept < keep and is_whole(step):
+            num_kept += 1
+        else:
+            gone.append(step)
+    return gone
+
+
+def prune(storage: Storage, newest: StepFolder, keep: int) -> None:
+    """Remove what is `surplus`, and what runs that have ended left besides.
+
+    Args:
+        storage: where checkpoints lie.
+        newest: one that the caller has just written.
+        keep: number of whole ones that stay.
+
+    Raises:
+        StorageError: the storage failed.
+        CommunicationError: the way to it was lost.
+    """
+    own, key = newest.writer, newest.writer.run_key
+    names = storage.list(key)
+    leases = read_leases(storage, key, names)
+    mine = leases.pop(own.run_id, None)
+    if mine is not None and mine.attempt > own.attempt:
+        return  # the run goes on in a later attempt, which may need what is old for this one
+    alive = {run_id: note for run_id, note in leases.items() if note.is_alive()}
+    mortal = [
+        writer
+        for writer in writers(names, key)
+        if writer.run_id not in alive
+        and (writer.run_id != own.run_id or writer.attempt <= own.attempt)
+    ]
+    steps = steps_of(storage, mortal)
+    in_use = {note.begun_from for note in alive.values() if note.begun_from is not None}
+    gone = surplus(steps, newest, keep, lambda step: _is_whole(storage, step), in_use)
+    for step in gone:
+        remove(storage, step)
+    left = {step.writer for step in steps if step not in gone} | {own}
+    for writer in mortal:
+        if writer not in left:
+            storage.remove(writer.path)
+    for run_id in leases.keys() - alive.keys() - {writer.run_id for writer in left}:
+        storage.remove(f"{key}/{lease_name(run_id)}")
+
+
+def remove(storage: Storage, step: StepFolder) -> None:
+    """Remove a checkpoint; what is half removed does not look like one."""
+    storage.remove(f"{step.path}/{MANIFEST}")
+    storage.remove(step.path)
+
+
+def _is_whole(storage: Storage, step: StepFolder) -> bool:
+    """As far as names tell: a writer that was late may have left a manifest without files."""
+    return {MANIFEST, SHARED} <= set(storage.list(step.path))
