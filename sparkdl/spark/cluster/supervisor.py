@@ -80,6 +80,7 @@ def supervise(
             submitted=time.monotonic(),
         )
         try:
+            run.link.hub.begin(attempt.number)  # what is left of the one before is shut out
             job = submit(attempt.number)
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)

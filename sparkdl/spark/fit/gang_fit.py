@@ -46,7 +46,6 @@ def _submit(run: Run, payload: bytes, attempt: int) -> Callable[[], Rows]:
     shards = run.plan.shards
     if attempt > 0:
         run.view.begun_again(attempt, None)
-        link.hub.clear(f"{run.run_id}/{attempt - 1}/")
         wait_again(run.spark, run.slots, run.settings)
         shards = tuple(part.shard for part in run.table.collect())
     found = find_checkpoint(run, link.checkpoints) if link.checkpoints is not None else None

@@ -194,7 +194,6 @@ class FunctionJob(Launch):
         link, request = self.link, self.request
         if attempt > 0:
             self.view.begun_again(attempt, None)
-            link.hub.clear(f"{self.run_id}/{attempt - 1}/")
             wait_again(self.spark, self.slots, self.settings)
         found = self._newest()
         self.view.attempt(attempt, 0 if found is None else found.step)
