@@ -25,6 +25,7 @@ def version() -> str:
 
 CORE = [
     "cloudpickle>=3.0",
+    "cryptography>=42.0",
     "fsspec>=2024.2",
     "numpy>=1.26",
     "pyarrow>=14.0",

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import Measurements
 
-from sparkdl.comm.communicator import ProcessGroupCommunicator, process_group
+from sparkdl.comm.communicator import ProcessGroupCommunicator
+from sparkdl.comm.process_group import process_group
 
 WORLD_SIZE = 2
 Measure = Callable[[ProcessGroupCommunicator], dict[str, float]]

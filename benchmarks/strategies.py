@@ -19,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import common
 from common import HERE, table
+
+from sparkdl.comm.certificates import make_certificate
 
 LINKS = {"unlimited": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
@@ -115,10 +118,11 @@ def device(name: str) -> str:
 def run(names: tuple[str, str], options: argparse.Namespace) -> list[dict[str, object]]:
     """Two workers train with every strategy in turn; what rank 0 found."""
     with tempfile.TemporaryDirectory() as place:
+        handed = json.dumps({**shown(options), "certificate": asdict(make_certificate())})
         workers = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, HERE / "strategy_worker.py",
-                 str(rank), ADDRESSES[rank], device(name), place, json.dumps(shown(options))],
+                 str(rank), ADDRESSES[rank], device(name), place, handed],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": device(name)},
             )
             for rank, name in enumerate(names)

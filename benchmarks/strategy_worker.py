@@ -17,7 +17,9 @@ import torchmetrics
 from strategy_table import STRATEGIES, Contender
 from torch import nn
 
-from sparkdl.comm.communicator import ProcessGroupCommunicator, process_group
+from sparkdl.comm.certificates import Certificate
+from sparkdl.comm.communicator import ProcessGroupCommunicator
+from sparkdl.comm.process_group import process_group
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
 from sparkdl.data.spool.mapped import ShardData
@@ -76,7 +78,12 @@ def main(rank: int, address: str, device: str, place: str, options: dict) -> Non
         for name, contender in STRATEGIES.items():
             if options["strategies"] and name not in options["strategies"]:
                 continue
-            comm = ProcessGroupCommunicator(nodes=(0, 1), options=group_options, address=address)
+            comm = ProcessGroupCommunicator(
+                nodes=(0, 1),
+                options=group_options,
+                address=address,
+                certificate=Certificate(**options["certificate"]),
+            )
             runs = [
                 one_run(comm, contender, device, options, seed) for seed in range(options["runs"])
             ]

@@ -6,6 +6,7 @@ A function of a test module, and its arguments, must be picklable; it gets the c
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import secrets
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,9 @@ class Gang:
 @contextlib.contextmanager
 def started_gang(folder: Path, world_size: int = 2) -> Iterator[Gang]:
     """A gang whose processes end with the context."""
-    key = secrets.token_bytes(16)
+    from sparkdl.comm.certificates import make_certificate
+
+    key, certificate = secrets.token_bytes(16), make_certificate()
     address = str(folder / "gang.sock")
     with Listener(address, family="AF_UNIX", authkey=key) as listener:
         processes = [
@@ -60,7 +64,11 @@ def started_gang(folder: Path, world_size: int = 2) -> Iterator[Gang]:
                     address,
                     str(folder / "store"),
                 ],
-                env={**os.environ, "SPARKDL_TEST_KEY": key.hex()},
+                env={
+                    **os.environ,
+                    "SPARKDL_TEST_KEY": key.hex(),
+                    "SPARKDL_TEST_CERTIFICATE": json.dumps(asdict(certificate)),
+                },
                 cwd=Path(__file__).parent.parent,
             )
             for rank in range(world_size)
@@ -87,6 +95,7 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
     """One rank's life: run what comes until the connection closes."""
     import torch.distributed as dist
 
+    from sparkdl.comm.certificates import Certificate
     from sparkdl.comm.communicator import ProcessGroupCommunicator
     from sparkdl.comm.process_group import process_group
 
@@ -102,7 +111,10 @@ def main(rank: int, world_size: int, address: str, store_path: str) -> None:
     ) as options:
         # On nodes of their own, so that sums are sent; what is tested on one node says so.
         comm = ProcessGroupCommunicator(
-            nodes=range(world_size), options=options, timeout_seconds=TIMEOUT_SECONDS
+            nodes=range(world_size),
+            options=options,
+            timeout_seconds=TIMEOUT_SECONDS,
+            certificate=Certificate(**json.loads(os.environ["SPARKDL_TEST_CERTIFICATE"])),
         )
         while True:
             try:

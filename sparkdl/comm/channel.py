@@ -1,8 +1,9 @@
 """The channel between driver and workers while a gang runs.
 
 One Arrow Flight server per run carries rendezvous keys, heartbeats, progress, log lines and the
-checkpoints that the driver keeps. Every call must show the run's secret. The server lives on the
-driver; where executors cannot reach that (Spark Connect from afar), rank 0 hosts the keys.
+checkpoints that the driver keeps. It speaks TLS with those only who show the certificate of this
+run's workers, and does what `access` allows them. The server lives on the driver; where executors
+cannot reach that (Spark Connect from afar), rank 0 hosts the keys.
 
 Never use a client in a process that forks afterwards: gRPC does not survive a fork.
 """
@@ -10,26 +11,27 @@ Never use a client in a process that forks afterwards: gRPC does not survive a f
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from sparkdl.comm.access import Access, Address, Caller, require_file, require_key
+from sparkdl.comm.certificates import NAME, make_certificate
 from sparkdl.comm.file_chunks import SCHEMA, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 from sparkdl.storage.storage import Storage
 
 _HEADER = "authorization"
 _POLL_SECONDS = 5.0
-_OF_HUB = {"set", "add", "missing", "get", "delete", "report", "seconds_since_report"}
+_OF_KEYS = {"set", "add", "missing", "get", "delete"}
+_OF_REPORTS = {"report", "seconds_since_report"}
 _OF_FILES = {"list", "remove", "exists"}
 """Methods of the hub and of the files that a request may name."""
 _RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000)]
@@ -38,18 +40,10 @@ _TRANSPORT = (
     flight.FlightUnavailableError,
     flight.FlightTimedOutError,
     flight.FlightCancelledError,
+    flight.FlightUnauthenticatedError,
     OSError,
 )
-"""Errors of the way to the server; all others are the server's own answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Where a channel listens, and the secret that opens it."""
-
-    host: str
-    port: int
-    token: str
+"""Errors of the way to the server; all others are its own answer to who may ask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +57,11 @@ class Event:
 
 
 class Hub:
-    """What stands behind the server: keys that can be waited for, and the events received."""
+    """What stands behind the server: secrets, keys that can be waited for, and events received."""
 
     def __init__(self, *, keeps_events: bool = True) -> None:
         """Make an empty hub; without ``keeps_events`` what workers report is thrown away."""
+        self.access = Access()
         self.keeps_events = keeps_events
         self.shows_lines = False
         """Whether what workers print is shown by the driver, on the console that they write to."""
@@ -74,6 +69,12 @@ class Hub:
         self._last_reports: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt: processes of earlier ones are refused, and their keys forgotten."""
+        self.access.begin(attempt)
+        with self._changed:
+            self._keys.clear()
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key and wake those who wait for it."""
@@ -125,12 +126,6 @@ class Hub:
         last, moment = self._last_reports.get(rank, (-1, 0.0))
         return time.monotonic() - moment if last == attempt else None
 
-    def clear(self, prefix: str) -> None:
-        """Remove all keys that start with ``prefix``."""
-        with self._changed:
-            for key in [key for key in self._keys if key.startswith(prefix)]:
-                del self._keys[key]
-
 
 class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow has no stubs
     """Serves a hub, and files if given. Use as a context manager; it stops with the block."""
@@ -138,33 +133,78 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
     def __init__(
         self, hub: Hub, *, bind: str, announce: str, port: int = 0, files: Storage | None = None
     ) -> None:
-        token = secrets.token_hex(32)
-        super().__init__(location(bind, port), middleware={"secret": SecretFactory(token)})
+        own, workers = make_certificate(), make_certificate()
+        super().__init__(
+            location(bind, port),
+            tls_certificates=[(own.public, own.key)],
+            verify_client=True,
+            root_certificates=workers.public,
+            middleware={"caller": _Callers(hub.access)},
+        )
         self._hub = hub
         self._files = files
-        self.address = Address(host=announce, port=self.port, token=token)
+        self._address = Address(
+            host=announce,
+            port=self.port,
+            server_certificate=own.public,
+            worker_certificate=workers.public,
+            worker_key=workers.key,
+            secret="",
+        )
+
+    @property
+    def address(self) -> Address:
+        """Where the server is, with what opens it in the present attempt."""
+        return replace(self._address, secret=self._hub.access.secret)
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         """Call the method of the hub or of the files that the action's type names."""
-        if action.type not in _OF_HUB | _OF_FILES:
-            raise flight.FlightServerError(f"unknown request {action.type!r}")
+        caller: Caller = context.get_middleware("caller").caller
         header, _, value = action.body.to_pybytes().partition(b"\n")
         arguments = json.loads(header)
         if action.type == "set":
             arguments["value"] = value
-        owner = self._hub if action.type in _OF_HUB else self._storage()
-        answer = getattr(owner, action.type)(**arguments)
+        answer = self._answer(caller, action.type, arguments)
         is_bytes = isinstance(answer, bytes)
         yield flight.Result(b"+" + answer if is_bytes else b"-" + json.dumps(answer).encode())
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Store a file that arrives in chunks."""
-        self._storage().write(descriptor.path[0].decode(), received(chunk.data for chunk in reader))
+        caller: Caller = context.get_middleware("caller").caller
+        path = descriptor.path[0].decode()
+        require_file(caller, path)
+
+        def chunks() -> Iterator[Any]:
+            yield from received(chunk.data for chunk in reader)
+            self._hub.access.require_present(caller)  # a file counts once it is whole
+
+        self._storage().write(path, chunks())
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
         """Send a file in chunks."""
         data = self._storage().read(ticket.ticket.decode())
         return flight.GeneratorStream(SCHEMA, sent([data]))
+
+    def _answer(self, caller: Caller, what: str, arguments: dict[str, Any]) -> Any:
+        if what in _OF_KEYS:
+            # A call that began in an earlier attempt must not change what the present one reads.
+            scope = f"{caller.attempt}/"
+            if what == "missing":
+                arguments["keys"] = [scope + key for key in arguments["keys"]]
+            else:
+                if what != "get":
+                    require_key(caller, arguments["key"], removes=what == "delete")
+                arguments["key"] = scope + arguments["key"]
+            return getattr(self._hub, what)(**arguments)
+        if what in _OF_REPORTS:
+            if what == "report":
+                self._hub.access.require_report(caller, arguments["attempt"], arguments["rank"])
+            return getattr(self._hub, what)(**arguments)
+        if what in _OF_FILES:
+            if what == "remove":
+                require_file(caller, arguments["path"])
+            return getattr(self._storage(), what)(**arguments)
+        raise flight.FlightServerError(f"unknown request {what!r}")
 
     def _storage(self) -> Storage:
         if self._files is None:
@@ -173,18 +213,23 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
 
 
 class ChannelClient:
-    """A worker's end of the channel. Thread-safe; keys are scoped by ``scope``.
+    """A worker's end of the channel. Thread-safe; keys are those of the worker's attempt.
 
     Raises, from every method:
         CommunicationError: the server cannot be reached or refuses.
     """
 
-    def __init__(self, address: Address, *, scope: str = "", timeout_seconds: float = 30.0) -> None:
-        self._scope = scope
+    def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
         self._timeout = timeout_seconds
-        self._token = address.token
-        place = location(address.host, address.port)
-        self._client = flight.connect(place, generic_options=_RECONNECT)
+        self._shown = address.shown()
+        self._client = flight.connect(
+            location(address.host, address.port),
+            tls_root_certs=address.server_certificate,
+            cert_chain=address.worker_certificate,
+            private_key=address.worker_key,
+            override_hostname=NAME,
+            generic_options=_RECONNECT,
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -192,11 +237,11 @@ class ChannelClient:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key."""
-        self._ask("set", value, key=self._scope + key)
+        self._ask("set", value, key=key)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(self._ask("add", key=self._scope + key, amount=amount))
+        return int(self._ask("add", key=key, amount=amount))
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Return when all keys are set.
@@ -205,10 +250,9 @@ class ChannelClient:
             TimeoutError: they are not after ``timeout_seconds``.
         """
         deadline = time.monotonic() + timeout_seconds
-        scoped = [self._scope + key for key in keys]
         while True:
             seconds = min(max(deadline - time.monotonic(), 0.0), _POLL_SECONDS)
-            missing = self._ask("missing", keys=scoped, timeout_seconds=seconds)
+            missing = self._ask("missing", keys=list(keys), timeout_seconds=seconds)
             if not missing:
                 return
             if time.monotonic() >= deadline:
@@ -216,12 +260,12 @@ class ChannelClient:
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None."""
-        value: bytes | None = self._ask("get", key=self._scope + key)
+        value: bytes | None = self._ask("get", key=key)
         return value
 
     def delete(self, key: str) -> bool:
         """Remove a key. Returns whether it was there."""
-        return bool(self._ask("delete", key=self._scope + key))
+        return bool(self._ask("delete", key=key))
 
     def report(self, *, attempt: int, rank: int, events: Sequence[Mapping[str, Any]]) -> bool:
         """Tell the driver what happened; values that are not JSON go as their text.
@@ -250,7 +294,8 @@ class ChannelClient:
         return CommunicationError(f"{what}: {error}")
 
     def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
-        return call_options(self._token, timeout_seconds)
+        headers = [(_HEADER.encode(), self._shown.encode())]
+        return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
 
 
 class ChannelStorage(ChannelClient):
@@ -307,25 +352,24 @@ class ChannelStorage(ChannelClient):
         return kind(f"{what}: {error}")
 
 
-class SecretFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call that does not show ``token``, as `call_options` makes it do."""
+class _Callers(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Finds out who makes a call, and refuses those that are nobody."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
-    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> flight.ServerMiddleware:
         """Called before every call is served."""
-        given = headers.get(_HEADER, [""])[0]
-        if not hmac.compare_digest(str(given).encode(), self._expected.encode()):
-            raise flight.FlightUnauthenticatedError("wrong or missing secret")
+        return _Call(self._access.caller(str(headers.get(_HEADER, [""])[0])))
 
 
-def call_options(token: str, timeout_seconds: float | None) -> flight.FlightCallOptions:
-    """Options of a call that shows ``token`` and may last so long; None: as long as it takes."""
-    headers = [(_HEADER.encode(), f"Bearer {token}".encode())]
-    return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
+class _Call(flight.ServerMiddleware):  # type: ignore[misc]
+    """Says who makes a call, to those who serve it."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
 
 
 def location(host: str, port: int) -> str:
     """Where a Flight server listens, as Flight writes it."""
-    return f"grpc://[{host}]:{port}" if ":" in host else f"grpc://{host}:{port}"
+    return f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}"

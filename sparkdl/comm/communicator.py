@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sparkdl.comm.certificates import Certificate
 from sparkdl.comm.process_group import peer_errors
 from sparkdl.comm.worker_environment import numbered
 
@@ -36,6 +37,8 @@ class Communicator(Protocol):
     """Longest wait for the peers in one collective."""
     address: str
     """Address of this rank's host that the peers can reach."""
+    certificate: Certificate | None
+    """What the ranks show each other on connections of their own; None in a gang of one."""
 
     @property
     def waited_seconds(self) -> float:
@@ -126,6 +129,7 @@ class LocalCommunicator(Communicator):
     bytes_sent = 0
     timeout_seconds = math.inf
     address = "127.0.0.1"
+    certificate = None
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Leave ``tensor`` as it is."""
@@ -184,6 +188,7 @@ class ProcessGroupCommunicator(Communicator):
         options: Any = None,
         timeout_seconds: float = 600.0,
         address: str = "127.0.0.1",
+        certificate: Certificate | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Wrap ``group``, or the default one.
@@ -194,6 +199,7 @@ class ProcessGroupCommunicator(Communicator):
             options: what `process_group` gave, for the groups that `split` makes.
             timeout_seconds: what `process_group` was given.
             address: what `process_group` was given.
+            certificate: equal on all ranks; strategies that open connections of their own need it.
             group: None is the default group.
         """
         self.rank = dist.get_rank(group)
@@ -203,6 +209,7 @@ class ProcessGroupCommunicator(Communicator):
         self.bytes_sent = 0
         self.timeout_seconds = timeout_seconds
         self.address = address
+        self.certificate = certificate
         self._device = device
         self._options = options
         self._group = group
@@ -288,6 +295,7 @@ class ProcessGroupCommunicator(Communicator):
             device=self._device,
             timeout_seconds=self.timeout_seconds,
             address=self.address,
+            certificate=self.certificate,
             group=parts[groups.index(mine)],
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkdl.comm.channel import Address
+from sparkdl.comm.access import Address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class WorkerEnvironment:
     gpu_addresses: tuple[str, ...]
     """What Spark assigned to this task, such as ``("1",)``; empty without GPU scheduling."""
     channel: Address
+    """As this rank calls it."""
 
 
 def numbered(hosts: Sequence[object]) -> tuple[int, ...]:

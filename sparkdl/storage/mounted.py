@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 
+from sparkdl.errors import StorageError
 from sparkdl.storage.storage import Data, Storage, checked
 
 
@@ -58,6 +59,11 @@ class Mounted(_Forwarding):
     def mount(self, folder: str, storage: Storage) -> None:
         """Let ``folder``, one name, be the root of ``storage`` from now on."""
         self._mounted[folder] = storage
+
+    def remove(self, path: str) -> None:
+        if checked(path) in self._mounted:
+            raise StorageError(f"{path!r} is where another storage is mounted, and stays there")
+        super().remove(path)
 
     def _find(self, path: str) -> tuple[Storage, str]:
         first, _, rest = checked(path).partition("/")

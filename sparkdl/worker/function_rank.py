@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pickle
 import runpy
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 
+from sparkdl.comm.access import OF_DRIVER
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
 from sparkdl.runtime.versions import versions
@@ -45,10 +47,14 @@ if TYPE_CHECKING:
     from sparkdl.worker.context import Context, Save
     from sparkdl.worker.loader import DataSet
 
-FUNCTION = "function.pkl"
+logger = logging.getLogger(__name__)
+
+FUNCTION = f"{OF_DRIVER}/function.pkl"
 """File of the driver that holds a function too large for the task."""
 VALUE = "value-{}.pkl"
 """File of the driver that holds what a rank's function returned."""
+_DTYPES = "?bhilqBHILQefdgFDGSUMm"
+"""numpy's letters for what pickles of arrays may hold."""
 
 
 @dataclass(frozen=True)
@@ -298,11 +304,19 @@ def pickled(value: Any) -> bytes:
 def unpickled(data: bytes) -> Any:
     """Inverse of `pickled`, tensors on the CPU. For what one's own workers have sent.
 
+    Plain values, tensors and numpy arrays are read by torch's restricted unpickler, which runs no
+    code. Only values with objects of other classes are unpickled, which may run any.
+
     Raises:
         ConfigError: it needs a module that is not here.
     """
     import torch
 
+    try:
+        with torch.serialization.safe_globals(_of_numpy()):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        logger.debug("the value has objects of other classes than torch reads by itself")
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except ModuleNotFoundError as error:
@@ -310,3 +324,11 @@ def unpickled(data: bytes) -> Any:
             f"what the function returned needs the module {error.name!r}, which the driver does "
             "not have: install it there, or return plain values and tensors"
         ) from error
+
+
+def _of_numpy() -> list[Any]:
+    """What pickles of numpy's arrays and numbers name; of all dtypes but that of Python objects."""
+    import numpy as np
+
+    makers = [np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    return [np.ndarray, np.dtype, *makers, *(type(np.dtype(code)) for code in _DTYPES)]

@@ -103,7 +103,7 @@ def live(
     Yields:
         ``("error", JSON)`` alone, or what the work gave.
     """
-    client = ChannelClient(environment.channel, scope=f"{order.run_id}/{order.attempt}/")
+    client = ChannelClient(environment.channel)
     rank = GangRank(environment, order, client)
     watcher = Watcher(
         order.heartbeat_timeout_seconds,
@@ -227,6 +227,7 @@ class GangRank:
                 options=options,
                 timeout_seconds=order.collective_timeout_seconds,
                 address=environment.address,
+                certificate=environment.channel.worker,
             )
 
     def leave(self) -> None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelClient
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -100,7 +101,7 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
     with contextlib.ExitStack() as stack:
         client = None
         if place.channel is not None:
-            client = ChannelClient(place.channel, scope=f"{order.run_id}/{order.attempt}/")
+            client = ChannelClient(place.channel)
             stack.enter_context(contextlib.closing(client))
         if not order.source.is_here(shard):
             _wait_for_the_other(client, order.attempt, shard.shard_id)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from sparkdl.comm.access import OF_DRIVER
 from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.data.plan import TrainPlan
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from sparkdl.train.loop import TrainOutcome
     from sparkdl.train.rank_state import ResumePoint
 
-INITIAL = "initial.safetensors"
+INITIAL = f"{OF_DRIVER}/initial.safetensors"
 FINAL = "final.safetensors"
 
 

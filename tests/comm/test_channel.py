@@ -1,4 +1,4 @@
-"""The channel: keys, events and files, behind a secret; and torch's rendezvous through it."""
+"""The channel: keys, events and files; and torch's rendezvous through it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, ChannelStorage, Hub
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelClient, ChannelServer, ChannelStorage, Hub
 from sparkdl.errors import CommunicationError, StorageError
 from sparkdl.storage.storage import open_storage
 from tests.storage.contract import StorageContract
@@ -34,30 +35,34 @@ def server(hub: Hub, tmp_path: Path) -> Iterator[ChannelServer]:
 
 @pytest.fixture
 def client(server: ChannelServer) -> Iterator[ChannelClient]:
-    client = ChannelClient(server.address, scope="run/0/")
+    client = ChannelClient(server.address.of_rank(2))
     yield client
     client.close()
 
 
-def test_keys_are_scoped(hub: Hub, client: ChannelClient) -> None:
-    client.set("a", b"\x00\n{")
-    assert client.get("a") == b"\x00\n{"
-    assert hub.get("run/0/a") == b"\x00\n{"
-    assert client.get("b") is None
-    assert client.add("n", 2) == 2
-    assert client.add("n", 3) == 5
-    assert client.delete("a")
-    assert not client.delete("a")
-    hub.clear("run/0/")
-    assert client.get("n") is None
+def test_keys_are_those_of_the_attempt(hub: Hub, server: ChannelServer) -> None:
+    client = ChannelClient(server.address.of_rank(2))
+    client.set("a/2", b"\x00\n{")
+    assert client.get("a/2") == b"\x00\n{"
+    assert hub.get("0/a/2") == b"\x00\n{"
+    assert client.get("b/2") is None
+    assert client.add("store/n", 2) == 2
+    assert client.add("store/n", 3) == 5
+    assert client.delete("a/2")
+    assert not client.delete("a/2")
+    hub.begin(1)
+    later = ChannelClient(server.address.of_rank(2))
+    assert later.get("store/n") is None
+    later.close()
+    client.close()
 
 
 def test_wait_returns_when_the_last_key_comes(client: ChannelClient) -> None:
-    client.set("a", b"1")
-    timer = threading.Timer(0.2, client.set, ("b", b"2"))
+    client.set("store/a", b"1")
+    timer = threading.Timer(0.2, client.set, ("store/b", b"2"))
     timer.start()
     began = time.monotonic()
-    client.wait(["a", "b"], 10)
+    client.wait(["store/a", "store/b"], 10)
     assert 0.1 < time.monotonic() - began < 5
     timer.join()
 
@@ -68,50 +73,37 @@ def test_wait_gives_up(client: ChannelClient) -> None:
 
 
 def test_events_reach_the_hub(hub: Hub, client: ChannelClient) -> None:
-    client.report(attempt=1, rank=2, events=[{"kind": "done"}, {"kind": "log", "lines": ["ä"]}])
+    client.report(attempt=0, rank=2, events=[{"kind": "done"}, {"kind": "log", "lines": ["ä"]}])
     first, second = hub.events.get(timeout=5), hub.events.get(timeout=5)
-    assert (first.attempt, first.rank, first.body) == (1, 2, {"kind": "done"})
+    assert (first.attempt, first.rank, first.body) == (0, 2, {"kind": "done"})
     assert second.body["lines"] == ["ä"]
 
 
 def test_a_worker_hears_whether_its_lines_are_shown(hub: Hub, client: ChannelClient) -> None:
-    assert client.report(attempt=1, rank=2, events=[]) is False
+    assert client.report(attempt=0, rank=2, events=[]) is False
     hub.shows_lines = True
-    assert client.report(attempt=1, rank=2, events=[]) is True
+    assert client.report(attempt=0, rank=2, events=[]) is True
 
 
 def test_how_long_a_worker_has_been_silent(client: ChannelClient) -> None:
-    assert client.seconds_since_report(attempt=1, rank=2) is None
-    client.report(attempt=1, rank=2, events=[])
+    assert client.seconds_since_report(attempt=0, rank=2) is None
+    client.report(attempt=0, rank=2, events=[])
     time.sleep(0.05)
-    silence = client.seconds_since_report(attempt=1, rank=2)
+    silence = client.seconds_since_report(attempt=0, rank=2)
     assert silence is not None
     assert 0.05 <= silence < 5
-    assert client.seconds_since_report(attempt=2, rank=2) is None
-    client.report(attempt=2, rank=2, events=[])
     assert client.seconds_since_report(attempt=1, rank=2) is None
 
 
-def test_without_the_secret_nothing_is_answered(server: ChannelServer) -> None:
-    intruder = ChannelStorage(replace(server.address, token="guess"))
-    with pytest.raises(StorageError, match="secret"):
-        intruder.exists("x")
-    with pytest.raises(StorageError, match="secret"):
-        intruder.write("x", b"1")
-    with pytest.raises(StorageError, match="secret"):
-        intruder.read("x")
-    intruder.close()
-
-
-def test_an_absent_server_is_a_communication_error() -> None:
-    client = ChannelClient(Address(host="127.0.0.1", port=1, token="t"), timeout_seconds=2)
+def test_an_absent_server_is_a_communication_error(server: ChannelServer) -> None:
+    client = ChannelClient(replace(server.address, port=1), timeout_seconds=2)
     with pytest.raises(CommunicationError, match="'get' failed"):
         client.get("a")
     client.close()
 
 
-def test_files_on_an_absent_driver_are_a_communication_error() -> None:
-    storage = ChannelStorage(Address(host="127.0.0.1", port=1, token="t"))
+def test_files_on_an_absent_driver_are_a_communication_error(server: ChannelServer) -> None:
+    storage = ChannelStorage(replace(server.address, port=1))
     for call in (
         lambda: storage.exists("x"),
         lambda: storage.read("x"),
@@ -145,12 +137,12 @@ class TestFiles(StorageContract):
 
     @pytest.fixture
     def storage(self, server: ChannelServer) -> Iterator[ChannelStorage]:
-        with contextlib.closing(ChannelStorage(server.address)) as storage:
+        with contextlib.closing(ChannelStorage(server.address.of_rank(0))) as storage:
             yield storage
 
 
 def test_files_of_any_size(server: ChannelServer) -> None:
-    storage = ChannelStorage(server.address)
+    storage = ChannelStorage(server.address.of_rank(0))
     large = bytes(range(256)) * 100_000  # more than one chunk
     storage.write("a/large", large)
     storage.write("a/pieces", iter([b"ab", memoryview(b"cd")]))
@@ -167,7 +159,7 @@ def test_files_of_any_size(server: ChannelServer) -> None:
 
 
 def test_files_stay_inside_the_folder(server: ChannelServer, tmp_path: Path) -> None:
-    storage = ChannelStorage(server.address)
+    storage = ChannelStorage(server.address.of_rank(0))
     with pytest.raises(StorageError):
         storage.write("../outside", b"1")
     assert not (tmp_path / "outside").exists()
@@ -190,7 +182,7 @@ def _meet(rank: int, address: Address, results: multiprocessing.Queue[tuple[int,
     from sparkdl.comm.process_group import process_group
     from sparkdl.comm.rendezvous_store import ChannelStore
 
-    client = ChannelClient(address, scope="run/0/")
+    client = ChannelClient(address.of_rank(rank))
     store = ChannelStore(client, timeout_seconds=30)
     with process_group(
         backend="gloo", store=store, rank=rank, world_size=2, timeout_seconds=30,

@@ -43,7 +43,7 @@ def relayed(driver: Storage) -> Iterator[Storage]:
     served.mount("there", driver)
     with (
         ChannelServer(Hub(), bind="127.0.0.1", announce="127.0.0.1", files=served) as server,
-        contextlib.closing(ChannelStorage(server.address)) as client,
+        contextlib.closing(ChannelStorage(server.address.of_rank(0))) as client,
     ):
         yield Subfolder(client, "there", str(driver))
 

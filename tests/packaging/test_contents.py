@@ -61,7 +61,9 @@ def test_the_sdist_is_what_a_wheel_is_built_from(built: Built) -> None:
 def test_the_core_asks_for_little(built: Built) -> None:
     asked = [str(line) for line in metadata(built).get_all("Requires-Dist") or []]
     core = {re.split(r"[<>=;\s]", line)[0] for line in asked if "extra ==" not in line}
-    assert core == {"cloudpickle", "fsspec", "numpy", "pyarrow", "safetensors", "tqdm"}
+    assert core == {
+        "cloudpickle", "cryptography", "fsspec", "numpy", "pyarrow", "safetensors", "tqdm",
+    }  # fmt: skip
 
 
 def test_extras_can_be_installed_together(built: Built) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sparkdl.errors import StorageError
 from sparkdl.storage.mounted import Mounted, Subfolder
 from sparkdl.storage.storage import Storage
 from tests.storage.contract import StorageContract
@@ -34,3 +35,14 @@ def test_what_is_mounted_lies_elsewhere() -> None:
     both.write("here/there", b"2")
     assert other.list("") == ["a"] and base.list("") == ["here"]
     assert str(both) == "memory" and str(Subfolder(both, "there", "hdfs://x")) == "hdfs://x"
+
+
+def test_what_is_mounted_is_not_removed_as_a_whole() -> None:
+    other = MemoryStorage()
+    both = Mounted(MemoryStorage())
+    both.mount("there", other)
+    other.write("run/a", b"1")
+    with pytest.raises(StorageError, match="another storage is mounted"):
+        both.remove("./there")
+    both.remove("there/run")
+    assert other.list("") == []

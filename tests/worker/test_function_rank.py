@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,10 +58,13 @@ def call(driver: Driver, function: Callable[[], Any], **changes: Any) -> list[tu
         "driver_hosts_channel": True, "resume_path": None, "threads": 1, "versions": versions(),
         "start_timeout_seconds": 10.0, "collective_timeout_seconds": 10.0,
     }  # fmt: skip
+    order = FunctionOrder(**{**values, **changes})
+    driver.hub.begin(order.attempt)
+    channel = driver.server.address.of_rank(0)
     place = WorkerEnvironment(
-        rank=0, world_size=1, address="127.0.0.1", gpu_addresses=(), channel=driver.server.address
+        rank=0, world_size=1, address="127.0.0.1", gpu_addresses=(), channel=channel
     )
-    return list(function_rank.run(place, FunctionOrder(**{**values, **changes})))
+    return list(function_rank.run(place, order))
 
 
 def failure(results: list[tuple[str, bytes]]) -> dict[str, Any]:
@@ -280,6 +284,30 @@ def test_a_script_lies_where_spark_cleans_up(
     with pytest.raises(SystemExit, match=str(tmp_path)):
         Script("where.py", "import sys\nsys.exit(__file__)", ())()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_values_need_no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, weights_only: bool, **options: Any) -> Any:
+        assert weights_only, "this value was unpickled"
+        return original(*arguments, weights_only=weights_only, **options)
+
+    original = torch.load
+    monkeypatch.setattr(torch, "load", load)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    value = {
+        "state": net.state_dict(), "optimizer": torch.optim.Adam(net.parameters()).state_dict(),
+        "metrics": {"loss": 0.5, "steps": 1 << 80, 3: None}, "text": ("ä", b"\x00\xff", [True]),
+        "arrays": [np.arange(6.0).reshape(2, 3), np.float32(3), np.array(["a", "bc"])],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    found = unpickled(pickled({"value": value, "history": [{"loss": 0.25}]}))
+    assert found["history"] == [{"loss": 0.25}]
+    torch.testing.assert_close(found["value"]["state"], net.state_dict())
+    assert found["value"]["metrics"] == value["metrics"]
+    assert found["value"]["text"] == value["text"]
+    assert found["value"]["parameter"].requires_grad
+    for one, other in zip(found["value"]["arrays"], value["arrays"], strict=True):
+        assert np.array_equal(one, other) and one.dtype == other.dtype
 
 
 def test_values_come_back_as_they_were() -> None:

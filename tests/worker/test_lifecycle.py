@@ -30,8 +30,9 @@ def server() -> Iterator[ChannelServer]:
 
 def environment_of(server: ChannelServer, rank: int) -> WorkerEnvironment:
     return WorkerEnvironment(
-        rank=rank, world_size=2, address="127.0.0.1", gpu_addresses=(), channel=server.address
-    )
+        rank=rank, world_size=2, address="127.0.0.1", gpu_addresses=(),
+        channel=server.address.of_rank(rank),
+    )  # fmt: skip
 
 
 def order(**changes: Any) -> GangOrder:
@@ -45,8 +46,8 @@ def order(**changes: Any) -> GangOrder:
 
 
 def rank_of(server: ChannelServer, rank: int, its_order: GangOrder | None = None) -> GangRank:
-    client = ChannelClient(server.address)
-    return GangRank(environment_of(server, rank), its_order or order(), client)
+    environment = environment_of(server, rank)
+    return GangRank(environment, its_order or order(), ChannelClient(environment.channel))
 
 
 @pytest.fixture
@@ -60,13 +61,13 @@ def test_rank_0_waits_as_long_as_its_peer_is_heard(server: ChannelServer) -> Non
         for _ in range(15):
             server._hub.report(0, 1, [])
             time.sleep(0.1)
-        server._hub.set("bye/1", b"")
+        server._hub.set("0/bye/1", b"")
 
     server._hub.report(0, 1, [])
     peer = threading.Thread(target=work_on)
     peer.start()
     rank_of(server, 0).leave()
-    assert server._hub.get("bye/1") is not None  # three times the time-out of a collective
+    assert server._hub.get("0/bye/1") is not None  # three times the time-out of a collective
     peer.join()
 
 
@@ -89,7 +90,7 @@ def test_a_rank_that_fails_lets_rank_0_leave(server: ChannelServer) -> None:
     foreign = order(versions={**versions(), "torch": "0.1"})
     ((kind, payload),) = live(environment_of(server, 1), foreign, work)
     assert (kind, json.loads(payload)["type"]) == ("error", "ClusterError")
-    assert server._hub.get("run/0/bye/1") is not None
+    assert server._hub.get("0/bye/1") is not None
 
 
 def test_nobody_begins_before_all_have_connected(

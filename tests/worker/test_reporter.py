@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdl.comm.channel import Address, ChannelClient, ChannelServer, Event, Hub
+from sparkdl.comm.channel import ChannelClient, ChannelServer, Event, Hub
 from sparkdl.errors import CommunicationError
 from sparkdl.worker import reporter as module
 from sparkdl.worker.reporter import Reporter, captured_output
@@ -86,7 +87,8 @@ def server(hub: Hub) -> Iterator[ChannelServer]:
 
 
 def test_the_driver_hears_a_whole_life(hub: Hub, server: ChannelServer) -> None:
-    client = ChannelClient(server.address)
+    hub.begin(2)
+    client = ChannelClient(server.address.of_rank(1))
     with Reporter(client, attempt=2, rank=1) as reporter:
         first = drain(hub)
         reporter.phase("train")
@@ -117,8 +119,10 @@ def test_heartbeats_come_although_nothing_happens(
     assert {event["kind"] for event in client.events} == {"heartbeat"}
 
 
-def test_a_dead_driver_is_no_error(capfd: pytest.CaptureFixture[str], quick: None) -> None:
-    absent = ChannelClient(Address(host="127.0.0.1", port=1, token="t"), timeout_seconds=1)
+def test_a_dead_driver_is_no_error(
+    server: ChannelServer, capfd: pytest.CaptureFixture[str], quick: None
+) -> None:
+    absent = ChannelClient(dataclasses.replace(server.address, port=1), timeout_seconds=1)
     with Reporter(absent, attempt=0, rank=3) as reporter:
         reporter.step(epoch=1, step=1, loss=0.5, rows=10)
         reporter.send({"kind": "done"})
@@ -130,7 +134,7 @@ def test_a_dead_driver_is_no_error(capfd: pytest.CaptureFixture[str], quick: Non
 
 
 def test_a_client_closed_too_early_is_no_error(server: ChannelServer, quick: None) -> None:
-    client = ChannelClient(server.address)
+    client = ChannelClient(server.address.of_rank(0))
     with Reporter(client, attempt=0, rank=0) as reporter:
         client.close()
         soon(lambda: reporter._failures > 2)
@@ -194,7 +198,7 @@ def test_an_absent_driver_is_asked_less_and_less_often(
 def test_values_that_are_not_json_do_not_silence_the_worker(
     hub: Hub, server: ChannelServer, quick: None
 ) -> None:
-    client = ChannelClient(server.address)
+    client = ChannelClient(server.address.of_rank(0))
     with Reporter(client, attempt=0, rank=0) as reporter:
         reporter.epoch({"loss": np.float32(0.5)})  # type: ignore[dict-item]
         reporter.line("broken \udcff text")

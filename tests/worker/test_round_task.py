@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelClient
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.errors import ShardLost

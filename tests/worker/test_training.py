@@ -101,9 +101,14 @@ def packed() -> PackedModule:
 def environment(driver: Driver, **changes: Any) -> WorkerEnvironment:
     values = {
         "rank": 0, "world_size": 1, "address": "127.0.0.1", "gpu_addresses": (),
-        "channel": driver.server.address,
+        "channel": driver.server.address.of_rank(changes.get("rank", 0)),
     }  # fmt: skip
     return WorkerEnvironment(**{**values, **changes})
+
+
+def run(driver: Driver, its_order: training.WorkOrder) -> Iterator[tuple[str, bytes]]:
+    driver.hub.begin(its_order.attempt)
+    return training.run(environment(driver), its_order)
 
 
 def order(plan: TrainPlan, packed: PackedModule, config: TrainConfig = CONFIG, **changes: Any):  # type: ignore[no-untyped-def]
@@ -130,7 +135,7 @@ def test_training_delivers_result_and_weights_and_is_heard(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     open_storage(str(driver.folder)).write(training.INITIAL, packed.tensors)
-    results = list(training.run(environment(driver), order(plan, packed, weights=None)))
+    results = list(run(driver, order(plan, packed, weights=None)))
     ((kind, payload),) = results
     assert kind == "result"
     report = json.loads(payload)
@@ -158,14 +163,10 @@ def test_training_delivers_result_and_weights_and_is_heard(
 def test_weights_come_as_rows_when_the_driver_hosts_no_channel(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
-    over_channel = list(training.run(environment(driver), order(plan, packed)))
+    over_channel = list(run(driver, order(plan, packed)))
     assert [kind for kind, _ in over_channel] == ["result"]
     expected = (driver.folder / training.FINAL).read_bytes()
-    results = list(
-        training.run(
-            environment(driver), order(plan, packed, driver_hosts_channel=False, attempt=1)
-        )
-    )
+    results = list(run(driver, order(plan, packed, driver_hosts_channel=False, attempt=1)))
     assert [kind for kind, _ in results] == ["result", "weights"]
     assert results[1][1] == expected
 
@@ -205,7 +206,7 @@ def test_an_error_of_the_user_is_one_row_and_one_event(
     driver: Driver, plan: TrainPlan, packed: PackedModule, error: BaseException, type_name: str,
     message: str,
 ) -> None:  # fmt: skip
-    results = list(training.run(environment(driver), order(plan, packed, breaking(error))))
+    results = list(run(driver, order(plan, packed, breaking(error))))
     found = failure(results)
     assert (found["rank"], found["kind"], found["type"]) == (0, "user", type_name)
     assert found["message"] == message
@@ -219,7 +220,7 @@ def test_an_error_of_the_user_is_one_row_and_one_event(
 def test_a_lost_shard_may_be_healed(driver: Driver, plan: TrainPlan, packed: PackedModule) -> None:
     shard = dataclasses.replace(plan.shards[0], path="/nowhere")
     lost = dataclasses.replace(plan, shards=(shard,))
-    found = failure(list(training.run(environment(driver), order(lost, packed))))
+    found = failure(list(run(driver, order(lost, packed))))
     assert (found["kind"], found["type"]) == ("gang", "ShardLost")
     assert "/nowhere" in found["message"]
 
@@ -237,7 +238,7 @@ def test_other_versions_are_refused_with_the_remedy(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     there = order(plan, packed, versions={**versions(), "torch": "1.0"})
-    found = failure(list(training.run(environment(driver), there)))
+    found = failure(list(run(driver, there)))
     assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
     assert found["message"] == (
         f"rank 0 on 127.0.0.1 has torch {versions()['torch']}, the driver has torch 1.0; "
@@ -249,7 +250,7 @@ def test_our_own_errors_keep_their_type(
     driver: Driver, plan: TrainPlan, packed: PackedModule
 ) -> None:
     config = dataclasses.replace(CONFIG, early_stopping=EarlyStopping(monitor="val_absent"))
-    found = failure(list(training.run(environment(driver), order(plan, packed, config))))
+    found = failure(list(run(driver, order(plan, packed, config))))
     assert (found["kind"], found["type"]) == ("sparkdl", ConfigError.__name__)
     assert "val_absent" in found["message"]
 
@@ -259,7 +260,7 @@ def test_a_cuda_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = dataclasses.replace(CONFIG, device="cuda")
-    found = failure(list(training.run(environment(driver), order(plan, packed, config))))
+    found = failure(list(run(driver, order(plan, packed, config))))
     assert (found["kind"], found["type"]) == ("sparkdl", "ClusterError")
 
 
@@ -269,11 +270,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
 ) -> None:
     url = str(tmp_path / "checkpoints") if keeper == "directory" else None
     storage = open_storage(url or str(driver.folder))
-    whole = list(training.run(environment(driver), order(plan, packed, driver_hosts_channel=False)))
+    whole = list(run(driver, order(plan, packed, driver_hosts_channel=False)))
     failure(
         list(
-            training.run(
-                environment(driver),
+            run(
+                driver,
                 order(plan, packed, breaking(OSError("gone"), step=11), storage_url=url, attempt=1),
             )
         )
@@ -282,7 +283,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(
     assert found is not None
     assert found.step in (4, 8)  # an aborted run abandons the checkpoint that is being written
     again = order(plan, packed, storage_url=url, attempt=2, resume_path=found.path)
-    ((kind, payload),) = list(training.run(environment(driver), again))
+    ((kind, payload),) = list(run(driver, again))
     assert kind == "result"
     report = json.loads(payload)
     assert report["steps"] == 12
@@ -302,13 +303,13 @@ def test_windows_change_the_run_and_it_goes_on_in_them_with_the_same_bits(
 
     def weights(*orders: training.WorkOrder) -> bytes:
         for one in orders:
-            list(training.run(environment(driver), one))
+            list(run(driver, one))
         return (driver.folder / training.FINAL).read_bytes()
 
     whole = weights(order(plan, packed, config))
     assert whole != weights(order(dataclasses.replace(plan, windows=None), packed, config))
     breaks = dataclasses.replace(breaking(OSError("gone"), step=11), checkpoint=config.checkpoint)
-    failure(list(training.run(environment(driver), order(plan, packed, breaks, storage_url=url))))
+    failure(list(run(driver, order(plan, packed, breaks, storage_url=url))))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None and found.step % plan.steps_per_epoch > 0
     assert found.environment[WINDOWS] == "3x4"
@@ -320,12 +321,12 @@ def test_a_checkpoint_of_other_conditions_is_named(
     driver: Driver, plan: TrainPlan, packed: PackedModule, tmp_path: Path
 ) -> None:
     url = str(tmp_path / "checkpoints")
-    list(training.run(environment(driver), order(plan, packed, storage_url=url)))
+    list(run(driver, order(plan, packed, storage_url=url)))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None
     driver.events("log")
     later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path, threads=2)
-    list(training.run(environment(driver), later))
+    list(run(driver, later))
     lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("threads: 1 -> 2" in line and "bits will differ" in line for line in lines)
 
@@ -354,7 +355,7 @@ def test_the_process_is_left_as_it_was(
 
     before = state()
     config = CONFIG if error is None else breaking(error)
-    list(training.run(environment(driver), order(plan, packed, config, threads=2)))
+    list(run(driver, order(plan, packed, config, threads=2)))
     assert state() == before
 
 
@@ -364,14 +365,14 @@ def test_shards_whose_rows_have_another_order_begin_the_epoch_anew(
     url = str(tmp_path / "checkpoints")
     config = breaking(OSError("gone"), step=11)
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(interval=3))
-    failure(list(training.run(environment(driver), order(plan, packed, config, storage_url=url))))
+    failure(list(run(driver, order(plan, packed, config, storage_url=url))))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None and found.step % plan.steps_per_epoch > 0
     driver.events("log")
     other = [dataclasses.replace(shard, fingerprint="other") for shard in plan.shards]
     changed = dataclasses.replace(plan, shards=tuple(other))
     later = order(changed, packed, storage_url=url, attempt=1, resume_path=found.path)
-    list(training.run(environment(driver), later))
+    list(run(driver, later))
     lines = [line for event in driver.events("log") for _, line in event["lines"]]
     assert any("rows: " in line and "bits will differ" in line for line in lines)
     assert any("shards have changed: epoch " in line and "begins anew" in line for line in lines)

@@ -25,6 +25,7 @@ class Topology(Communicator):
         self.nodes = comm.nodes
         self.timeout_seconds = comm.timeout_seconds
         self.address = comm.address
+        self.certificate = comm.certificate
         self.bytes_sent = 0
 
     @property

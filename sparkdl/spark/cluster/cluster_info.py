@@ -220,11 +220,19 @@ def require_gang_support(info: ClusterInfo, get: Get, settings: Settings) -> Non
             "ParameterAveraging"
         )
     encrypting = is_encrypted(get)
-    if encrypting and not settings.allow_unencrypted:
+    if settings.allow_unencrypted:
+        return
+    if encrypting:
         raise ClusterError(
             f"{encrypting} asks for encrypted traffic, but gradients travel between workers "
             "as plain TCP; set spark.sparkdl.allowUnencrypted=true if that network is trusted, or "
             "use a strategy that runs in rounds, such as ParameterAveraging"
+        )
+    if _is_set(get, "spark.authenticate"):
+        logger.warning(
+            "spark.authenticate is set, but workers exchange gradients as plain TCP, without any "
+            "password; set spark.sparkdl.allowUnencrypted=true if that network is trusted, or use "
+            "a strategy that runs in rounds, such as ParameterAveraging"
         )
 
 
@@ -235,7 +243,7 @@ def require_plain_files(get: Get, settings: Settings) -> None:
         ClusterError: with the remedy.
     """
     key = "spark.io.encryption.enabled"
-    if (get(key) or "false").lower() == "true" and not settings.allow_unencrypted:
+    if _is_set(get, key) and not settings.allow_unencrypted:
         raise ClusterError(
             f"{key} asks for encrypted files, but the spool lies in clear in Spark's local "
             "directories while training runs; set spark.sparkdl.allowUnencrypted=true if those "
@@ -246,9 +254,14 @@ def require_plain_files(get: Get, settings: Settings) -> None:
 def is_encrypted(get: Get) -> str | None:
     """The first entry by which Spark encrypts its own traffic, or None."""
     for key in ("spark.network.crypto.enabled", "spark.ssl.enabled", "spark.ssl.rpc.enabled"):
-        if (get(key) or "false").lower() == "true":
+        if _is_set(get, key):
             return key
-    return None
+    sasl = "spark.authenticate.enableSaslEncryption"  # Spark ignores it without authentication
+    return sasl if _is_set(get, sasl) and _is_set(get, "spark.authenticate") else None
+
+
+def _is_set(get: Get, key: str) -> bool:
+    return (get(key) or "false").strip().lower() == "true"
 
 
 def wait_for_slots(

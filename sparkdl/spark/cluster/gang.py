@@ -17,7 +17,8 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext
 from pyspark.sql import DataFrame
 
-from sparkdl.comm.channel import Address, ChannelServer, Hub
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.comm.file_chunks import RESULT_COLUMNS, joined_results, result_batches
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.spark.session.compat import unbracketed
@@ -38,6 +39,8 @@ class GangTask:
     order: Any
     channel: Address | None
     """The driver's channel; None: rank 0 hosts one and announces it."""
+    attempt: int = 0
+    """Number of the submission."""
     keeps_process: bool = True
     """True if Spark may use this Python worker again. Not where the work is code of the user's,
     which may have changed what all of the process shares: folder, environment, torch's modes."""
@@ -50,7 +53,7 @@ class GangTask:
                 pass
         context = BarrierTaskContext.get()
         with contextlib.ExitStack() as stack:
-            channel = self.channel or _host_channel(context, stack)
+            channel = self.channel or _host_channel(context, stack, self.attempt)
             for kind, payload in self.work(_environment(context, channel), self.order):
                 yield from result_batches(context.partitionId(), kind, payload)
 
@@ -84,7 +87,7 @@ def _environment(context: BarrierTaskContext, channel: Address) -> WorkerEnviron
         world_size=len(infos),
         address=_host(infos[rank].address),
         gpu_addresses=tuple(gpu.addresses) if gpu is not None else (),
-        channel=channel,
+        channel=channel.of_rank(rank),
     )
 
 
@@ -92,12 +95,16 @@ def _host(address: str) -> str:
     return unbracketed(address.rsplit(":", 1)[0])
 
 
-def _host_channel(context: BarrierTaskContext, stack: contextlib.ExitStack) -> Address:
+def _host_channel(
+    context: BarrierTaskContext, stack: contextlib.ExitStack, attempt: int
+) -> Address:
     """Rank 0 opens a channel; one allGather (a second, in Spark) announces it to the others."""
     message = ""
     if context.partitionId() == 0:
         address = _host(context.getTaskInfos()[0].address)
-        server = ChannelServer(Hub(keeps_events=False), bind=address, announce=address)
+        hub = Hub(keeps_events=False)
+        hub.begin(attempt)
+        server = ChannelServer(hub, bind=address, announce=address)
         stack.callback(server.shutdown)
         message = json.dumps(asdict(server.address))
     return Address(**json.loads(context.allGather(message)[0]))

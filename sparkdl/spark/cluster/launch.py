@@ -61,6 +61,11 @@ class Launch:
         self, table: DataFrame, work: Work, order: GangOrder, *, keeps_process: bool = True
     ) -> Callable[[], Rows]:
         """The call that runs ``work`` on a worker for each row of ``table``; see `gang.launch`."""
-        channel = self.link.channel
-        task = GangTask(work=work, order=order, channel=channel, keeps_process=keeps_process)
+        task = GangTask(
+            work=work,
+            order=order,
+            channel=self.link.address(),
+            attempt=order.attempt,
+            keeps_process=keeps_process,
+        )
         return partial(launch, table, task, self.slots.profile)

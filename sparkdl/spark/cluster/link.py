@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from sparkdl.comm.channel import Address, ChannelServer, Hub
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
-from sparkdl.spark.cluster.cluster_info import is_encrypted
 from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
-from sparkdl.spark.session.compat import conf, driver_address, is_connect
+from sparkdl.spark.session.compat import driver_address, is_connect
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.hadoop_storage import HadoopStorage, open_on_driver
 from sparkdl.storage.mounted import Mounted
@@ -36,7 +35,7 @@ class Link:
 
     hub: Hub
     channel: Address | None
-    """The driver's channel, if executors reach it."""
+    """The driver's channel, if executors reach it. Tasks get `address`."""
     files: DriverFolder
     """The driver's temporary folder, which the channel serves."""
     checkpoints: Storage | None
@@ -44,6 +43,12 @@ class Link:
     """``checkpointDir``, with scheme and host as other processes know it, or None."""
     relays: bool
     """True if workers reach ``checkpointDir`` by way of the driver's channel only."""
+
+    def address(self) -> Address | None:
+        """The channel, with what opens it in the present attempt: for tasks launched in that."""
+        if self.channel is None:
+            return None
+        return replace(self.channel, secret=self.hub.access.secret)
 
     def send(
         self, name: str, data: bytes, *, what: str, remedy: str, in_task: bool = False
@@ -87,8 +92,6 @@ def open_link(
 ) -> Link:
     """Open the channel and the place for checkpoints, and try both from the executors.
 
-    Rounds do without the channel where it would carry in clear what Spark encrypts.
-
     Args:
         spark: the session.
         slots: the run's workers.
@@ -102,8 +105,7 @@ def open_link(
     hub = Hub()
     served = Mounted(files)
     server = None
-    is_clear = is_encrypted(partial(conf, spark)) and not settings.allow_unencrypted
-    if settings.channel != "workers" and (slots.is_gang or not is_clear):
+    if settings.channel != "workers":
         server = _serve(spark, hub, served, settings)
         stack.callback(server.shutdown)
     address = server.address if server is not None else None

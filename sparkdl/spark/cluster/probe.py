@@ -12,7 +12,8 @@ import pyarrow as pa
 from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
-from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.comm.access import Address
+from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.background_job import BackgroundJob, TasksHang

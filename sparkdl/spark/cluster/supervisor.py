@@ -85,6 +85,7 @@ def supervise(
             restarts_left=run.max_restarts - failed,
         )
         try:
+            run.link.hub.begin(attempt.number)  # what is left of the one before is shut out
             job = submit(attempt)
             attempt.submitted = time.monotonic()
             name = f"sparkdl {run.run_id}: {what}" + f", restart {restarts}" * (restarts > 0)

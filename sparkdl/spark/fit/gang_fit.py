@@ -67,7 +67,6 @@ class Attempts:
         shards = run.plan.shards
         if number > 0:
             run.view.begun_again(number, None)
-            link.hub.clear(f"{run.run_id}/{number - 1}/")
             wait_again(run.spark, run.slots, run.settings, attempt.restarts_left)
             shards = tuple(part.shard for part in run.table.collect())
         found = None

@@ -227,7 +227,6 @@ class FunctionJob(Launch):
         link, request, number = self.link, self.request, attempt.number
         if number > 0:
             self.view.begun_again(number, None)
-            link.hub.clear(f"{self.run_id}/{number - 1}/")
             wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
         found = self._newest()
         self.begun_from.append(None if found is None else found.path)

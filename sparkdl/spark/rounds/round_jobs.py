@@ -111,7 +111,7 @@ class RoundJobs:
                 order,
                 state,
                 depth=depth,
-                channel=run.link.channel,
+                channel=run.link.address(),
                 profile=run.slots.profile,
             )
 

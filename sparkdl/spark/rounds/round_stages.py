@@ -20,7 +20,8 @@ from pyspark.errors import PythonException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparkdl.comm.channel import Address, ChannelStorage
+from sparkdl.comm.access import OF_DRIVER, Address
+from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.file_chunks import (
     RESULT_COLUMNS,
     cut,
@@ -239,11 +240,11 @@ def run_member_stage(
         table = table.join(F.broadcast(_as_member_rows(table, parts)), "shard_id")
         task = RoundTask(order=order, channel=None, state=None)
         return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
-    folder = f"members-{order.run_id}-{order.attempt}"
+    folder = f"{OF_DRIVER}/members-{order.run_id}-{order.attempt}"
     try:
         for shard_id, own in parts.items():
             link.files.write(f"{folder}/{shard_id}", pack_parts(own))
-        task = RoundTask(order=order, channel=link.channel, state=folder)
+        task = RoundTask(order=order, channel=link.address(), state=folder)
         return collected(table.mapInArrow(task, RESULT_COLUMNS, profile=profile))
     finally:
         link.files.remove(folder)

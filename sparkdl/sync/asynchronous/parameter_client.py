@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.comm.channel import Address
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import CommunicationError
 from sparkdl.storage.tensor_tree import unpack
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice, merge_states
 from sparkdl.sync.asynchronous.parameter_slices import cut
-from sparkdl.sync.asynchronous.slice_link import SliceLink, SliceServer, flats
+from sparkdl.sync.asynchronous.slice_link import SliceAddress, SliceLink, SliceServer, flats
 from sparkdl.sync.gradient_buckets import Bucket, FlatGradients, make_buckets, zeros
 from sparkdl.sync.strategy import MakeOptimizer
 
@@ -153,12 +152,19 @@ class SliceExchange:
 
     def _connect(self) -> None:
         comm = self._comm
-        self.server = SliceServer(self._served, host=comm.address, on_leave=self._peer_has_left)
+        assert comm.certificate is not None, "this communicator has no certificate"
+        self.server = SliceServer(
+            self._served,
+            host=comm.address,
+            certificate=comm.certificate,
+            on_leave=self._peer_has_left,
+        )
         self._pool = ThreadPoolExecutor(comm.world_size - 1, "push and pull")
         found = comm.all_gather_bytes(json.dumps(asdict(self.server.address)).encode())
         for rank, address in enumerate(found):
             if rank != comm.rank:
-                self._links[rank] = SliceLink(Address(**json.loads(address)), comm.rank)
+                where = SliceAddress(**json.loads(address))
+                self._links[rank] = SliceLink(where, comm.rank, comm.certificate)
 
     def _step_own(self, own: _Part, push: Push | None, is_pulling: bool) -> None:
         rank = self._comm.rank

@@ -2,8 +2,9 @@
 
 Each rank keeps one connection open to each other rank's server, so that a request costs no new
 one, and the end of a connection, orderly or not, tells the server at once that the rank has gone.
-A connection begins with the server's secret. A message is a header and the bytes of tensors behind
-it, which are sent from where they lie and received where they belong.
+Connections are TLS, both ends show the certificate of the run's workers, and the first message has
+the server's secret. A message is a header and the bytes of tensors behind it, which are sent from
+where they lie and received where they belong.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import json
 import logging
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from sparkdl.comm.channel import Address
+from sparkdl.comm.certificates import NAME, Certificate, mutual_tls
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerSlice
@@ -33,7 +36,9 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 3.0
 """How long the end of a server is waited for; longer only if a peer hangs."""
 _SECRET_SECONDS = 30.0
-"""Whoever connects and does not say the secret in this time is shut out."""
+"""Whoever connects and does not show certificate and secret in this time is shut out."""
+_MAX_HEADER_BYTES = 1 << 20
+"""Longer headers than this are none of ours, which have some numbers of the optimizer."""
 
 _AGAIN_SECONDS = 0.5
 """Pause after a connection that could not be taken."""
@@ -41,10 +46,23 @@ _LENGTH = struct.Struct("!I")
 """In front of each header."""
 
 
-class Messages:
-    """One end of a connection. Raises OSError when the other end has gone."""
+@dataclass(frozen=True, kw_only=True)
+class SliceAddress:
+    """Where a slice is served, and the secret that opens it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
+class Messages:
+    """One end of a connection.
+
+    Raises, from every method:
+        OSError: the other end has gone, or does not follow the protocol.
+    """
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
 
@@ -58,7 +76,14 @@ class Messages:
     def receive(self) -> dict[str, Any]:
         """The next header."""
         (length,) = _LENGTH.unpack(self.read(_LENGTH.size))
-        header: dict[str, Any] = json.loads(self.read(length))
+        if length > _MAX_HEADER_BYTES:
+            raise ConnectionAbortedError(f"the other end announced a header of {length} bytes")
+        try:
+            header = json.loads(self.read(length))
+        except ValueError as error:
+            raise ConnectionAbortedError(f"the other end sent a damaged header: {error}") from error
+        if not isinstance(header, dict):
+            raise ConnectionAbortedError("the other end sent a header without names")
         return header
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -74,7 +99,7 @@ class Messages:
 
     def _read_into(self, room: memoryview) -> None:
         while room:
-            num_bytes = self._connection.recv_into(room, 0, socket.MSG_WAITALL)
+            num_bytes = self._connection.recv_into(room)
             if num_bytes == 0:
                 raise ConnectionResetError("the other end has closed the connection")
             room = room[num_bytes:]
@@ -86,13 +111,21 @@ class SliceServer:
     Args:
         served: the slice.
         host: address to listen on, which the peers can reach.
+        certificate: what the ranks show, and this server too.
         on_leave: is told of each rank whose connection has ended.
 
     Raises:
         ClusterError: the address is not this host's.
     """
 
-    def __init__(self, served: ServerSlice, *, host: str, on_leave: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        served: ServerSlice,
+        *,
+        host: str,
+        certificate: Certificate,
+        on_leave: Callable[[int], None],
+    ) -> None:
         try:
             family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family)
@@ -103,12 +136,14 @@ class SliceServer:
             ) from error
         self._served = served
         self._on_leave = on_leave
+        self._tls = mutual_tls(certificate, is_server=True)
         self._bytes_sent: dict[int, int] = {}
-        self._connections: list[socket.socket] = []
+        """By rank; each connects once."""
+        self._connections: set[ssl.SSLSocket] = set()
         self._threads: list[threading.Thread] = []
         self._is_stopped = threading.Event()
-        port, token = self._listener.getsockname()[1], secrets.token_hex(32)
-        self.address = Address(host=host, port=port, token=token)
+        port, secret = self._listener.getsockname()[1], secrets.token_hex(32)
+        self.address = SliceAddress(host=host, port=port, secret=secret)
         self._start(self._accept)
 
     @property
@@ -121,7 +156,7 @@ class SliceServer:
         self._is_stopped.set()
         _shut(self._listener, socket.SHUT_RDWR)
         self._listener.close()
-        for connection in self._connections:
+        for connection in tuple(self._connections):
             _shut(connection, socket.SHUT_RD)
         # Python must not end while a thread is in torch.
         deadline = time.monotonic() + STOP_SECONDS
@@ -131,7 +166,7 @@ class SliceServer:
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         name = "sparkdl slice server"
         thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._threads.append(thread)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
 
     def _accept(self) -> None:
@@ -142,29 +177,50 @@ class SliceServer:
                 if not self._is_stopped.wait(_AGAIN_SECONDS):
                     logger.warning("a connection to this slice could not be taken: %s", error)
                 continue
-            self._connections.append(connection)
             self._start(self._serve, connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, plain: socket.socket) -> None:
         """Answer the requests of one rank, one after the other, until it has gone."""
-        with connection:
-            messages = Messages(connection)
-            try:
-                connection.settimeout(_SECRET_SECONDS)
-                token = messages.read(len(self.address.token))
+        try:
+            plain.settimeout(_SECRET_SECONDS)
+            with plain, self._encrypted(plain) as connection:
+                self._connections.add(connection)
+                if self._is_stopped.is_set():
+                    return
+                connection.do_handshake()
+                messages = Messages(connection)
+                rank = self._admitted(messages.receive())
                 connection.settimeout(None)
-                if hmac.compare_digest(token, self.address.token.encode()):
-                    self._answer_all(messages.receive()["rank"], messages)
-                else:
-                    logger.warning("a connection without the secret of this run was refused")
-            except OSError as error:
-                logger.debug("a connection to this slice ended: %s", error)
+                self._answer_all(rank, messages)
+        except (ssl.SSLError, TimeoutError, ConnectionAbortedError) as error:
+            logger.warning("a connection to this slice was refused: %s", error)
+        except OSError as error:
+            logger.debug("a connection to this slice ended: %s", error)
+        finally:
+            self._connections.difference_update({c for c in self._connections if c.fileno() < 0})
+
+    def _encrypted(self, plain: socket.socket) -> ssl.SSLSocket:
+        return self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+
+    def _admitted(self, hello: Mapping[str, Any]) -> int:
+        """The rank that has connected.
+
+        Raises:
+            ConnectionAbortedError: it has not the secret, or is connected already.
+        """
+        secret, rank = str(hello.get("secret")), hello.get("rank")
+        if not hmac.compare_digest(secret.encode(), self.address.secret.encode()):
+            raise ConnectionAbortedError("the secret is wrong or missing")
+        if not isinstance(rank, int) or rank in self._bytes_sent:
+            raise ConnectionAbortedError(f"rank {rank!r} is no rank, or has connected before")
+        self._bytes_sent[rank] = 0
+        return rank
 
     def _answer_all(self, rank: int, messages: Messages) -> None:
-        self._bytes_sent[rank] = 0
         try:
             while True:
                 header = messages.receive()
+                _check_request(header)
                 try:
                     self._answer(rank, header, messages)
                 except CommunicationError as error:
@@ -207,19 +263,22 @@ class SliceLink:
     Args:
         address: where the slice's server listens.
         rank: who asks.
+        certificate: what the ranks show, and the server too.
 
     Raises:
         CommunicationError: there is no server.
     """
 
-    def __init__(self, address: Address, rank: int) -> None:
+    def __init__(self, address: SliceAddress, rank: int, certificate: Certificate) -> None:
         self._where = f"{address.host}:{address.port}"
         self.bytes_sent = 0
         with self._peer_errors():
-            self._connection = socket.create_connection((address.host, address.port))
+            plain = socket.create_connection((address.host, address.port), _SECRET_SECONDS)
+            tls = mutual_tls(certificate, is_server=False)
+            self._connection = tls.wrap_socket(plain, server_hostname=NAME)
+            self._connection.settimeout(None)
             self._messages = Messages(self._connection)
-            self._connection.sendall(address.token.encode())
-            self._messages.send({"rank": rank})
+            self._messages.send({"secret": address.secret, "rank": rank})
 
     def step(
         self, push: Push | None, gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
@@ -275,6 +334,19 @@ class SliceLink:
             raise CommunicationError(f"the slice at {self._where} is lost: {error}") from error
 
 
+def _check_request(header: Mapping[str, Any]) -> None:
+    """Look at what a peer wants before anything is done.
+
+    Raises:
+        ConnectionAbortedError: it is no request.
+    """
+    is_push = header.get("kind") == "step" and "push" in header
+    push = header["push"] if is_push else None
+    is_sound = push is None or (isinstance(push, list) and len(push) == 2)
+    if not (is_push or header.get("kind") == "close") or not is_sound or "pull" not in header:
+        raise ConnectionAbortedError(f"the other end sent no request but {str(header)[:200]}")
+
+
 def flats(buckets: Sequence[Bucket]) -> list[torch.Tensor]:
     """The memory of buckets, in order; what is sent."""
     return [bucket.flat for bucket in buckets if bucket.flat.numel()]
@@ -287,4 +359,5 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _shut(connection: socket.socket, how: int) -> None:
     with contextlib.suppress(OSError):  # it has ended already
-        connection.shutdown(how)
+        # Not `SSLSocket.shutdown`: another thread may be in a call, and would go on in clear.
+        socket.socket.shutdown(connection, how)

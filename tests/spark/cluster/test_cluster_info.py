@@ -227,6 +227,20 @@ def test_encryption_is_not_silently_dropped(key: str) -> None:
     require_gang_support(info(1, 1), {key: "false"}.get, Settings())
 
 
+def test_authentication_is_not_silently_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    authenticated, sasl = "spark.authenticate", "spark.authenticate.enableSaslEncryption"
+    require_gang_support(info(1, 1), {sasl: "true"}.get, Settings())  # Spark ignores it then
+    assert caplog.text == ""
+    require_gang_support(info(1, 1), {authenticated: "true"}.get, Settings())
+    assert "spark.authenticate is set, but workers exchange gradients as plain TCP" in caplog.text
+    caplog.clear()
+    get = {authenticated: "true", sasl: "true"}.get
+    with pytest.raises(ClusterError, match=f"{sasl} asks for encrypted traffic"):
+        require_gang_support(info(1, 1), get, Settings())
+    require_gang_support(info(1, 1), get, Settings(allow_unencrypted=True))
+    assert caplog.text == ""
+
+
 def test_encrypted_files_are_not_silently_dropped() -> None:
     get = {"spark.io.encryption.enabled": "TRUE"}.get
     with pytest.raises(ClusterError, match=r"encrypted files, but the spool .*allowUnencrypted="):

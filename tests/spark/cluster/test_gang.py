@@ -58,8 +58,8 @@ def test_results_of_any_size_come_back_whole(table: DataFrame, server: ChannelSe
             assert payload == bytes([rank]) * sizes[int(kind)]
 
 
-def who_and_where(environment: WorkerEnvironment, order: str) -> Results:
-    client = ChannelClient(environment.channel, scope=order)
+def who_and_where(environment: WorkerEnvironment, order: None) -> Results:
+    client = ChannelClient(environment.channel)
     client.set(f"here/{environment.rank}", b"")
     client.wait(["here/0", "here/1"], 20)  # only if they run at the same time
     client.close()
@@ -72,11 +72,11 @@ def who_and_where(environment: WorkerEnvironment, order: str) -> Results:
 def test_all_start_at_the_same_time_and_know_their_place(
     table: DataFrame, server: ChannelServer
 ) -> None:
-    rows = run(table, who_and_where, "scope/", channel=server.address)
+    rows = run(table, who_and_where, None, channel=server.address)
     for rank, kind, payload in rows:
         assert kind == "environment"
         assert payload.decode() == repr((rank, 2, "127.0.0.1", ()))
-    assert server._hub.get("scope/here/1") == b""
+    assert server._hub.get("0/here/1") == b""
 
 
 def talk(environment: WorkerEnvironment, order: None) -> Results:
@@ -85,8 +85,8 @@ def talk(environment: WorkerEnvironment, order: None) -> Results:
     client.set(f"from/{rank}", str(rank).encode())
     client.wait(["from/0", "from/1"], 20)
     heard = client.get(f"from/{1 - rank}")
-    client.add("left", 1)
-    while rank == 0 and client.add("left", 0) < 2:  # the server goes with rank 0
+    client.add("store/left", 1)
+    while rank == 0 and client.add("store/left", 0) < 2:  # the server goes with rank 0
         pass
     client.close()
     yield "heard", heard or b""

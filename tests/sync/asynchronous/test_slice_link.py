@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,10 +17,12 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl.comm.certificates import make_certificate, mutual_tls
 from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.sync.asynchronous.parameter_server import Push, ServerRules, ServerSlice
 from sparkdl.sync.asynchronous.slice_link import SliceLink, SliceServer, flats
 
+CERTIFICATE = make_certificate()
 OPTIONS = [{"lr": 1.0}]
 SHAPES = ((3, 2), (4,), ())
 
@@ -39,10 +42,16 @@ class Served:
     def __init__(self, served: ServerSlice) -> None:
         self.slice = served
         self.left: list[int] = []
-        self.server = SliceServer(served, host="127.0.0.1", on_leave=self.left.append)
+        self.server = SliceServer(
+            served, host="127.0.0.1", certificate=CERTIFICATE, on_leave=self.left.append
+        )
 
     def link(self, rank: int) -> SliceLink:
-        return SliceLink(self.server.address, rank)
+        return SliceLink(self.server.address, rank, CERTIFICATE)
+
+    def open(self) -> socket.socket:
+        """A connection of somebody who speaks no TLS."""
+        return socket.create_connection(("127.0.0.1", self.server.address.port), 10)
 
 
 @pytest.fixture
@@ -118,25 +127,100 @@ def test_the_end_of_a_round_brings_weights_and_state(served: Served) -> None:
 
 
 def test_without_the_secret_nothing_is_served(served: Served) -> None:
-    wrong = replace(served.server.address, token="guess")
-    with (
-        pytest.raises(CommunicationError, match="is lost"),
-        contextlib.closing(SliceLink(wrong, 1)) as link,
+    address = served.server.address
+    for where, certificate in (
+        (replace(address, secret="guess"), CERTIFICATE),
+        (address, make_certificate()),
     ):
-        link.step(Push(1.0, OPTIONS), like(served, 1), like(served, 0))
+        with (
+            pytest.raises(CommunicationError, match="is lost"),
+            contextlib.closing(SliceLink(where, 1, certificate)) as link,
+        ):
+            link.step(Push(1.0, OPTIONS), like(served, 1), like(served, 0))
     assert served.left == []
     assert all(flat.eq(0).all() for flat in flats(served.slice.pull(0)))
 
 
+def test_a_server_without_the_certificate_learns_no_secret(served: Served) -> None:
+    """The client must refuse in the handshake, before it says anything."""
+    tls = mutual_tls(make_certificate(), is_server=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> bytes:
+            plain, _ = listener.accept()
+            with plain, contextlib.suppress(OSError), tls.wrap_socket(plain, server_side=True) as c:
+                return c.recv(100)
+            return b""
+
+        heard = pool.submit(answer)
+        where = replace(served.server.address, port=listener.getsockname()[1])
+        with pytest.raises(CommunicationError, match="is lost"):
+            SliceLink(where, 1, CERTIFICATE)
+        assert heard.result(20) == b""
+
+
+def test_each_rank_connects_once(served: Served) -> None:
+    first, second = served.link(1), served.link(1)
+    first.step(None, [], [])
+    with pytest.raises(CommunicationError, match="is lost"):
+        second.step(None, [], [])
+    assert served.left == []
+    first.step(None, [], [])
+    first.close()
+    second.close()
+
+
+NO_REQUESTS: list[bytes] = [
+    b"no JSON",
+    b"[1]",
+    b"{}",
+    b'{"kind": "step", "pull": true}',
+    b'{"kind": "step", "pull": true, "push": 3}',
+    b'{"kind": "close"}',
+    b'{"kind": "remove", "push": null, "pull": true}',
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("message", [*NO_REQUESTS, None])
+def test_a_peer_that_talks_nonsense_is_cut_off(
+    served: Served, message: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warnings are errors here, and so is a thread that ends with a traceback."""
+    link = served.link(1)
+    link.step(None, [], [])
+    sent = struct.pack("!I", (1 << 32) - 1 if message is None else len(message))
+    link._connection.sendall(sent + (message or b""))
+    wait_for(lambda: served.left == [1])
+    link.close()
+    wait_for(lambda: "a connection to this slice was refused" in caplog.text)
+
+
+def test_strangers_hold_up_nobody(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(50):
+            stranger = stack.enter_context(served.open())
+            stranger.sendall(b"\x16\x03\x01"[: number % 4])
+        began = time.monotonic()
+        link = served.link(1)
+        link.step(None, [], [])
+        link.close()
+        served.server.stop()
+        assert time.monotonic() - began < 10
+
+
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"cannot serve parameters at 192\.0\.2\.1"):
-        SliceServer(make_slice(), host="192.0.2.1", on_leave=lambda rank: None)
+        SliceServer(
+            make_slice(), host="192.0.2.1", certificate=CERTIFICATE, on_leave=lambda rank: None
+        )
 
 
 def test_two_servers_have_different_secrets(served: Served) -> None:
     other = Served(make_slice())
-    assert other.server.address.token != served.server.address.token
-    assert len(other.server.address.token) == 64
+    assert other.server.address.secret != served.server.address.secret
+    assert len(other.server.address.secret) == 64
+    assert served.server.address.secret not in repr(served.server.address)
     other.server.stop()
 
 
@@ -158,12 +242,13 @@ def test_a_rank_that_leaves_is_noticed_at_once(served: Served, end: str) -> None
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed(served: Served) -> None:
     program = (
-        "import sys, time; from sparkdl.comm.channel import Address;"
-        "from sparkdl.sync.asynchronous.slice_link import SliceLink;"
-        "link = SliceLink(Address(**eval(sys.argv[1])), 0); link.step(None, [], []);"
-        "print('pushed', flush=True); time.sleep(60)"
+        "import sys, time; from sparkdl.comm.certificates import Certificate;"
+        "from sparkdl.sync.asynchronous.slice_link import SliceAddress, SliceLink;"
+        "where, certificate = eval(sys.argv[1]);"
+        "link = SliceLink(SliceAddress(**where), 0, Certificate(**certificate));"
+        "link.step(None, [], []); print('pushed', flush=True); time.sleep(60)"
     )
-    address = repr(asdict(served.server.address))
+    address = repr((asdict(served.server.address), asdict(CERTIFICATE)))
     command, root = [sys.executable, "-c", program, address], Path(__file__).parents[3]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as process:
         assert process.stdout is not None
@@ -200,7 +285,7 @@ def test_a_server_that_has_gone_is_an_error() -> None:
     link.close()
     with (
         pytest.raises(CommunicationError),
-        contextlib.closing(SliceLink(served.server.address, 1)) as late,
+        contextlib.closing(served.link(1)) as late,
     ):
         late.step(None, [], [])
 

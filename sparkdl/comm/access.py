@@ -1,0 +1,170 @@
+"""Who may do what on a channel: secrets of attempts and ranks, and what belongs to which rank.
+
+The guarantee in one sentence: of the present attempt only, each rank is the process that has called
+first under its number, and it alone changes what carries that number; rank 0 also what carries no
+number, and the driver's own files nobody.
+
+All ranks of a gang get the same bytes from Spark, so no secret in them can belong to one rank.
+Therefore each process makes a secret of its own, and shows it with every call. What calls first as
+a rank is that rank until the attempt is over.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import threading
+from dataclasses import dataclass, field, replace
+
+import pyarrow.flight as flight
+
+from sparkdl.comm.certificates import Certificate
+from sparkdl.storage.storage import checked
+
+OF_DRIVER = "driver"
+"""Folder of the channel's files that only the driver writes."""
+SHARED_KEYS = "store/"
+"""Start of the keys that every rank writes: torch's, which names them itself."""
+READ_KEYS = "checkpoint/"
+"""Start of the keys that ranks write for rank 0, which removes them when it has read them."""
+_NUMBERED = re.compile(r".*-(\d+)\.\w+")
+"""Files that belong to a rank, such as ``rank-00003.safetensors`` and ``value-3.pkl``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a channel listens, the certificates of both sides, and what opens it."""
+
+    host: str
+    port: int
+    server_certificate: str
+    """The server's, the only one that a client accepts. Its key never leaves the server."""
+    worker_certificate: str
+    """What all workers of the run show."""
+    worker_key: str = field(repr=False)
+    secret: str = field(repr=False)
+    """That of one attempt."""
+    rank: int | None = None
+    """Who calls; None: no rank in particular, which may write nothing."""
+    rank_secret: str = field(default="", repr=False)
+
+    @property
+    def worker(self) -> Certificate:
+        """What all workers of the run have in common."""
+        return Certificate(self.worker_certificate, self.worker_key)
+
+    def of_rank(self, rank: int) -> Address:
+        """For the process that is ``rank`` in this attempt; called once in it."""
+        return replace(self, rank=rank, rank_secret=secrets.token_hex(16))
+
+    def shown(self) -> str:
+        """What every call shows, and `Access.caller` reads."""
+        words = [self.secret]
+        if self.rank is not None:
+            words += [str(self.rank), self.rank_secret]
+        return "Bearer " + " ".join(words)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who has made a call."""
+
+    attempt: int
+    rank: int | None
+
+
+class Access:
+    """The secrets of the present attempt. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begin(0)
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt: what belonged to earlier ones opens nothing any more."""
+        with self._lock:
+            self.attempt = attempt
+            self.secret = secrets.token_hex(32)
+            self._ranks: dict[int, str] = {}
+
+    def caller(self, shown: str) -> Caller:
+        """Who shows this; see `Address.shown`.
+
+        Raises:
+            FlightUnauthenticatedError: nobody of the present attempt.
+        """
+        _, _, rest = shown.partition("Bearer ")
+        secret, _, rest = rest.partition(" ")
+        number, _, rank_secret = rest.partition(" ")
+        with self._lock:
+            if not _equal(secret, self.secret):
+                raise flight.FlightUnauthenticatedError(
+                    "wrong or missing secret, or that of an attempt that is over"
+                )
+            if not number:
+                return Caller(self.attempt, None)
+            rank = int(number)
+            if not _equal(self._ranks.setdefault(rank, rank_secret), rank_secret):
+                raise flight.FlightUnauthenticatedError(
+                    f"another process is rank {rank} of this attempt"
+                )
+            return Caller(self.attempt, rank)
+
+    def require_present(self, caller: Caller) -> None:
+        """Make sure that the attempt of a call that takes long is not over.
+
+        Raises:
+            FlightUnauthenticatedError: it is.
+        """
+        if caller.attempt != self.attempt:
+            raise flight.FlightUnauthenticatedError(f"attempt {caller.attempt} is over")
+
+    def require_report(self, caller: Caller, attempt: int, rank: int) -> None:
+        """Allow reports of a rank to itself, and where no process is that rank, to all.
+
+        Tasks of rounds are no ranks: Spark may run several copies of one at the same time.
+
+        Raises:
+            FlightUnauthorizedError: the report is another's.
+        """
+        with self._lock:
+            is_own = caller.rank == rank or (caller.rank is None and rank not in self._ranks)
+        if attempt != caller.attempt or not is_own:
+            raise flight.FlightUnauthorizedError(
+                f"{_name(caller)} may not report as rank {rank} of attempt {attempt}"
+            )
+
+
+def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
+    """Allow a rank to change a key, or to remove it.
+
+    Raises:
+        FlightUnauthorizedError: the key is not its own.
+    """
+    is_shared = key.startswith(SHARED_KEYS) and caller.rank is not None
+    is_read = removes and key.startswith(READ_KEYS) and caller.rank == 0
+    if not (is_shared or is_read) and key.rpartition("/")[2] != str(caller.rank):
+        raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the key {key!r}")
+
+
+def require_file(caller: Caller, path: str) -> None:
+    """Allow a rank to write or to remove a file, or a folder.
+
+    Raises:
+        FlightUnauthorizedError: it is not its own.
+        StorageError: the path leads out of the storage.
+    """
+    parts = checked(path).split("/")
+    numbered = _NUMBERED.fullmatch(parts[-1])
+    owner = int(numbered[1]) if numbered else 0
+    if parts == [""] or parts[0] == OF_DRIVER or caller.rank != owner:
+        raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the file {path!r}")
+
+
+def _name(caller: Caller) -> str:
+    return "a task" if caller.rank is None else f"rank {caller.rank}"
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
