@@ -34,6 +34,9 @@ _OF_KEYS = {"set", "add", "missing", "get", "delete"}
 _OF_REPORTS = {"report", "seconds_since_report"}
 _OF_FILES = {"list", "remove", "exists"}
 """Methods of the hub and of the files that a request may name."""
+_MOST_EVENTS = 100_000
+"""Events that may wait while the driver stands still; beyond that some are left out."""
+_DISPENSABLE = ("heartbeat", "alive", "log")
 _RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000)]
 """Option of a connection: after an absence of the server gRPC would wait up to two minutes."""
 _TRANSPORT = (
@@ -117,8 +120,10 @@ class Hub:
         now = time.monotonic()
         self._last_reports[rank] = (attempt, now)
         if self.keeps_events:
+            is_full = self.events.qsize() > _MOST_EVENTS
             for body in events:
-                self.events.put(Event(attempt=attempt, rank=rank, received=now, body=body))
+                if not (is_full and body["kind"] in _DISPENSABLE):
+                    self.events.put(Event(attempt=attempt, rank=rank, received=now, body=body))
         return self.shows_lines
 
     def seconds_since_report(self, attempt: int, rank: int) -> float | None:

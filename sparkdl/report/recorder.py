@@ -1,8 +1,8 @@
 """The recorder writes down on the driver what happens in a run, and calls the run's listeners.
 
-The fit and the supervisor call it on the fit's thread, and it keeps everything in memory; another
-thread writes it to the storage. If that fails, for whatever reason, the run goes on without a
-report, with one warning: hours of training are worth more than their record.
+The fit and the supervisor call it on the fit's thread, and it keeps everything in memory, with long
+lists thinned; another thread writes it to the storage. If that fails, for whatever reason, the run
+goes on without a report, with one warning: hours of training are worth more than their record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkdl.report.listeners.listener import Listener, Listeners, RunStart
 from sparkdl.report.live.progress import Progress, View
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, folder_name
-from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable
+from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable, thin
 from sparkdl.report.record.time_spans import Spans
 from sparkdl.storage.storage import Storage, without_password
 
@@ -35,6 +35,8 @@ _SLOWER_BY = 0.01
 _SILENT_WRITES = 10
 """How many pauses its driver may be silent for, and half a minute, before a run counts as lost."""
 _STEPS_KEPT = 500
+_MOST_WAITING = 100_000
+"""Events that may wait for a storage that stalls; the record at the end has those beyond, too."""
 
 
 class Recorder(View):
@@ -178,6 +180,7 @@ class Recorder(View):
     ) -> None:
         """What came of the run; listeners are shown the trained module at its end."""
         self._history, self._module = [dict(record) for record in history], module
+        thin(self._history)
 
     def end(self, error: BaseException | None) -> None:
         """The run has ended; leave its record. Called by `recording`, once."""
@@ -220,7 +223,7 @@ class Recorder(View):
         try:
             with self._lock:
                 self._builder.take(event)
-                if self._folder is not None:
+                if self._folder is not None and len(self._waiting) < _MOST_WAITING:
                     self._waiting.append(event)
         except Exception as error:
             self._give_up(error)

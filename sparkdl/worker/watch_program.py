@@ -4,7 +4,8 @@ A worker says several times a second that it is there, but it cannot while a cal
 Python's global lock (GIL). So a process of its own looks at the worker from outside, by what the
 kernel says of it. `watcher.Watcher` starts it as ``python -I -S``, without site-packages, so it
 takes some megabytes and hundredths of a second; what it needs to reach the driver is imported only
-when there is something to say. It ends when the worker closes the pipe, or has ended.
+when there is something to say. It ends when the worker closes the pipe, or has ended. If that has
+crashed, it tells the driver where, as Python's faulthandler has written it down.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import select
 import sys
 import time
 
+BYE = b"!"
+"""What a worker writes that ends as it should."""
 LOOKS = 20
 """How often it looks within the time-out."""
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
@@ -66,6 +69,17 @@ class Speaker:
 
     def speak(self, silent_seconds: float) -> None:
         """Tell the driver that the worker is alive; why it is silent, once."""
+        events: list[dict[str, object]] = [{"kind": "alive"}]
+        if self._client is None:
+            line = (
+                f"Python does not get to run here for {silent_seconds:.0f} s now, although the "
+                "process computes: a call into C holds the global lock (GIL); it counts as alive"
+            )
+            events.append({"kind": "log", "lines": [(20, line)]})
+        self.report(events)
+
+    def report(self, events: list[dict[str, object]]) -> None:
+        """Send events as the worker would; an absent driver is no error."""
         import pickle
 
         order = self._order
@@ -73,17 +87,11 @@ class Speaker:
         from sparkdl.comm.channel import ChannelClient
         from sparkdl.errors import CommunicationError
 
-        events: list[dict[str, object]] = [{"kind": "alive"}]
         if self._client is None:
             self._client = ChannelClient(pickle.loads(order["address"]), timeout_seconds=10.0)  # type: ignore[arg-type]
-            line = (
-                f"Python does not get to run here for {silent_seconds:.0f} s now, although the "
-                "process computes: a call into C holds the global lock (GIL); it counts as alive"
-            )
-            events.append({"kind": "log", "lines": [(20, line)]})
         try:
             self._client.report(attempt=order["attempt"], rank=order["rank"], events=events)  # type: ignore[attr-defined]
-        except CommunicationError:  # as for the worker itself: it is tried again
+        except CommunicationError:  # as for the worker itself; a next report is tried
             return
 
 
@@ -100,7 +108,11 @@ def watch(pipe: int, order: dict[str, object]) -> None:
         left = next_look - time.monotonic()
         if left > 0:
             if select.select([pipe], [], [], left)[0]:
-                if not os.read(pipe, 65536):
+                said = os.read(pipe, 65536)
+                if said.endswith(BYE):
+                    return
+                if not said:
+                    tell_of_crash(order, speaker)
                     return
                 unheard = still = 0
             continue
@@ -114,6 +126,14 @@ def watch(pipe: int, order: dict[str, object]) -> None:
         elif still >= LOOKS:
             end(pid, timeout)
             return
+
+
+def tell_of_crash(order: dict[str, object], speaker: Speaker) -> None:
+    """Report where a worker has crashed that is gone without a word, if it says that."""
+    file = order["crash_file"]
+    text = b"" if file is None else os.pread(file, 20_000, 0)  # type: ignore[arg-type]
+    if text:
+        speaker.report([{"kind": "crash", "text": text.decode(errors="replace")}])
 
 
 def end(pid: int, timeout_seconds: float) -> None:

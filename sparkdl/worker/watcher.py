@@ -7,6 +7,7 @@ It is `watch_program`, fed by a pipe. Where the kernel does not say what a proce
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import inspect
 import logging
 import marshal
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sparkdl.comm.channel import Address
 from sparkdl.worker import watch_program
@@ -47,14 +49,16 @@ class Watcher:
             attempt: what it reports.
             rank: what it reports.
         """
-        self._order = {
+        self._order: dict[str, Any] = {
             "pid": os.getpid(),
             "timeout_seconds": float(timeout_seconds),
             "address": None if address is None else pickle.dumps(address),
             "attempt": attempt,
             "rank": rank,
             "path": list(sys.path),
+            "crash_file": None,
         }
+        self._resources = contextlib.ExitStack()
         self._pause = timeout_seconds / watch_program.LOOKS / 3
         self._next = 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,12 +70,16 @@ class Watcher:
         program: list[str] = [str(place)]
         if not place.is_file():  # sparkdl came as a zip file
             program = ["-c", inspect.getsource(watch_program)]
+        kept_open = ()
+        if self._order["address"] is not None and not faulthandler.is_enabled():
+            kept_open = (self._order["crash_file"],) = (self._crash_file(),)
         order = marshal.dumps(self._order)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", *program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                pass_fds=kept_open,
                 start_new_session=True,  # a signal to the worker's group must not reach it
                 bufsize=0,
             )
@@ -83,10 +91,20 @@ class Watcher:
         self._write(b"%d\n" % len(order) + order)
         return self
 
+    def _crash_file(self) -> int:
+        """A file in memory into which this process writes where it crashes, if it does."""
+        file = os.memfd_create("sparkdl-crash")
+        self._resources.callback(os.close, file)
+        faulthandler.enable(file)
+        self._resources.callback(faulthandler.disable)
+        return file
+
     def __exit__(self, *_: object) -> None:
+        self._resources.close()
         if self._process is None:
             return
         assert self._process.stdin is not None
+        self._write(watch_program.BYE)
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # it ends by this
         try:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sparkdl.comm import channel
 from sparkdl.errors import DataError, StorageError, TrainingFailed, WorkerError
 from sparkdl.report import recorder as module
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
@@ -331,3 +334,40 @@ def test_what_is_asked_to_end_the_run_at_an_epoch_ends_it() -> None:
         recorder.show(EpochCallback(stop))
         recorder.epoch({"epoch": 1, "steps": 4, "loss": 2.0})
     assert recorder.record().status == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_million_events_take_little_memory() -> None:
+    """A run of months must not fill the driver."""
+    before = 0
+    with start() as recorder:
+        recorder.facts(world_size=2, rows=10, steps_per_epoch=1)
+        recorder.attempt(0, 0)
+        tracemalloc.start()
+        for number in range(1, 250_001):
+            recorder.progress(
+                0, Progress(step=number, loss=0.5, rows=number, seconds={"a": number})
+            )
+            recorder.log(1, f"line {number}", logging.WARNING)
+            recorder.epoch({"epoch": number, "steps": 1, "loss": 0.5, "val_loss": 0.25})
+            recorder.failure(f"reason {number}")
+            if number == 25_000:
+                before = tracemalloc.get_traced_memory()[0]
+        after = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert after < before + 2**20
+    found = recorder.record()
+    assert [found.history[0]["epoch"], found.history[-1]["epoch"]] == [1, 250_000]
+    assert 1000 < len(found.history) <= 4000
+    assert found.num_logs == 250_000
+
+
+def test_events_that_nobody_takes_do_not_fill_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_MOST_EVENTS", 10)
+    hub = channel.Hub()
+    for _ in range(30):
+        hub.report(0, 0, [{"kind": "heartbeat"}, {"kind": "log", "lines": []}, {"kind": "epoch"}])
+    kinds = [hub.events.get_nowait().body["kind"] for _ in range(hub.events.qsize())]
+    assert kinds.count("epoch") == 30
+    assert kinds.count("heartbeat") == kinds.count("log") == 4

@@ -237,3 +237,31 @@ def test_a_task_that_hangs_is_ended(
 def has_child(pid: int) -> bool:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     return children.exists() and bool(children.read_text().strip())
+
+
+def crashes(address: bytes) -> None:
+    place = pickle.loads(address)
+    client = ChannelClient(place)
+    with Reporter(client, attempt=2, rank=1, watcher=Watcher(60.0, address=place)):
+        os.abort()
+
+
+@pytest.mark.slow
+def test_where_a_worker_has_crashed_is_told(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
+) -> None:
+    worker = started(crashes, pickle.dumps(server.address))
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGABRT
+    told: list[str] = []
+
+    def crash() -> bool:
+        while not hub.events.empty():
+            event = hub.events.get()
+            if event.body["kind"] == "crash":
+                told.append(event.body["text"])
+        return bool(told)
+
+    soon(crash, 60)
+    assert told[0].startswith("Fatal Python error: Aborted")
+    assert "in crashes" in told[0]

@@ -8,6 +8,9 @@ listener at work. Unlike callbacks, which are on the workers, listeners need no 
 from __future__ import annotations
 
 import logging
+import math
+import queue
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -38,7 +41,8 @@ class RunListener:
     """Watches one run, on the driver; override what you need.
 
     What a method raises does not end the run: it is logged, and of the listener's methods only
-    `end` is called after that. The fit waits for what a method does.
+    `end` is called after that. All methods are called in one thread, which is the listener's own,
+    so the run does not wait for them. At its end it waits up to five minutes for `end`.
     """
 
     def facts(self, facts: Mapping[str, Any]) -> None:
@@ -92,25 +96,88 @@ logger = logging.getLogger(__name__)
 
 _STEP_SECONDS = 0.5
 """Shortest time between two steps of which a listener is told."""
+_MOST_CALLS = 1000
+"""Calls that may wait for a listener."""
+_LATE_SECONDS = 30.0
+"""After how long in one call a listener is said to be behind."""
+_QUIET_SECONDS, _END_SECONDS = 10.0, 300.0
+"""How long the end of a run waits for its listeners, without a word and in all."""
 _STEP_SHARE = 0.05
 """Longest part of the time that a listener may take for steps."""
 
 
-@dataclass(kw_only=True)
 class _Entry:
-    listener: RunListener
-    next_step_at: float = 0.0
-    """When its `RunListener.step` may be called again."""
-    has_failed: bool = False
+    """A listener at work in a thread of its own, so that it cannot hold up the run."""
+
+    def __init__(self, listener: RunListener) -> None:
+        self._listener = listener
+        self._name = type(listener).__name__
+        self._calls: queue.SimpleQueue[tuple[Callable[[RunListener], None], bool]]
+        self._calls = queue.SimpleQueue()
+        """What to call, and whether it is the last."""
+        self._has_failed = self._is_behind = False
+        self._busy_since = math.inf
+        self._next_step_at = 0.0
+        """When its `RunListener.step` may be called again."""
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, name="sparkdl-listener", daemon=True).start()
 
     def call(self, what: Callable[[RunListener], None]) -> None:
+        """Have it called when all that was asked before is done."""
+        is_full = self._calls.qsize() >= _MOST_CALLS
+        if not self._is_behind and (is_full or time.monotonic() - self._busy_since > _LATE_SECONDS):
+            self._is_behind = True
+            logger.warning(
+                "%s does not keep up with the run, which goes on without it: what it is told comes "
+                "late, and is left out where more than %d calls wait",
+                *(self._name, _MOST_CALLS),
+            )
+        if not is_full:
+            self._calls.put((what, False))
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell it of a step, if its time has come and it has nothing else to do."""
+        is_idle = self._busy_since == math.inf and self._calls.empty()
+        if is_idle and time.monotonic() >= self._next_step_at:
+            self.call(lambda listener: listener.step(step, values))
+            self._next_step_at = time.monotonic() + _STEP_SECONDS
+
+    def end(self, what: Callable[[RunListener], None]) -> None:
+        """Have it called once more, whatever has happened."""
+        self._calls.put((what, True))
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, but no longer than so many seconds."""
+        if self._is_over.wait(min(seconds, _QUIET_SECONDS)):
+            return
+        logger.info("waiting up to %.0f s for %s to end", seconds, self._name)
+        if not self._is_over.wait(seconds - _QUIET_SECONDS):
+            logger.warning(
+                "%s has not ended within %.0f s; the run is over all the same, and what it does "
+                "now goes on in the background",
+                *(self._name, seconds),
+            )
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            what, is_last = self._calls.get()
+            began = self._busy_since = time.monotonic()
+            if is_last or not self._has_failed:
+                self._try(what)
+            now, self._busy_since = time.monotonic(), math.inf
+            rest = (now - began) / _STEP_SHARE
+            self._next_step_at = max(self._next_step_at, now + rest)
+        self._is_over.set()
+
+    def _try(self, what: Callable[[RunListener], None]) -> None:
         try:
-            what(self.listener)
+            what(self._listener)
         except Exception:  # whatever a listener of the user's raises
-            self.has_failed = True
+            self._has_failed = True
             logger.warning(
                 "%s has failed; of this run it is only told the end:\n%s",
-                type(self.listener).__name__,
+                self._name,
                 traceback.format_exc().rstrip(),
             )
 
@@ -125,24 +192,23 @@ class Listeners:
     def start(self, start: RunStart, listeners: Sequence[Listener]) -> None:
         """Start them; what one raises is raised, and those before it are told of the end."""
         for listener in listeners:
-            self._entries.append(_Entry(listener=listener.start(start)))
+            self._entries.append(_Entry(listener.start(start)))
 
     def call(self, what: Callable[[RunListener], None]) -> None:
-        """Call ``what`` with each that has not failed."""
+        """Have ``what`` called with each that has not failed; nobody waits for that."""
         for entry in self._entries:
-            if not entry.has_failed:
-                entry.call(what)
+            entry.call(what)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of a step those whose time for it has come."""
         for entry in self._entries:
-            began = time.monotonic()
-            if not entry.has_failed and began >= entry.next_step_at:
-                entry.call(lambda listener: listener.step(step, values))
-                now = time.monotonic()
-                entry.next_step_at = now + max(_STEP_SECONDS, (now - began) / _STEP_SHARE)
+            entry.step(step, values)
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
-        """Tell all that the run has ended, each once."""
-        while self._entries:
-            self._entries.pop(0).call(lambda listener: listener.end(record, module))
+        """Tell all that the run has ended, each once, and wait for them, but not for ever."""
+        entries, self._entries = self._entries, []
+        for entry in entries:
+            entry.end(lambda listener: listener.end(record, module))
+        deadline = time.monotonic() + _END_SECONDS
+        for entry in entries:
+            entry.wait(max(0.0, deadline - time.monotonic()))

@@ -23,6 +23,8 @@ Event = Mapping[str, Any]
 
 _MAX_LINES = 200
 """Warnings that are kept: the first ones, which say where trouble began."""
+_MOST_ENTRIES = 4000
+"""Of a list in a record, such as its history; more would only fill memory and the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,13 @@ def add_record(history: list[dict[str, Any]], record: Mapping[str, Any]) -> None
     while number is not None and history and (count_of(history[-1]) or 0) >= number:
         history.pop()
     history.append(dict(record))
+    thin(history)
+
+
+def thin(entries: list[Any]) -> None:
+    """Take out every second entry but the first and the last, once there are too many to show."""
+    while len(entries) > _MOST_ENTRIES:
+        del entries[1:-1:2]
 
 
 _COUNTS = ("epoch", "report", "steps")
@@ -210,16 +219,20 @@ class RecordBuilder:
                 if attempts and attempts[-1]["number"] == event["number"]:
                     attempts.pop()  # it was announced before it began
                 attempts.append(rest)
+                thin(attempts)
             case "failure":
                 values["failures"].append(rest)
+                thin(values["failures"])
             case "epoch":
                 add_record(values["history"], event["record"])
             case "step":
                 names = ("at", "step", "loss", "rows_per_second")
                 values["steps"].append([event[name] for name in names])
+                thin(values["steps"])
             case "spent":
                 span = [event["begin"], event["end"], event["seconds"]]
-                values["spent"].setdefault(str(event["rank"]), []).append(span)
+                spans = values["spent"].setdefault(str(event["rank"]), [])
+                spans.append(span)
             case "log":
                 values["num_logs"] += 1
                 if len(values["logs"]) < _MAX_LINES:

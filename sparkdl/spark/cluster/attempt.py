@@ -35,6 +35,10 @@ class Attempt:
     done: set[int] = field(default_factory=set)
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
+    crashes: dict[int, str] = field(default_factory=dict)
+    """Of ranks whose process has crashed: where, as Python's faulthandler says it."""
+    on_gpus: bool = False
+    """True if workers may talk by NCCL, whose watchdog aborts ranks whose peers are lost."""
     cancelled: bool = False
     """True if we ended the job, so that Spark's error says nothing new; a job that has not begun by
     then never does."""
@@ -74,6 +78,10 @@ def restart_reason(attempt: Attempt) -> str | None:
         # Workers never raise into Spark, so one was lost. What its peers reported, whatever
         # its type, is a consequence; a mistake of the user's would come again.
         raise_unless_loss(attempt.spark_error)
+        _raise_if_sizes_differ(attempt)
+        for rank, text in attempt.crashes.items():
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            return f"rank {rank} has crashed: {' | '.join(lines[:6])}"
         return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":
@@ -89,6 +97,26 @@ def restart_reason(attempt: Attempt) -> str | None:
         first = (causes or attempt.failures)[0]
         return f"rank {first['rank']} failed with {first['type']}: {first['message']}"
     return None
+
+
+def _raise_if_sizes_differ(attempt: Attempt) -> None:
+    """Tell a rank that gloo has aborted in a collective from one that was lost.
+
+    Raises:
+        WorkerError: gloo does so if a peer sends more than this rank expects, which it would do
+            again.
+    """
+    for rank, text in attempt.crashes.items():
+        is_abort = "Aborted" in text.partition("\n")[0] and "distributed_c10d.py" in text
+        if is_abort and not attempt.on_gpus:
+            raise WorkerError(
+                rank,
+                "Aborted",
+                "gloo has aborted the process in a collective of torch.distributed, as it does if "
+                "the ranks call it with tensors of different sizes or types; every rank must make "
+                "the same calls in the same order",
+                text,
+            )
 
 
 def _raise_if_calls_differ(attempt: Attempt) -> None:

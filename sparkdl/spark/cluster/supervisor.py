@@ -25,7 +25,13 @@ from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, tag_jobs
-from sparkdl.spark.session.failures import LOST, LOST_REMEDY, loss_reason, raise_unless_loss
+from sparkdl.spark.session.failures import (
+    LOST,
+    LOST_REMEDY,
+    has_crashed,
+    loss_reason,
+    raise_unless_loss,
+)
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
 
@@ -83,6 +89,7 @@ def supervise(
             world_size=run.slots.num_workers,
             submitted=time.monotonic(),
             restarts_left=run.max_restarts - failed,
+            on_gpus=bool(run.slots.gpus_per_worker or run.slots.cluster.gpus_per_executor),
         )
         try:
             run.link.hub.begin(attempt.number)  # what is left of the one before is shut out
@@ -165,10 +172,21 @@ def _run(run: Launch, job: Callable[[], Rows], attempt: Attempt, name: str) -> N
             if attempt.has_begun:
                 end_job(run.spark, tag, attempt.is_over)
         _receive(run, attempt)  # the last events may come a moment after the rows
+    if attempt.spark_error is not None and has_crashed(attempt.spark_error):
+        _await_crash(run, attempt)
     if attempt.rows is not None:
         reported = [json.loads(payload) for _, kind, payload in attempt.rows if kind == "error"]
         known = {failure["rank"] for failure in attempt.failures}
         attempt.failures.extend(f for f in reported if f["rank"] not in known)
+
+
+def _await_crash(run: Launch, attempt: Attempt) -> None:
+    """Give the process beside a worker that has crashed a moment to say where."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while run.link.channel is not None and not attempt.crashes and time.monotonic() < deadline:
+        raise_if_asked()
+        time.sleep(_TICK_SECONDS)
+        _receive(run, attempt)
 
 
 def _submit(run: Launch, job: Callable[[], Rows], tag: str, name: str, attempt: Attempt) -> None:
@@ -271,5 +289,7 @@ def _take(event: Event, attempt: Attempt, run: Launch) -> None:
         attempt.done.add(event.rank)
     elif kind == "done":
         attempt.done.add(event.rank)
+    elif kind == "crash":
+        attempt.crashes[event.rank] = event.body["text"]
     elif kind != "alive":  # which is all that a watcher says
         run.view.fact(event.rank, event.body)

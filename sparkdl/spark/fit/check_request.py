@@ -26,9 +26,16 @@ from sparkdl.spark.frames.columns import validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
+from sparkdl.spark.rounds.driver_memory import check_driver_memory, round_state_bytes
 from sparkdl.spark.run.run import FitRequest
-from sparkdl.spark.session.compat import conf, is_case_sensitive
+from sparkdl.spark.session.compat import (
+    conf,
+    driver_heap_bytes,
+    is_case_sensitive,
+    shares_console,
+)
 from sparkdl.spark.session.settings import Settings, read_settings
+from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -129,7 +136,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     Raises:
         ConfigError: a parameter is wrong.
         DataError: a column is missing, or of a type of which no tensor can be made.
-        ClusterError: the cluster cannot run as many workers.
+        ClusterError: the cluster cannot run as many workers, or the driver cannot hold the states
+            of rounds.
         StorageError: the initial weights or the source cannot be read.
     """
     settings = read_settings(partial(conf, data.spark))
@@ -161,6 +169,15 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             slots.num_workers,
         )
     strategy.check(config, slots.num_workers)
+    if not slots.is_gang and isinstance(strategy, AveragingStrategy):
+        check_driver_memory(
+            partial(conf, data.spark),
+            state_bytes=round_state_bytes(module, config, strategy),
+            num_shards=slots.num_workers,
+            strategy=strategy,
+            heap_bytes=driver_heap_bytes(data.spark),
+            is_local=shares_console(data.spark),
+        )
     check_sync_batch_norm(module, config, slots.num_workers)
     return CheckedRequest(
         request=request,

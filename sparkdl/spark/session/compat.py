@@ -42,6 +42,14 @@ def num_slots(spark: SparkSession) -> int:
     return int(scala.maxNumConcurrentTasks(profile))
 
 
+def driver_heap_bytes(spark: SparkSession) -> int | None:
+    """Memory that the driver's JVM may use; None: it is elsewhere (Spark Connect)."""
+    if is_connect(spark):
+        return None
+    context: Any = spark.sparkContext
+    return int(context._jvm.java.lang.Runtime.getRuntime().maxMemory())
+
+
 def driver_address(spark: SparkSession) -> tuple[str, str]:
     """Address to bind a server of the driver to, and the one that executors shall call.
 

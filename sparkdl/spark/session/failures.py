@@ -94,6 +94,11 @@ def loss_reason(error: Exception) -> str:
     return f"{LOST} ({spark_message(error)})"
 
 
+def has_crashed(error: Exception) -> bool:
+    """True if a Python worker has ended by itself, as far as Spark can tell."""
+    return is_spark_error(error) and "Python worker exited unexpectedly" in _text_of(error)
+
+
 def is_loss(error: Exception) -> bool:
     """True if a job failed for what starting it again may heal, as far as its type shows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,8 +68,9 @@ def test_steps_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
         step += 1
         told.step(step, {"loss": 1.0})
         time.sleep(0.001)
-    assert slow.calls == [1]
-    assert 3 <= len(quick.calls) <= 5
+    told.end(record(), None)
+    assert slow.calls == [1, "end"]
+    assert 3 <= len(quick.calls) <= 6
     assert step > 20
 
 
@@ -94,3 +96,52 @@ def test_those_that_have_started_are_told_the_end_if_another_cannot_start() -> N
     ):
         raise AssertionError("the run must not begin")
     assert first.calls == ["end"]
+
+
+@dataclass
+class Stuck(RunListener):
+    """Its server answers only when the test is over."""
+
+    answer: threading.Event = field(default_factory=threading.Event)
+    calls: list[Any] = field(default_factory=list)
+
+    def epoch(self, step: int, record: Mapping[str, float]) -> None:
+        self.calls.append(step)
+        self.answer.wait(30)
+
+    def end(self, record: RunRecord, module: nn.Module | None) -> None:
+        self.calls.append("end")
+
+
+def test_a_listener_that_blocks_holds_up_neither_the_run_nor_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_MOST_CALLS", 3)
+    monkeypatch.setattr(module, "_END_SECONDS", 0.3)
+    stuck, good = Stuck(), Noted()
+    told = Listeners()
+    told.start(START, [Lasting(stuck), Options(good)])
+    began = time.monotonic()
+    for step in range(10):
+        told.call(lambda listener, step=step: listener.epoch(step, {}))  # type: ignore[misc]
+        time.sleep(0.02)
+    told.end(record(), None)
+    assert time.monotonic() - began < 5
+    assert good.calls == [{}] * 10 + ["end"]
+    assert stuck.calls == [0]
+    assert caplog.text.count("Stuck does not keep up with the run, which goes on without it") == 1
+    assert "Stuck has not ended within 0 s; the run is over all the same" in caplog.text
+    stuck.answer.set()
+    deadline = time.monotonic() + 10
+    while "end" not in stuck.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stuck.calls == [0, 1, 2, 3, "end"]  # those beyond were left out
+
+
+@dataclass(frozen=True)
+class Lasting(Listener):
+    listener: RunListener
+
+    def start(self, run: RunStart) -> RunListener:
+        return self.listener

@@ -361,6 +361,37 @@ def test_a_lost_worker_outweighs_what_its_peers_report(
     assert "a worker or executor was lost (ExecutorLostFailure" in caplog.text
 
 
+CRASH = "Python worker exited unexpectedly (crashed)"
+ABORTED = 'Fatal Python error: Aborted\n\nThread 1:\n  File "/x/distributed_c10d.py" in all_reduce'
+
+
+def test_sizes_that_differ_between_ranks_are_a_mistake_of_the_users(stage: Stage) -> None:
+    """Gloo aborts the rank that gets too much, and the others see its end."""
+
+    def job() -> Rows:
+        stage.fail(PEER_0)
+        stage.say(1, "crash", text=ABORTED)
+        raise PySparkException(CRASH)
+
+    with pytest.raises(WorkerError, match=r"Aborted on rank 1: gloo .* of different si") as caught:
+        stage.run(job, max_restarts=3)
+    assert "in all_reduce" in caught.value.worker_traceback
+    assert stage.submitted == [0]
+
+
+def test_another_crash_is_told_and_may_be_healed(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> Rows:
+        later = threading.Timer(0.1, lambda: stage.say(1, "crash", text=f"{SEGFAULT}\nThread 1:"))
+        later.start()  # it comes after Spark's own word
+        raise PySparkException(CRASH)
+
+    SEGFAULT = "Fatal Python error: Segmentation fault"
+    assert stage.run(job, lambda: result(0, 1), max_restarts=1).restarts == 1
+    assert f"rank 1 has crashed: {SEGFAULT}" in caplog.text
+
+
 def test_restarts_are_counted_and_end(stage: Stage) -> None:
     with pytest.raises(TrainingFailed) as caught:
         stage.run(lost, lambda: error_rows(PEER_1), lost, max_restarts=2)
