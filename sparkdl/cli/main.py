@@ -84,14 +84,24 @@ def _set_up_export(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("model", metavar="MODEL", help="folder of a saved model")
     parser.add_argument("target", metavar="TARGET", help="file or folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    return lambda given: ended(lambda: _export(given.model, given.target, given.overwrite))
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package whose code the model may name besides; may be given several times",
+    )
+    return lambda given: ended(lambda: _export(given))
 
 
-def _export(model: str, target: str, overwrite: bool) -> None:
+def _export(given: argparse.Namespace) -> None:
     from sparkdl.serialization.export import export_saved
+    from sparkdl.storage.storage import without_password
 
-    exported = export_saved(model, target, overwrite=overwrite)
-    print(f"wrote {exported.what}: {target}")
+    exported = export_saved(
+        given.model, given.target, overwrite=given.overwrite, trusted=given.trust
+    )
+    print(f"wrote {exported.what}: {without_password(given.target)}")
     for line in exported.inputs:
         print(f"  {line}")
     if exported.difference is not None:

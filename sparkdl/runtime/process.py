@@ -13,6 +13,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -97,28 +98,82 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+_GROUPS, _GROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
 def memory_bytes() -> int:
     """Memory that this process may use: that of the machine, or less if a control group limits it.
 
     Of a container that is the container's, whatever its machine has.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    limits = [group.limit for group in memory_groups(_GROUPS, _GROUP_ROOT)]
+    return min([physical, *limits])
 
 
-def _group_limits(groups: Path, root: Path) -> Iterator[int]:
-    """The limits of the process's control groups and those above, of both versions (Linux)."""
+def free_memory_bytes() -> int | None:
+    """Memory that can still be taken before the kernel ends a process; None: not known here.
+
+    What the kernel keeps of files counts as free: it gives that back when memory is asked for.
+    """
+    free = [group.free for group in memory_groups(_GROUPS, _GROUP_ROOT)]
+    with contextlib.suppress(OSError), _MEMINFO.open(encoding="utf-8") as file:
+        lines = (line.split() for line in file)
+        free += [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
+    return min(free, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGroup:
+    """A control group that limits memory, in bytes."""
+
+    limit: int
+    usage: int
+    """What its processes have taken, the kernel's copies of their files included."""
+    files: int
+    """Such copies, which the kernel gives back."""
+
+    @property
+    def free(self) -> int:
+        """What its processes can still take."""
+        return max(0, self.limit - self.usage + self.files)
+
+
+def memory_groups(groups: Path, root: Path) -> Iterator[MemoryGroup]:
+    """The process's control groups and those above that have a limit, of both versions (Linux).
+
+    Args:
+        groups: the file that lists the process's groups.
+        root: where the groups are mounted.
+    """
     lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        folder, name = root, "memory.max"
+        folder, limit_name, usage_name = root, "memory.max", "memory.current"
         if "memory" in controllers.split(","):
-            folder, name = root / "memory", "memory.limit_in_bytes"
+            folder = root / "memory"
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         elif controllers:
             continue
         # In a container the path may be the machine's, of which only the container's end is here.
         for part in ("", *Path(path).parts[1:]):
             folder = folder / part
-            limit = folder / name
-            if limit.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
-                yield int(text)
+            limit, usage = _number_in(folder / limit_name), _number_in(folder / usage_name)
+            if limit is not None:
+                yield MemoryGroup(limit=limit, usage=usage or 0, files=_file_bytes(folder))
+
+
+def _number_in(path: Path) -> int | None:
+    """The number in a file of a group; None if it is absent, or there is no limit."""
+    text = path.read_text(encoding="utf-8").strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+def _file_bytes(group: Path) -> int:
+    """Copies of files that a group holds, those of the groups inside it included."""
+    stat = group / "memory.stat"
+    lines = stat.read_text(encoding="utf-8").splitlines() if stat.exists() else []
+    found = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+    prefix = "total_" if "total_inactive_file" in found else ""
+    return sum(found.get(f"{prefix}{state}_file", 0) for state in ("active", "inactive"))

@@ -7,7 +7,7 @@ module again, but one that needs none of the code it was made with.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,11 @@ class Exported:
 
 
 def export_saved(
-    model: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
+    model: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    trusted: str | Iterable[str] = (),
 ) -> Exported:
     """Write a saved model in the form that the ending of ``target`` names.
 
@@ -45,6 +49,7 @@ def export_saved(
         target: path or URL: ``.onnx`` is an ONNX file, ``.pt2`` an exported program,
             ``.safetensors`` the state dict; another name is a folder for `sparkdl.load_module`.
         overwrite: whether what is there is replaced.
+        trusted: packages whose code the model may name, see `sparkdl.load_module`.
 
     Raises:
         ConfigError: there is something at ``target``, the model cannot have that form, or its code
@@ -53,7 +58,8 @@ def export_saved(
     """
     storage, name = open_parent(os.fspath(target).rstrip("/"))
     if not name:
-        raise ConfigError(f"name a file or folder to write; received {os.fspath(target)!r}")
+        shown = without_password(os.fspath(target))
+        raise ConfigError(f"name a file or folder to write; received {shown!r}")
     if storage.exists(name) and not overwrite:
         raise ConfigError(
             f"there is something at {without_password(os.fspath(target))} already; choose another "
@@ -62,10 +68,10 @@ def export_saved(
     if name.endswith(".onnx"):
         from sparkdl.serialization.onnx_export import export_onnx
 
-        difference = export_onnx(model, target)
-        inputs = _lines(open_saved(model))
+        difference = export_onnx(model, target, trusted=trusted)
+        inputs = _lines(open_saved(model, trusted))
         return Exported(what="an ONNX file", inputs=inputs, difference=difference)
-    saved = open_saved(model)
+    saved = open_saved(model, trusted)
     if name.endswith(".safetensors"):
         storage.write(name, saved.files[WEIGHTS])
         return Exported(what=f"{len(saved.weights())} tensors", inputs=())
@@ -94,7 +100,7 @@ def _write_folder(saved: SavedModule, storage: Storage, name: str) -> None:
 
 
 def _signature(saved: SavedModule) -> ModelSignature:
-    signature = signature_of(saved.index)
+    signature = signature_of(saved.index, saved.trust)
     if signature is None:
         raise ConfigError(
             "an estimator has not seen its columns, so nothing can be exported of it but its "

@@ -12,7 +12,9 @@ load as it is. What torch 2.13 does when it reads a ``.pt2`` archive:
 - compiled libraries in ``aotinductor/`` are loaded.
 
 So `write_program` stores none of these, and `read_program` refuses archives with anything else
-than raw tensors, ATen operators, plain names and plain size expressions, before torch reads them.
+than raw tensors, operators of a list, plain names and plain size expressions, before torch reads
+them. The list is `allowed_operators.ALLOWED`: other operators of ATen write or read outside their
+tensors where their arguments are wrong, and those of other libraries may do anything.
 It looks through torch's own zip reader, so that both see the same bytes, and calls ``load_pt2``
 itself, which has no second try.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -34,7 +37,9 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from torch.export.pt2_archive._package import load_pt2
 
 from sparkdl.errors import ConfigError, StorageError
+from sparkdl.serialization.allowed_operators import ALLOWED, CHECKED, UNCHECKED
 from sparkdl.serialization.example_inputs import Example, Given, as_example
+from sparkdl.serialization.trust import USUAL, Trust
 from sparkdl.sync.frozen_layers import evaluation_mode
 
 _MODEL = "models/model.json"
@@ -46,11 +51,15 @@ _ENTRY = re.compile(
     r"|archive_format|archive_version|byteorder|\.data/(version|serialization_id)"
 )
 _NAME = re.compile(r"[\w.+-]*")
-_OPERATOR = re.compile(
-    r"torch\.ops\.(aten|prims)\.[a-z_]\w*\.\w+|torch\.ops\.higher_order\.[a-z]\w*"
+_OPERATOR = re.compile(r"(torch\.ops\.(?P<name>\w+\.\w+))\.(?P<overload>\w+)")
+_OTHER_OPERATOR = re.compile(
+    r"torch\.ops\.higher_order\.(cond|map_impl|scan|associative_scan|while_loop"
+    r"|wrap_with_(set_grad_enabled|autocast))"
+    r"|_operator\.(add|sub|mul|floordiv|truediv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_"
+    r"|not_|getitem)"
+    r"|math\.(ceil|floor|trunc|sqrt|pow)|torch\.sym_(int|float|ite|max|min|not|sqrt|sum)"
 )
-_SCALAR_OPERATOR = re.compile(r"_operator\.[a-z]+|math\.[a-z]+|torch\.sym_[a-z]+")
-_READS_FILES = ("torch.ops.aten.from_file",)
+"""Of control flow, and of sizes. Others call whatever an attribute or a library's path names."""
 _EXPRESSION = re.compile(r"(\d+\.\d+|'\w+'|\w+|[\s(),=+*/<>!-])*")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _SYMBOL = re.compile(r"[a-z]{1,3}\d+")
@@ -61,7 +70,11 @@ _FUNCTIONS = re.compile(
     r"|Not|Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan|True|False"
     r"|positive|negative|nonnegative|nonpositive|integer|real|finite|zero|precision|oo|int_oo"
 )
+_OPERATOR_KEYS = ("target", "as_operator")
 _CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+
+
+logger = logging.getLogger(__name__)
 
 
 class ProgramModule(nn.Module):
@@ -69,13 +82,24 @@ class ProgramModule(nn.Module):
 
     Attributes:
         archive: the file that `read_program` reads.
+        trust: what it may hold besides, see `read_program`.
     """
 
-    def __init__(self, archive: bytes) -> None:
+    def __init__(self, archive: bytes, trust: Trust = USUAL) -> None:
+        """Read an archive.
+
+        Raises:
+            StorageError: it holds what could run code while it is read, or other operators.
+        """
         super().__init__()
+        _check_archive(archive, trust)
         self.archive = archive
+        self.trust = trust
         # Guards are Python source from the file; the operators check the shapes themselves.
         self.program = self.exported().module(check_guards=False)
+        for part in self.program.modules():
+            if isinstance(part, torch.fx.GraphModule):
+                _check_calls(part)
         for part in self.modules():  # torch's own eval() refuses exported programs
             part.training = False
 
@@ -102,7 +126,7 @@ class ProgramModule(nn.Module):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_program, (self.archive,)
+        return read_program, (self.archive, self.trust)
 
 
 def write_program(module: nn.Module, example_inputs: Given) -> bytes:
@@ -127,9 +151,17 @@ def write_program(module: nn.Module, example_inputs: Given) -> bytes:
         program = _export(module, example)
         _strip(program)
         torch.export.save(program, buffer)
-        exported = read_program(buffer.getvalue())
-        others = (example.rows(2 * num_rows), example.rows(3 * num_rows), example.shorter())
-        for tried in (example, *others):
+        others = _unlisted_operators(buffer.getvalue())
+        if others:
+            logger.warning(
+                "the exported program has the operators %s, which are not known to be safe: it can "
+                "be loaded with trusted=%s only",
+                ", ".join(others),
+                list(others),
+            )
+        exported = read_program(buffer.getvalue(), Trust(others))
+        batches = (example.rows(2 * num_rows), example.rows(3 * num_rows), example.shorter())
+        for tried in (example, *batches):
             found, expected = (tried.arguments.call(made) for made in (exported, module))
             torch.testing.assert_close(found, expected, equal_nan=True)
     return buffer.getvalue()
@@ -152,15 +184,20 @@ def export_program(module: nn.Module, example_inputs: Given) -> torch.export.Exp
         return _export(module, example)
 
 
-def read_program(archive: bytes) -> ProgramModule:
+def read_program(archive: bytes, trust: Trust = USUAL) -> ProgramModule:
     """Make a module of what `write_program` wrote.
 
+    Args:
+        archive: the file.
+        trust: its packages may name operators that are not in the list, such as
+            ``torch.ops.aten.as_strided``, or all of a library, ``torch.ops.torchvision``.
+
     Raises:
-        StorageError: the archive is damaged, or holds what could run code while it is read.
+        StorageError: the archive is damaged, or holds what could run code while it is read, or
+            operators that are neither in the list nor trusted.
     """
     try:
-        _check_archive(archive)
-        return ProgramModule(archive)
+        return ProgramModule(archive, trust)
     except StorageError:
         raise
     except Exception as error:  # torch raises many types for malformed archives
@@ -221,7 +258,7 @@ def _strip(program: torch.export.ExportedProgram) -> None:
                 node.meta = {key: item for key, item in node.meta.items() if key == "val"}
 
 
-def _check_archive(archive: bytes) -> None:
+def _check_archive(archive: bytes, trust: Trust) -> None:
     reader = PT2ArchiveReader(io.BytesIO(archive))
     names = reader.get_file_names()
     for name in names:
@@ -235,14 +272,14 @@ def _check_archive(archive: bytes) -> None:
         config = json.loads(reader.read_string(name))["config"]
         if any(entry["use_pickle"] is not False for entry in config.values()):
             raise _refusal("a pickled tensor or object")
-        _check_names(config, "config")
+        _check_names(config, "config", trust)
     model = json.loads(reader.read_string(_MODEL))
     if model.get("guards_code"):
         raise _refusal("Python source in its guards")
-    _check_names(model, "")
+    _check_names(model, "", trust)
 
 
-def _check_names(value: Any, key: str) -> None:
+def _check_names(value: Any, key: str, trust: Trust) -> None:
     """Look at every string of a JSON value: what it may be depends on the key above it."""
     if isinstance(value, dict):
         for name, item in value.items():
@@ -250,19 +287,23 @@ def _check_names(value: Any, key: str) -> None:
                 raise _refusal(f"the name {name!r}")
             if name == "metadata" and item:
                 raise _refusal("metadata of nodes")
-            _check_names(item, name)
+            _check_names(item, name, trust)
     elif isinstance(value, list):
         for item in value:
-            _check_names(item, key)
+            _check_names(item, key, trust)
     elif isinstance(value, str):
-        _check_text(value, key)
+        _check_text(value, key, trust)
 
 
-def _check_text(text: str, key: str) -> None:
-    if key in ("target", "as_operator"):
-        is_known = _OPERATOR.fullmatch(text) or _SCALAR_OPERATOR.fullmatch(text)
-        if not is_known or text.startswith(_READS_FILES):
-            raise _refusal(f"the operator {text!r}")
+def _check_text(text: str, key: str, trust: Trust) -> None:
+    if key in _OPERATOR_KEYS:
+        if not _is_allowed(text) and not (_OPERATOR.fullmatch(text) and trust.names(text)):
+            name = text.removesuffix(f".{text.rpartition('.')[2]}")
+            raise StorageError(
+                f"the exported program holds the operator {text!r}, which is not among those that "
+                "are known to stay within their tensors; save the model again from an importable "
+                f"factory, or load it with trusted=[{name!r}] if you trust whoever wrote it"
+            )
     elif key == "expr_str":
         words = _WORD.findall(text)
         if not _EXPRESSION.fullmatch(text) or not all(
@@ -273,6 +314,42 @@ def _check_text(text: str, key: str) -> None:
         _check_spec(json.loads(text)[1])
     elif key != "as_string" and not _NAME.fullmatch(text):  # strings stay strings in the program
         raise _refusal(f"the name {text!r}")
+
+
+def _is_allowed(operator: str) -> bool:
+    """True if an operator is in the list, and does not write to a tensor that it is given."""
+    found = _OPERATOR.fullmatch(operator)
+    if found is None:
+        return _OTHER_OPERATOR.fullmatch(operator) is not None
+    writes_elsewhere = "out" in found["overload"].split("_")
+    return found["name"] in ALLOWED and not writes_elsewhere and operator not in UNCHECKED
+
+
+def _unlisted_operators(archive: bytes) -> tuple[str, ...]:
+    """Operators of an archive that `read_program` must be told to trust, without overloads."""
+    model = json.loads(PT2ArchiveReader(io.BytesIO(archive)).read_string(_MODEL))
+    found = (_OPERATOR.fullmatch(text) for text in _operators(model, "") if not _is_allowed(text))
+    return tuple(sorted({match[1] for match in found if match is not None}))
+
+
+def _operators(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _operators(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _operators(item, key)
+    elif isinstance(value, str) and key in _OPERATOR_KEYS:
+        yield value
+
+
+def _check_calls(part: torch.fx.GraphModule) -> None:
+    """Have sizes looked at where the operators themselves do not."""
+    checked = [node for node in part.graph.nodes if node.target in CHECKED]
+    for node in checked:
+        node.target = CHECKED[node.target]
+    if checked:
+        part.recompile()
 
 
 def _check_spec(spec: Any) -> None:

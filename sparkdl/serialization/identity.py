@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import types
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparkdl.runtime.public_names import public_module
+from sparkdl.serialization.trust import is_installed
 
-_BY_NAME = ("sparkdl", "torch", "pyspark")
-"""Packages whose code counts as installed wherever it lies."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 
 
@@ -89,7 +86,7 @@ class _Describer:
         return ["object", *map(self.describe, parts[:3]), *map(self.describe, items)]
 
     def _class(self, kind: type) -> Any:
-        if _is_installed(kind.__module__):
+        if is_installed(kind.__module__):
             return _name(kind)
         members = {
             name: self.describe(member)
@@ -101,7 +98,7 @@ class _Describer:
 
     def _function(self, function: types.FunctionType) -> Any:
         holds = [_content(cell) for cell in function.__closure__ or ()]
-        if _is_installed(function.__module__):
+        if is_installed(function.__module__):
             return [_name(function), self.describe(holds)]
         defaults = (function.__defaults__, function.__kwdefaults__)
         used = {
@@ -141,12 +138,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Global names that a function uses, those of functions inside it included."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _is_installed(module: str | None) -> bool:
-    """True if a module comes with Python or with a package, whose version tells its code."""
-    package = (module or "builtins").partition(".")[0]
-    if package in _BY_NAME or package in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

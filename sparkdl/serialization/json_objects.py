@@ -1,9 +1,8 @@
 """Objects as JSON, and back, without pickle.
 
 Functions and classes are written by the path under which they are imported, dataclasses by their
-fields, modules by the call that makes them. `restore` imports and calls, nothing else: a
-description is as trustworthy as the Python code whose names it gives, so read model directories
-only from places where you would also import code from.
+fields, modules by the call that makes them. `restore` imports and calls, nothing else, and no
+other code than `trust` admits.
 
 Modules that torch.nn defines are described by their constructor's arguments, which are read from
 the attributes of the same names; others only if their class makes them without arguments. Neither
@@ -30,12 +29,15 @@ from sparkdl.errors import ConfigError
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.runtime.public_names import import_object, public_module
 from sparkdl.serialization.compare_modules import find_attribute, find_difference
+from sparkdl.serialization.trust import USUAL, Trust
 
 REMEDY = (
     "move it to a module, a .py file that driver and workers can import, and pass the class or "
     "function itself, or functools.partial of it"
 )
 _FACTORY = "pass a factory instead: a function that other processes can import and that makes it"
+_OUR_OWN = Trust(in_all=True)
+"""In names that this program has just written itself."""
 _TENSOR_BYTES = 1 << 16
 """Larger tensors belong into a file of weights, not into JSON."""
 
@@ -84,21 +86,26 @@ def describe(value: Any) -> Any:
     raise DescribeError(f"an object of type {kind} cannot be written as JSON; {REMEDY}")
 
 
-def restore(description: Any) -> Any:
+def restore(description: Any, trust: Trust = USUAL) -> Any:
     """Make the value that `describe` wrote.
 
+    Args:
+        description: what it wrote.
+        trust: the code that may be imported and called for it.
+
     Raises:
-        ConfigError: the description is malformed, or names what cannot be imported here.
+        ConfigError: the description is malformed, or names what cannot be imported here, or what
+            is not trusted.
     """
     if description is None or isinstance(description, bool | int | float | str):
         return description
     if isinstance(description, list):
-        return [restore(item) for item in description]
+        return [restore(item, trust) for item in description]
     kind = next(iter(description), None) if isinstance(description, dict) else None
     if kind not in _RESTORERS:
         raise ConfigError(f"not a description of an object: {_short(description)}")
     try:
-        return _RESTORERS[kind](description)
+        return _RESTORERS[kind](description, trust)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -150,7 +157,7 @@ def _describe_dataclass(value: Any) -> Any:
         "dataclass": import_path(kind),
         "fields": {f.name: describe(getattr(value, f.name)) for f in fields if f.init},
     }
-    again = restore(described)
+    again = restore(described, _OUR_OWN)
     if any(describe(getattr(again, f.name)) != describe(getattr(value, f.name)) for f in fields):
         raise DescribeError(f"{value!r} is not what its fields make: {again!r}; {REMEDY}")
     return described
@@ -170,32 +177,32 @@ def _describe_tensor(value: Any) -> Any:
     }
 
 
-def _restore_tensor(description: Mapping[str, Any]) -> Any:
+def _restore_tensor(description: Mapping[str, Any], trust: Trust) -> Any:
     data = bytearray(base64.b64decode(description["tensor"], validate=True))
-    dtype, shape = _restore_dtype(description), description["shape"]
+    dtype, shape = _restore_dtype(description, trust), description["shape"]
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _restore_dtype(description: Mapping[str, Any]) -> Any:
+def _restore_dtype(description: Mapping[str, Any], trust: Trust) -> Any:
     dtype = getattr(torch, description["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"torch has no dtype {description['dtype']!r}")
     return dtype
 
 
-def _restore_partial(description: Mapping[str, Any]) -> Any:
-    function = restore(description["partial"])
-    keywords = {name: restore(item) for name, item in description["keywords"].items()}
-    return functools.partial(function, *restore(description["args"]), **keywords)
+def _restore_partial(description: Mapping[str, Any], trust: Trust) -> Any:
+    function = restore(description["partial"], trust)
+    keywords = {name: restore(item, trust) for name, item in description["keywords"].items()}
+    return functools.partial(function, *restore(description["args"], trust), **keywords)
 
 
-def _restore_dataclass(description: Mapping[str, Any]) -> Any:
-    kind = import_object(description["dataclass"])
+def _restore_dataclass(description: Mapping[str, Any], trust: Trust) -> Any:
+    kind = trust.import_object(description["dataclass"])
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise ConfigError(f"{description['dataclass']} is not a dataclass")
-    return kind(**{name: restore(item) for name, item in description["fields"].items()})
+    return kind(**{name: restore(item, trust) for name, item in description["fields"].items()})
 
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:
@@ -218,7 +225,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
     }
     try:
-        again = _restore_module(described)
+        again = _restore_module(described, _OUR_OWN)
     except DescribeError:
         raise
     except Exception as error:  # constructors raise whatever they like
@@ -231,7 +238,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
     return described
 
 
-def _restore_module(description: Mapping[str, Any]) -> nn.Module:
+def _restore_module(description: Mapping[str, Any], trust: Trust) -> nn.Module:
     """Make the module that `_describe_module` wrote, with fresh weights.
 
     The global random generator of the CPU is left as it was.
@@ -239,20 +246,20 @@ def _restore_module(description: Mapping[str, Any]) -> nn.Module:
     Raises:
         ConfigError: the description is malformed or names no module.
     """
-    kind = import_object(description["module"])
+    kind = trust.import_object(description["module"])
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{description['module']} is not a class of modules")
     with borrowed_generator():
-        module = _construct(kind, description["args"])
+        module = _construct(kind, description["args"], trust)
     for name in description["frozen"]:
         module.get_parameter(name).requires_grad_(False)
     return module
 
 
-def _construct(kind: type[nn.Module], args: Any) -> nn.Module:
+def _construct(kind: type[nn.Module], args: Any, trust: Trust) -> nn.Module:
     if isinstance(args, dict):
-        return kind(**{name: restore(item) for name, item in args.items()})
-    children = [(name, restore(item)) for name, item in args]
+        return kind(**{name: restore(item, trust) for name, item in args.items()})
+    children = [(name, restore(item, trust)) for name, item in args]
     if kind is nn.ModuleList:
         return nn.ModuleList(child for _, child in children)
     return kind(OrderedDict(children))
@@ -350,11 +357,13 @@ def _name(module: nn.Module) -> str:
     return f"a module of class {type(module).__qualname__}"
 
 
-_RESTORERS: dict[Any, Callable[[Mapping[str, Any]], Any]] = {
-    "float": lambda description: float(description["float"]),
-    "tuple": lambda description: tuple(restore(item) for item in description["tuple"]),
-    "dict": lambda description: {restore(key): restore(item) for key, item in description["dict"]},
-    "import": lambda description: import_object(description["import"]),
+_RESTORERS: dict[Any, Callable[[Mapping[str, Any], Trust], Any]] = {
+    "float": lambda description, trust: float(description["float"]),
+    "tuple": lambda description, trust: tuple(restore(i, trust) for i in description["tuple"]),
+    "dict": lambda description, trust: {
+        restore(key, trust): restore(item, trust) for key, item in description["dict"]
+    },
+    "import": lambda description, trust: trust.import_object(description["import"]),
     "partial": _restore_partial,
     "dataclass": _restore_dataclass,
     "module": _restore_module,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.json_objects import describe, restore
 from sparkdl.serialization.saved_module import INDEX, SavedModule, open_module, read_module_index
+from sparkdl.serialization.trust import USUAL, Trust, trusting
 from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Storage
 
@@ -69,22 +70,26 @@ class NamedTransform:
 
     text: str
     """JSON that names it, such as ``{"import": "package.module:function"}``."""
+    trusted: tuple[str, ...] = ()
+    """Packages that it may be in, see `load_module`."""
 
     def __call__(self, batch: Any) -> Any:
         """Import the transform and call it; see `sparkdl.inputs.Specification.transform`.
 
         Raises:
-            ConfigError: it cannot be imported here.
+            ConfigError: it cannot be imported here, or is not trusted.
         """
-        return restore(json.loads(self.text))(batch)
+        return restore(json.loads(self.text), trusting(self.trusted))(batch)
 
 
-def load_module(path_or_url: Place) -> nn.Module:
+def load_module(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> nn.Module:
     """Load the fitted module of a saved model; needs neither Spark nor a cluster.
 
     All files are compared with their SHA-256 before any code is imported or run. The code that
-    makes the module must be importable, unless the model was saved as an exported program. Load
-    only from places that you would import code from.
+    makes the module must be importable, unless the model was saved as an exported program.
+    Whoever can write to the folder can name other code there, which is imported and called only
+    if you trust it: if it is in files of your own (that no package manager has installed), in the
+    layers of torch and torchvision, in ``sparkdl.models``, or in a package that you name.
 
     Example::
 
@@ -96,29 +101,33 @@ def load_module(path_or_url: Place) -> nn.Module:
     Args:
         path_or_url: folder of a saved model, pipeline model (with one such stage), stage or
             estimator.
+        trusted: packages whose classes and functions the folder may name as well.
 
     Returns:
         The module on the CPU, in evaluation mode.
 
     Raises:
         StorageError: there is no such model, or it is damaged or of a later version.
-        ConfigError: code that makes the module cannot be imported here, or has changed.
+        ConfigError: code that makes the module cannot be imported here, has changed, or is not
+            trusted.
     """
-    return open_saved(path_or_url).make()
+    return open_saved(path_or_url, trusted).make()
 
 
-def load_signature(path_or_url: Place) -> ModelSignature:
+def load_signature(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> ModelSignature:
     """What a saved model takes and gives; reads neither its weights nor its code.
 
     Args:
         path_or_url: as for `load_module`.
+        trusted: as for `load_module`, of inputs of a kind of one's own and of transforms.
 
     Raises:
         StorageError: there is no such model, it is damaged or of a later version, or it is an
             estimator, which does not know yet what it will be trained on.
     """
     storage = open_place(path_or_url)
-    signature = signature_of(read_module_index(storage, _find(storage)))
+    trust = trusting(trusted)
+    signature = signature_of(read_module_index(storage, _find(storage)), trust)
     if signature is None:
         raise StorageError(
             f"{storage} holds an estimator, which has not seen its columns; save the model "
@@ -127,20 +136,25 @@ def load_signature(path_or_url: Place) -> ModelSignature:
     return signature
 
 
-def open_saved(path_or_url: Place) -> SavedModule:
+def open_saved(path_or_url: Place, trusted: str | Iterable[str] = ()) -> SavedModule:
     """The files of a saved model, read and found whole; see `load_module`."""
-    storage = open_place(path_or_url)
-    return open_module(storage, _find(storage))
+    trust, storage = trusting(trusted), open_place(path_or_url)
+    return open_module(storage, _find(storage), trust)
 
 
-def signature_of(index: Mapping[str, Any]) -> ModelSignature | None:
+def signature_of(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
     """What a saved module with this index takes and gives; None for that of an estimator."""
     # Not restored as a whole: that would import the factory's code.
     extra = {name: value for name, value in index["extra"]["dict"] if isinstance(name, str)}
     if "columns" not in extra:
         return None
+    # A file may not name a NamedTransform: called, it trusts what its own field says.
+    inside = replace(trust, packages=(*trust.packages, NamedTransform.__module__))
     return ModelSignature(
-        inputs=tuple(column_from_json(_unimported(c)) for c in restore(extra["columns"])),
+        inputs=tuple(
+            column_from_json(_unimported(column, trust), inside)
+            for column in restore(extra["columns"], trust)
+        ),
         num_classes=extra.get("num_classes"),
     )
 
@@ -154,23 +168,24 @@ def column_as_json(column: Column) -> dict[str, Any]:
     return {**vars(column), "specification": describe(column.specification)}
 
 
-def column_from_json(values: Mapping[str, Any]) -> Column:
+def column_from_json(values: Mapping[str, Any], trust: Trust = USUAL) -> Column:
     """Inverse of `column_as_json`; also of what was written before there were specifications.
 
     Raises:
-        ConfigError: the specification's transform cannot be imported here.
+        ConfigError: the specification's transform cannot be imported here, or is not trusted.
     """
-    specification = restore(values.get("specification"))
+    specification = restore(values.get("specification"), trust)
     shape = tuple(values["shape"])
     return Column(**{**values, "shape": shape, "specification": specification})
 
 
-def _unimported(column: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unimported(column: Mapping[str, Any], trust: Trust) -> Mapping[str, Any]:
     """A column as JSON, whose transform is described as a `NamedTransform`."""
     specification = column.get("specification")
     if specification is None or specification["fields"]["transform"] is None:
         return column
-    transform = describe(NamedTransform(text=json.dumps(specification["fields"]["transform"])))
+    text = json.dumps(specification["fields"]["transform"])
+    transform = describe(NamedTransform(text=text, trusted=trust.packages))
     fields = {**specification["fields"], "transform": transform}
     return {**column, "specification": {**specification, "fields": fields}}
 

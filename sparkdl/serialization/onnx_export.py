@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from sparkdl.serialization.example_inputs import Example, as_example, example_of
 from sparkdl.serialization.exported_program import export_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
 from sparkdl.storage.hadoop_storage import open_parent
+from sparkdl.storage.storage import without_password
 from sparkdl.sync.frozen_layers import evaluation_mode
 
 TOLERANCES = {
@@ -46,6 +47,7 @@ _MISSING_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\
 def export_onnx(
     model: Any, path_or_url: str | os.PathLike[str], *,
     example_inputs: tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor] | None = None,
+    trusted: str | Iterable[str] = (),
 ) -> float:  # fmt: skip
     """Write a model as an ONNX file whose batches may have any size, and try the file.
 
@@ -67,6 +69,7 @@ def export_onnx(
             distribution, and zeros for whole numbers, in the shapes of the model's columns.
             Inputs that are passed by position are then named after the columns, and sequences
             may have any length.
+        trusted: packages whose code a saved model may name, see `load_module`.
 
     Returns:
         The largest absolute difference that was found.
@@ -77,7 +80,7 @@ def export_onnx(
         StorageError: the model cannot be read, or the file not be written.
     """
     _check_packages()
-    module, signature = _resolve(model)
+    module, signature = _resolve(model, trusted)
     _check_device(module)
     example = _made_up(signature) if example_inputs is None else as_example(example_inputs)
     batches = [example.rows(num_rows) for num_rows in _NUM_ROWS]
@@ -85,7 +88,8 @@ def export_onnx(
     names = None if signature is None else _names(signature, example)
     storage, name = open_parent(path_or_url)
     if not name:
-        raise ConfigError(f"name the file to write, such as model.onnx; received {path_or_url!r}")
+        shown = without_password(os.fspath(path_or_url))
+        raise ConfigError(f"name the file to write, such as model.onnx; received {shown!r}")
     with tempfile.TemporaryDirectory(prefix="sparkdl-onnx-") as folder:
         file = Path(folder) / name
         _write(module, example, names, file)
@@ -96,10 +100,10 @@ def export_onnx(
     return difference
 
 
-def _resolve(model: Any) -> tuple[nn.Module, ModelSignature | None]:
+def _resolve(model: Any, trusted: str | Iterable[str]) -> tuple[nn.Module, ModelSignature | None]:
     if isinstance(model, str | os.PathLike):
-        saved = open_saved(model)
-        return saved.make(), signature_of(saved.index)
+        saved = open_saved(model, trusted)
+        return saved.make(), signature_of(saved.index, saved.trust)
     if isinstance(model, nn.Module):
         return model, None
     module, columns = getattr(model, "module", None), getattr(model, "columns", None)

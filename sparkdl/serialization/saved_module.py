@@ -5,7 +5,7 @@
 makes what a state dict leaves out otherwise than it is (see `find_unlisted`). ``program.pt2`` is
 there only if neither a factory nor a description could be written. `atomic_folder` checks that the
 folder is whole before anything in it is used. Whoever can write the folder can also name another
-factory, so load only from folders that you would import code from.
+factory, but only one in code that `trust` admits.
 
 No copy of all weights is made to save them. To load them takes the file in memory beside the
 module.
@@ -27,6 +27,7 @@ from sparkdl.serialization.compare_modules import find_difference, is_equal, rep
 from sparkdl.serialization.example_inputs import Given
 from sparkdl.serialization.exported_program import read_program, write_program
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
+from sparkdl.serialization.trust import USUAL, Trust
 from sparkdl.storage.atomic_folder import read_files, read_index, write_folder
 from sparkdl.storage.checkpoint_format import decode, encode, views
 from sparkdl.storage.storage import Data, Storage
@@ -74,21 +75,27 @@ class SavedModule:
     path: str
     index: Mapping[str, Any]
     files: Mapping[str, bytes] = field(repr=False)
+    trust: Trust = USUAL
+    """The code that may be imported and called to make it."""
 
     def make(self) -> nn.Module:
         """The module, in evaluation mode on the CPU.
 
         Raises:
             StorageError: the exported program holds what could run code while it is read.
-            ConfigError: the code that makes the module is not importable here, or has changed.
+            ConfigError: the code that makes the module is not importable here, or has changed, or
+                is not trusted.
         """
         recipe = self.index["recipe"]
         if "weights" in recipe:
             raise StorageError(f"{self.path} holds weights only; load them into a module")
         if "program" in recipe:
-            return read_program(self.files[_PROGRAM])
+            return read_program(self.files[_PROGRAM], self.trust)
         described = recipe["factory"] if "factory" in recipe else recipe["module"]
-        module = _make(restore(described)) if "factory" in recipe else restore(described)
+        restored = restore(described, self.trust)
+        module = _make(restored) if "factory" in recipe else restored
+        if not isinstance(module, nn.Module):
+            raise StorageError(f"{self.path}/{INDEX} describes no module, but a {type(module)}")
         _load_weights(module, self.weights(), recipe)
         if _UNLISTED in self.files:
             give_unlisted(module, decode(self.files[_UNLISTED], f"{self.path}/{_UNLISTED}"))
@@ -103,7 +110,7 @@ class SavedModule:
 
     def extra(self) -> dict[str, Any]:
         """What was saved along with the module; imports what it names."""
-        extra: dict[str, Any] = restore(self.index["extra"])
+        extra: dict[str, Any] = restore(self.index["extra"], self.trust)
         return extra
 
 
@@ -170,14 +177,15 @@ def prepare_program(
     )
 
 
-def open_module(storage: Storage, path: str) -> SavedModule:
+def open_module(storage: Storage, path: str, trust: Trust = USUAL) -> SavedModule:
     """Read a saved module through; nothing is imported or run.
 
     Raises:
         StorageError: a file is missing, damaged or of a later version.
     """
     index = read_module_index(storage, path)
-    return SavedModule(path=path, index=index, files=read_files(storage, path, index))
+    files = read_files(storage, path, index)
+    return SavedModule(path=path, index=index, files=files, trust=trust)
 
 
 def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
@@ -195,9 +203,11 @@ def read_module_index(storage: Storage, path: str) -> dict[str, Any]:
     return index
 
 
-def load_module_from(storage: Storage, path: str) -> tuple[nn.Module, dict[str, Any]]:
+def load_module_from(
+    storage: Storage, path: str, trust: Trust = USUAL
+) -> tuple[nn.Module, dict[str, Any]]:
     """Make the module that was saved, and give back ``extra``; see `SavedModule`."""
-    saved = open_module(storage, path)
+    saved = open_module(storage, path, trust)
     return saved.make(), saved.extra()
 
 

@@ -40,7 +40,7 @@ def open_s3(url: str) -> tuple[Any, str]:
             "a URL of S3 cannot carry a password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     if not bucket:
-        raise StorageError(f"{url} names no bucket; write s3://bucket/folder")
+        raise StorageError("a URL of S3 names no bucket; write s3://bucket/folder")
     files = S3FileSystem(
         connect_timeout=CONNECT_SECONDS,
         request_timeout=REQUEST_SECONDS,

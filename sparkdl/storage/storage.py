@@ -72,8 +72,8 @@ def open_storage(path_or_url: str | os.PathLike[str]) -> Folder:
         return LocalStorage(re.sub("^//(localhost)?(?=/)", "", rest))
     if scheme == "dbfs":
         raise StorageError(
-            f"{text} is no place that Python can write to; use /dbfs/..., where Databricks mounts "
-            "it, or a volume, /Volumes/..."
+            f"{without_password(text)} is no place that Python can write to; use /dbfs/..., where "
+            "Databricks mounts it, or a volume, /Volumes/..."
         )
     return FsspecStorage(text if "://" in text else f"{scheme}://{rest}")
 
@@ -90,14 +90,27 @@ def scheme_of(path_or_url: str) -> str | None:
     return url["scheme"].lower() if url is not None else None
 
 
+_USER = re.compile(r"//(?:[^/\s:@\"']*:[^\s\"']*|[^/\s\"']*)@")
+"""User and password of a URL. The password may have slashes, which a URL should not have."""
+_PASSWORD = re.compile(r"(//[^/\s:@]*):(?:[^/\s]*|(?!\d+/)[^\s@]*)@")
+_SECRET = re.compile(
+    r"([?&;](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|awsaccesskeyid"
+    r"|googleaccessid|\w*(?:token|secret|password|passwd|accountkey|access_key|api_?key)"
+    r"|delegation)=)[^&;\s\"']+",
+    re.IGNORECASE,
+)
+"""A value in a URL that lets in whoever has it: of a signed URL of Amazon, Azure (SAS) or Google,
+of WebHDFS (``delegation``), a token, a password or a key."""
+
+
 def without_password(url: str) -> str:
-    """A URL, or a text with URLs in it, as errors and logs may show it."""
-    return re.sub(r"//[^/\s]*@", "//***@", url)
+    """A URL, or a text with URLs in it, as errors and logs may show it: ``***`` for each secret."""
+    return _SECRET.sub(r"\1***", _USER.sub("//***@", url))
 
 
 def drop_password(text: str) -> str:
-    """A text whose URLs keep the user, but not the password."""
-    return re.sub(r"(//[^/\s:@]*):[^/\s]*@", r"\1@", text)
+    """A text whose URLs keep the user, but neither the password nor other secrets."""
+    return _SECRET.sub(r"\1", _PASSWORD.sub(r"\1@", text))
 
 
 def check_writable(storage: Storage) -> None:

@@ -16,7 +16,9 @@ from sparkdl.runtime import process
 from sparkdl.runtime.process import (
     borrowed_generator,
     cpu_model,
+    free_memory_bytes,
     memory_bytes,
+    memory_groups,
     torch_threads,
     tuned_allocator,
 )
@@ -171,6 +173,44 @@ def test_control_groups_limit_it(
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
-    found = list(process._group_limits(tmp_path / "cgroup", tmp_path / "root"))
-    assert found == limits
-    assert list(process._group_limits(tmp_path / "none", tmp_path / "root")) == []
+    found = memory_groups(tmp_path / "cgroup", tmp_path / "root")
+    assert [group.limit for group in found] == limits
+    assert list(memory_groups(tmp_path / "none", tmp_path / "root")) == []
+
+
+GROUP_OF_VERSION_2 = {
+    "memory.max": "1000", "memory.current": "900",
+    "memory.stat": "anon 500\nfile 400\nshmem 100\ninactive_file 250\nactive_file 50\n",
+}  # fmt: skip
+GROUP_OF_VERSION_1 = {
+    "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "900",
+    "memory/memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 250\n"
+    "total_active_file 50\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "meminfo", "free"),
+    [
+        ("0::/\n", GROUP_OF_VERSION_2, "MemTotal: 9 kB\nMemAvailable: 8 kB\n", 400),
+        ("4:memory:/\n0::/\n", GROUP_OF_VERSION_1, "MemAvailable: 8 kB\n", 400),
+        ("0::/\n", {"memory.max": "1000", "memory.current": "1200"}, None, 0),
+        ("0::/\n", {"memory.max": "max", "memory.current": "1200"}, "MemAvailable: 8 kB\n", 8192),
+        ("0::/\n", GROUP_OF_VERSION_2, "MemAvailable: 0 kB\n", 0),
+        ("", {}, None, None),
+    ],
+)
+def test_files_that_the_kernel_keeps_count_as_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    groups: str, files: dict[str, str], meminfo: str | None, free: int | None,
+) -> None:  # fmt: skip
+    for name, text in {**files, "../groups": groups, "../meminfo": meminfo}.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / "root").mkdir(exist_ok=True)
+            path.write_text(text)
+    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(process, "_GROUP_ROOT", tmp_path / "root")
+    monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
+    assert free_memory_bytes() == free

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.export.pt2_archive._package import load_pt2
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.exported_program import read_program, write_program
+from sparkdl.serialization.trust import trusting
 
 MODEL = "models/model.json"
 WEIGHTS = "data/weights/model_weights_config.json"
@@ -99,6 +102,10 @@ def set_size(model: Any, text: str) -> None:
     sizes[0]["as_expr"]["expr_str"] = text
 
 
+def set_operator(name: str, model: Any) -> None:
+    model["graph_module"]["graph"]["nodes"][0].update(target=name)
+
+
 def rename_input(model: Any, text: str) -> None:
     graph = json.dumps(model["graph_module"])
     model["graph_module"] = json.loads(graph.replace('"y"', json.dumps(text)))
@@ -137,15 +144,29 @@ def test_torch_does_run_it_so_the_guard_is_needed(
     ("edit", "what"),
     [
         (lambda m: rename_input(m, "y=print(1)"), "the name"),
-        (
-            lambda m: m["graph_module"]["graph"]["nodes"][0].update(target="torch.os.system"),
-            "the oper",
+        (lambda m: set_operator("torch.os.system", m), "the operator"),
+        (lambda m: set_operator("torch.ops.aten.from_file.default", m), "the operator"),
+        *(
+            (partial(set_operator, f"torch.ops.{name}"), "the operator")
+            for name in (
+                "aten.as_strided.default",
+                "aten.set_.source_Tensor_storage_offset",
+                "aten._unsafe_index_put.default",
+                "aten._index_put_impl_.default",
+                "aten.resize_.default",
+                "aten.empty.memory_format",
+                "aten.add.out",
+                "aten._native_batch_norm_legit_no_training.default",
+                "aten.lstm.data",
+                "prims.as_strided.default",
+                "mylib.anything.default",
+                "higher_order.call_torchbind",
+                "higher_order.aoti_call_delegate",
+            )
         ),
-        (
-            lambda m: m["graph_module"]["graph"]["nodes"][0].update(
-                target="torch.ops.aten.from_file.default"
-            ),
-            "the operator",
+        *(
+            (partial(set_operator, name), "the operator")
+            for name in ("_operator.call", "_operator.attrgetter", "_operator.methodcaller")
         ),
         (lambda m: set_size(m, "print(1)"), "the size"),
         (lambda m: set_size(m, "Symbol('s1').__class__"), "the size"),
@@ -162,6 +183,24 @@ def test_torch_does_run_it_so_the_guard_is_needed(
 def test_a_graph_with_anything_unusual_is_refused(archive: bytes, edit: Any, what: str) -> None:
     with pytest.raises(StorageError, match=f"holds {what}"):
         read_program(changed(archive, in_model(edit)))
+
+
+def test_operators_that_are_not_in_the_list_can_be_trusted_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Strided(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_strided(x, (x.shape[0], 1), (1, 1)) + x
+
+    archive = write_program(Strided(), (torch.ones(4, 1),))
+    assert "trusted=['torch.ops.aten.as_strided'] only" in caplog.text
+    with pytest.raises(StorageError, match=r"trusted=\['torch.ops.aten.as_strided'\]"):
+        read_program(archive)
+    for trusted in ("torch.ops.aten.as_strided", "torch.ops.aten"):
+        program = read_program(archive, trusting(trusted))
+        assert torch.equal(copy.deepcopy(program)(torch.ones(3, 1)), torch.full((3, 1), 2.0))
+    with pytest.raises(StorageError, match="the operator"):
+        read_program(archive, trusting("torch.ops.aten.as_stride"))
 
 
 @pytest.mark.parametrize("name", ["data/aotinductor/model/x.so", "data/constants/opaque_obj_0"])

@@ -16,7 +16,9 @@ from sparkdl.storage.storage import (
     absolute,
     check_writable,
     drop_password,
+    failures,
     open_storage,
+    without_password,
 )
 from tests.storage.contract import FolderContract
 from tests.storage.memory import MemoryStorage
@@ -114,6 +116,43 @@ def test_passwords_in_urls_are_not_shown() -> None:
     assert drop_password("webhdfs://user:secret@host:9870/x") == "webhdfs://user@host:9870/x"
     for other in ("s3://bucket/a:b@c", "/a:b@c", "hdfs://host:9000/x", "gs://user@host/x"):
         assert drop_password(other) == other
+
+
+SECRETS = [
+    "webhdfs://user:s3cret@host:9870/x",
+    "webhdfs://user:pa/s3cret@host/x",
+    "https://user:s3cret/@host/x",
+    "abfs://c@account.dfs.core.windows.net/x?sv=2024&sig=s3cret%2Bs3cret%3D&se=1",
+    "https://bucket.s3.amazonaws.com/k?X-Amz-Credential=s3cret%2F2024&X-Amz-Signature=s3cret",
+    "https://b/k?X-Amz-Security-Token=s3cret",
+    "https://b/k?AWSAccessKeyId=s3cret&Signature=s3cret&Expires=1",
+    "https://storage.googleapis.com/b/k?X-Goog-Signature=s3cret&GoogleAccessId=s3cret",
+    "webhdfs://host:9870/x?delegation=s3cret",
+    "https://host/x?a=1&access_token=s3cret",
+    "https://host/x?auth_token=s3cret#part",
+    "https://host/x?api_key=s3cret;password=s3cret",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+def test_no_secret_of_a_url_is_shown_or_saved(url: str) -> None:
+    for text in (url, f"cannot read {url}: not there", repr([url, "more"]), f'{{"a": "{url}"}}'):
+        for kept in (without_password(text), drop_password(text)):
+            assert "s3cret" not in kept, kept
+            assert "/x" in kept or "/k" in kept
+    with pytest.raises(StorageError) as caught, failures("read", without_password(url)):
+        raise OSError(f"403 Forbidden: {url}")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_other_texts_stay_as_they_are() -> None:
+    for text in (
+        "s3://bucket/a:b@c", "hdfs://host:9000/x", "dbfs:/x?y", "/data/sig=1/token=2",
+        "hdfs://host/date=1&x=2", "loss=1; token=3", "a user@host", "https://host/x?page=2&size=3",
+    ):  # fmt: skip
+        assert without_password(text) == text
+        assert drop_password(text) == text
+    assert drop_password("hdfs://host:9000/x@y") == "hdfs://host:9000/x@y"
 
 
 def test_a_name_that_no_file_can_have_is_a_storage_error(tmp_path: Path) -> None:

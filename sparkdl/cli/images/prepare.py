@@ -26,7 +26,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.session.compat import described, num_slots
 from sparkdl.storage.hadoop_storage import open_on_driver
-from sparkdl.storage.storage import check_writable
+from sparkdl.storage.storage import check_writable, without_password
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
         logger.warning("%s is finished already; nothing to do", place)
         return ledger.report()
     writer = PartWriter(spark, source, job.image, place, storage)
-    with tuned(spark), described(spark, f"sparkdl prepare {place}"):
+    with tuned(spark), described(spark, without_password(f"sparkdl prepare {place}")):
         records = _write_all(spark, job, source, ledger, writer)
     return ledger.finish(records, source.unusable, source.names)
 

@@ -3,8 +3,9 @@
 Rank 0 makes an anonymous file in memory (``memfd_create``), which its peers open by way of its
 entry in ``/proc``. The kernel frees it with the last process that has it open or mapped, so nothing
 is left behind, whatever happens; and the size of ``/dev/shm``, 64 MB in many containers, is no
-limit. All pages are taken at once (``posix_fallocate``): a lack of memory is an error here, instead
-of a signal at some later access.
+limit. All pages are taken at once (``posix_fallocate``), so that a lack of memory is an error here,
+instead of a signal at some later access. Where the machine or a control group (a container) has no
+room for them the kernel would end a process even so; hence what is free is looked at first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import secrets
 
 from sparkdl.comm.communicator import Communicator
 from sparkdl.errors import GangError
+from sparkdl.runtime.process import free_memory_bytes
+
+_SPARE_BYTES = 64 << 20
+"""What others take between a look at what is free and the end of taking it."""
 
 
 class NoSharedMemory(GangError):
@@ -110,6 +115,13 @@ def _open(local: Communicator, num_bytes: int) -> int:
 def _create(name: str, num_bytes: int) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
+    free = free_memory_bytes()
+    if free is not None and num_bytes > free - _SPARE_BYTES:
+        raise OSError(
+            f"it takes {num_bytes >> 20} MiB and {free >> 20} MiB are free in this container or "
+            f"machine, of which {_SPARE_BYTES >> 20} MiB are left to others; give the executors "
+            "more memory (spark.executor.memoryOverhead)"
+        )
     descriptor = os.memfd_create(name)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)

@@ -20,7 +20,13 @@ from pyarrow import fs
 
 from sparkdl.data.sources.column_conversion import as_spark, column_at
 from sparkdl.errors import DataError, StorageError
-from sparkdl.storage.storage import LocalStorage, open_storage, open_url, scheme_of
+from sparkdl.storage.storage import (
+    LocalStorage,
+    open_storage,
+    open_url,
+    scheme_of,
+    without_password,
+)
 
 
 def open_files(path_or_url: str | os.PathLike[str]) -> tuple[fs.FileSystem, str]:
@@ -106,7 +112,7 @@ class Listing:
         ]
         groups = [group for group in groups if group.num_rows]
         if not groups:
-            raise DataError(f"the files under {self.url} have no rows")
+            raise DataError(f"the files under {without_password(self.url)} have no rows")
         return groups
 
     def footer(self, group: RowGroup) -> pq.RowGroupMetaData:
@@ -170,7 +176,7 @@ def list_files(url: str) -> Listing:
     with storage_errors(url):
         paths = _paths(files, path)
     if not paths:
-        raise DataError(f"there is no Parquet file under {url}")
+        raise DataError(f"there is no Parquet file under {without_password(url)}")
     with storage_errors(url), ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         footers = tuple(pool.map(lambda path: _footer(files, path), paths))
         constants = _folder_values(files, path, paths)
@@ -323,8 +329,8 @@ def storage_errors(place: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise StorageError(
-            f"{place} is not there; check the path, and that driver and executors see the same "
-            "storage"
+            f"{without_password(place)} is not there; check the path, and that driver and "
+            "executors see the same storage"
         ) from error
     except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"cannot read {place}: {error}") from error
+        raise StorageError(without_password(f"cannot read {place}: {error}")) from error

@@ -40,6 +40,7 @@ from sparkdl.data.sources.row_groups import (
     pieces_together,
 )
 from sparkdl.errors import ConfigError, DataError, StorageError
+from sparkdl.storage.storage import without_password
 
 if TYPE_CHECKING:
     from sparkdl.data.collate import Rows
@@ -76,7 +77,10 @@ class PetastormSource:
 
     def __post_init__(self) -> None:
         if "://" not in os.fspath(self.url):
-            raise ConfigError(f"petastorm takes URLs, such as file:///data; received {self.url!r}")
+            raise ConfigError(
+                f"petastorm takes URLs, such as file:///data; received "
+                f"{without_password(self.url)!r}"
+            )
         if self.reader not in _READERS:
             raise ConfigError(f"reader must be one of {_READERS}; received {self.reader!r}")
         check_options(self.buffer_bytes, self.validation_fraction)
@@ -221,7 +225,8 @@ def opened(
             storage_options=storage_options,
         )
     except Exception as error:  # petastorm's own, and those of its file systems
-        raise StorageError(f"petastorm cannot read {source.url}: {error}") from error
+        text = without_password(f"petastorm cannot read {source.url}: {error}")
+        raise StorageError(text) from error
     with reader:
         yield reader
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from sparkdl.report.record.run_folder import RunReader
     from sparkdl.report.server.report_server import RunServer
-    from sparkdl.storage.storage import open_storage
+    from sparkdl.storage.storage import open_storage, without_password
 
     try:
         server = RunServer((given.host, given.port), RunReader(open_storage(given.directory)))
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: cannot listen at {where}: {error}; {remedy}", file=sys.stderr)
         return 1
     with server:
-        print(f"runs of {given.directory}: {server.url} (Ctrl-C ends it)", flush=True)
+        shown = without_password(given.directory)
+        print(f"runs of {shown}: {server.url} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

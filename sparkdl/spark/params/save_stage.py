@@ -11,8 +11,8 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.ml.param import Params
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWriter
@@ -32,6 +32,7 @@ from sparkdl.serialization.saved_module import (
     prepare_module,
     prepare_weights,
 )
+from sparkdl.serialization.trust import Trust, trusting
 from sparkdl.spark.params.param_table import UNKNOWN_LOSS
 from sparkdl.spark.params.params import CheckedParams
 from sparkdl.spark.params.stage_metadata import (
@@ -46,7 +47,12 @@ from sparkdl.spark.params.stage_metadata import (
     take_place,
     write_metadata,
 )
+from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import drop_password, without_password
+
+if TYPE_CHECKING:
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 P = TypeVar("P", bound=MLReadable[Any])
@@ -105,9 +111,8 @@ class ParamsWriter(MLWriter):
         return twin
 
     def _as_json(self, name: str, value: Any, folders: dict[str, PreparedModule]) -> Any:
-        value = self._without_passwords(name, value)
         if self.instance._options[name].is_plain:
-            return value
+            return self._without_passwords(name, value)
         try:
             if name == "module" and isinstance(value, nn.Module):
                 folders[_MODULE] = prepare_module(value, None, example_inputs=None, extra={})
@@ -115,25 +120,31 @@ class ParamsWriter(MLWriter):
             if name == "initialWeights" and value is not None and value.is_in_memory:
                 folders[_WEIGHTS] = prepare_weights(value.source)
                 return {"folder": _WEIGHTS, "skip": list(value.skip)}
-            return describe(value)
+            return self._without_passwords(name, describe(value))
         except ConfigError as error:
             raise DescribeError(
                 f"cannot save Param {name!r} of {self.instance.uid}: {error}"
             ) from error
 
     def _without_passwords(self, name: str, value: Any) -> Any:
-        """A path or URL as others may read it."""
-        is_source = isinstance(value, InitialWeights) and not value.is_in_memory
-        url = value.source if is_source else value
-        if not isinstance(url, str) or drop_password(url) == url:
-            return value
-        logger.warning(
-            "%s: the password in %s is not saved; set it again on what is loaded",
-            self.instance.uid,
-            name,
-        )
-        url = drop_password(url)
-        return replace(value, source=url) if is_source else url
+        """A value of JSON as others may read it: its URLs have neither passwords nor signatures."""
+        kept = _kept_by_others(value)
+        if kept != value:
+            logger.warning(
+                "%s: the password in %s is not saved; set it again on what is loaded",
+                self.instance.uid,
+                name,
+            )
+        return kept
+
+
+def _kept_by_others(value: Any) -> Any:
+    """A value of JSON whose texts have lost the secrets of their URLs."""
+    if isinstance(value, str):
+        return drop_password(value)
+    if isinstance(value, dict):
+        return {key: _kept_by_others(item) for key, item in value.items()}
+    return list(map(_kept_by_others, value)) if isinstance(value, list) else value
 
 
 class ModelWriter(ParamsWriter):
@@ -177,13 +188,33 @@ class ParamsReader(MLReader[P]):
     def __init__(self, cls: type[P]) -> None:
         super().__init__()
         self.cls = cls
+        self._trusted: tuple[str, ...] = ()
+
+    def trusting(self, *packages: str) -> Self:
+        """Trust code of these packages too, besides those of ``spark.sparkdl.trustedPackages``.
+
+        Example::
+
+            model = TorchClassifierModel.read().trusting("timm").load("models/digits")
+
+        Returns:
+            The reader itself.
+        """
+        self._trusted = packages
+        return self
+
+    @property
+    def _trust(self) -> Trust:
+        settings = read_settings(partial(conf, self.sparkSession))
+        return trusting((*settings.trusted_packages, *self._trusted))
 
     def load(self, path: str) -> P:
         """Load from ``path``.
 
         Raises:
             StorageError: the files are missing, damaged, of another class or a later format.
-            ConfigError: the code that a description names cannot be imported here.
+            ConfigError: the code that a description names cannot be imported here, or is not
+                trusted.
         """
         metadata = read_metadata(path, self.sparkSession)
         expected = f"{self.cls.__module__}.{self.cls.__qualname__}"
@@ -221,11 +252,11 @@ class ParamsReader(MLReader[P]):
         if isinstance(value, dict) and "folder" in value:
             storage = place_of(path, self.sparkSession)
             if name == "module":
-                return load_module_from(storage, _MODULE)[0]
+                return load_module_from(storage, _MODULE, self._trust)[0]
             state = open_module(storage, _WEIGHTS).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
             return InitialWeights(source=own, skip=tuple(value["skip"]))
-        return restore(value)
+        return restore(value, self._trust)
 
 
 class ModelReader(ParamsReader[M]):
@@ -233,13 +264,14 @@ class ModelReader(ParamsReader[M]):
 
     def _make(self, path: str) -> M:
         storage = place_of(path, self.sparkSession)
-        saved = open_module(storage, _MODEL)
+        trust = self._trust
+        saved = open_module(storage, _MODEL, trust)
         data = saved.files.get(_SUMMARY)
         if saved.index["version"] == 1 and storage.exists(f"{_MODEL}/{_SUMMARY}"):
             data = storage.read(f"{_MODEL}/{_SUMMARY}")  # not in the list of files then
         summary = None if data is None else TrainingSummary.from_dict(json.loads(data))
         module, extra = saved.make(), saved.extra()
-        columns = [column_from_json(column) for column in extra["columns"]]
+        columns = [column_from_json(column, trust) for column in extra["columns"]]
         make: Any = self.cls
         model = make(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,8 +22,10 @@ from pyspark.sql import functions as F
 from sparkdl import __version__
 from sparkdl.errors import StorageError
 from sparkdl.runtime.public_names import import_object
-from sparkdl.spark.session.compat import is_connect
+from sparkdl.serialization.trust import trusting
+from sparkdl.spark.session.compat import conf, is_connect
 from sparkdl.spark.session.failures import is_spark_error
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.atomic_folder import digest
 from sparkdl.storage.hadoop_storage import HadoopStorage, knows_scheme, open_on_driver
 from sparkdl.storage.storage import (
@@ -198,9 +201,14 @@ def load_instance(path: str, spark: SparkSession) -> Any:
     """A saved instance of whatever class.
 
     Raises:
+        ConfigError: it is of a class that is not trusted.
         StorageError: it cannot be read, is damaged, or is Spark's own where Spark cannot read.
     """
     name = read_metadata(path, spark)["class"]  # imported only if it is what was written
+    module, _, cls = name.rpartition(".")
+    if not name.startswith(("sparkdl.", "pyspark.", "org.apache.spark.")):
+        settings = read_settings(partial(conf, spark))
+        trusting(settings.trusted_packages).import_object(f"{module}:{cls}")
     if not _is_ours(path, spark):
         return DefaultParamsReader.loadParamsInstance(path, spark)
     if name.startswith("pyspark."):
@@ -208,7 +216,6 @@ def load_instance(path: str, spark: SparkSession) -> Any:
             f"{without_password(path)} holds a {name}, whose files only Spark can read, and this "
             f"one has no file system for {scheme_of(path)}://; add one, such as hadoop-aws"
         )
-    module, _, cls = name.rpartition(".")
     return import_object(f"{module}:{cls}").load(path)
 
 

@@ -37,6 +37,9 @@ class Settings:
     allow_unencrypted: bool = False
     """``spark.sparkdl.allowUnencrypted``: train although Spark encrypts its own traffic and
     files, while the gang's collectives are plain TCP and the spool is plain files."""
+    trusted_packages: tuple[str, ...] = ()
+    """``spark.sparkdl.trustedPackages``: packages whose code saved models may name, with commas
+    between; see `serialization.trust`."""
 
     def __post_init__(self) -> None:
         if self.channel not in CHANNEL_MODES:
@@ -64,6 +67,10 @@ def _boolean(text: str) -> bool:
     return values[text.strip().lower()]
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
     "heartbeat_timeout_seconds": ("heartbeatTimeout", float),
     "start_timeout_seconds": ("startTimeout", float),
@@ -72,6 +79,7 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], object]]] = {
     "channel": ("channel", str),
     "channel_port": ("channel.port", int),
     "allow_unencrypted": ("allowUnencrypted", _boolean),
+    "trusted_packages": ("trustedPackages", _names),
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,18 @@ def spool(directory: Path, *batches: pa.RecordBatch, validation: bool = False) -
         for part in batches:
             out.write(part)
     return SpooledShard.from_dict(out.summary().to_dict())
+
+
+def test_others_cannot_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        spool(tmp_path / "run" / "shard", batch([[1, 2]], [0]))
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*")}
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:

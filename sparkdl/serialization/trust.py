@@ -1,0 +1,151 @@
+"""What a saved file may have imported and called.
+
+The names in a saved file are those that somebody has written there. So none is looked up unless it
+is in code that the user trusts: in the user's own files, in those parts of torch, torchvision,
+torchmetrics and sparkdl that only compute, or in a package that the user has named. A name counts
+by where its object is defined: ``torch:os.system`` is a function of ``posix``.
+
+This keeps a file from running what it likes. It is no sandbox: trusted code is called with the
+arguments that the file holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sparkdl.errors import ConfigError
+from sparkdl.runtime.public_names import current_path, import_object
+
+_COMPUTING = (
+    "torch.nn.functional", "torch.nn.init", "torch._C._nn", "torch._C._special",
+    "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics",
+    "sparkdl.comm.compression", "sparkdl.config", "sparkdl.data", "sparkdl.inference.outputs",
+    "sparkdl.inputs", "sparkdl.models", "sparkdl.report.listeners", "sparkdl.sync",
+    "sparkdl.train",
+)  # fmt: skip
+_CLASSES = ("torch.nn.modules", "torch.optim", "sparkdl.serialization.initial_weights")
+"""Of these the classes alone: their functions change what all modules of a process do, or read."""
+_BY_NAME = ("sparkdl", "torch", "pyspark")
+"""Packages whose code counts as installed wherever it lies."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Code that saved files may name."""
+
+    packages: tuple[str, ...] = ()
+    """Packages and modules that the user trusts besides."""
+    in_all: bool = False
+    """True where the names are the program's own, as while it saves."""
+
+    def import_object(self, path: Any) -> Any:
+        """Import ``package.module:name``, which a saved file holds.
+
+        Raises:
+            ConfigError: it is missing or malformed, or in code that nobody has said to trust.
+        """
+        if self.in_all:
+            return import_object(path)
+        module = current_path(path).partition(":")[0] if isinstance(path, str) else ""
+        # What is there already is not run by looking at it; all else is imported only if trusted.
+        if module and module not in sys.modules and not self._admits_module(module):
+            raise _refusal(path, module)
+        found = import_object(path)
+        where = _defined_in(found)
+        if where is None:
+            raise ConfigError(f"'{path}' in a saved file is no class and no function: {found!r}")
+        if not self._admits(where, is_class=isinstance(found, type)):
+            raise _refusal(path, where)
+        return found
+
+    def names(self, name: str) -> bool:
+        """True if the user has named what ``name`` stands for, or a package that it is in."""
+        return self.in_all or _is_within(name, self.packages)
+
+    def _admits(self, module: str, *, is_class: bool) -> bool:
+        return (
+            self.names(module)
+            or _is_within(module, _COMPUTING)
+            or (is_class and _is_within(module, _CLASSES))
+            or is_users_own(module)
+        )
+
+    def _admits_module(self, module: str) -> bool:
+        return self._admits(module, is_class=True) or module.partition(".")[0] == "sparkdl"
+
+
+USUAL = Trust()
+"""The trust of those who say nothing."""
+
+
+def trusting(packages: str | Iterable[str]) -> Trust:
+    """The trust in some packages, besides that in what everybody trusts.
+
+    Raises:
+        ConfigError: they are not names of packages.
+    """
+    names = (packages,) if isinstance(packages, str) else tuple(packages)
+    for name in names:
+        if not isinstance(name, str) or not all(p.isidentifier() for p in name.split(".")):
+            raise ConfigError(
+                f"trusted takes names of packages, such as ['mypackage']; received {name!r}"
+            )
+    return Trust(names)
+
+
+def is_installed(module: str | None) -> bool:
+    """True if a module comes with Python or with a package, whose version tells its code."""
+    package = (module or "builtins").partition(".")[0]
+    if package in _BY_NAME or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and _is_in_packages(file)
+
+
+def is_users_own(module: str) -> bool:
+    """True if a module lies in a file that no package manager has installed."""
+    package = module.partition(".")[0]
+    if package in (*_BY_NAME, "__mp_main__") or package in sys.stdlib_module_names:
+        return False
+    if module in sys.modules:
+        file = getattr(sys.modules[module], "__file__", None)
+        return file is not None and not _is_in_packages(file)
+    spec = find_spec(package)  # which imports nothing, there being no dot
+    if spec is None:
+        return False
+    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+    return bool(places) and not any(place is None or _is_in_packages(place) for place in places)
+
+
+def _is_in_packages(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_within(module: str, packages: Iterable[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def _defined_in(found: Any) -> str | None:
+    """The module that defines a class or a function; None for other things."""
+    owner = found.__self__ if isinstance(found, types.MethodType) else found
+    if isinstance(found, types.MethodType) and not isinstance(owner, type):
+        return None
+    if not isinstance(owner, type | types.FunctionType | types.BuiltinFunctionType):
+        return None
+    where = owner.__module__
+    return where if isinstance(where, str) else None
+
+
+def _refusal(path: Any, where: str) -> ConfigError:
+    package = where.partition(".")[0]
+    return ConfigError(
+        f"a saved file names '{path}', which is code of {where}; if you trust the file and the "
+        f"package, load it with trusted=['{package}'], or with the Spark setting "
+        f"spark.sparkdl.trustedPackages={package}"
+    )
