@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _JAVA = "-XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-_START_SECONDS = 240.0
-SPARK_GIVES_UP_SECONDS = 24
+PATIENCE = float(os.environ.get("FAULTS_PATIENCE", "1"))
+"""Multiplies all time-outs, for a machine that has other work."""
+_START_SECONDS = 60 * PATIENCE
+SPARK_GIVES_UP_SECONDS = round(24 * PATIENCE)
 """Silence after which Spark takes an executor for lost."""
-HEARTBEAT_SECONDS = 12
+HEARTBEAT_SECONDS = round(12 * PATIENCE)
 """Silence after which sparkdl takes a worker for hung, unless a test says otherwise."""
 
 
@@ -136,14 +138,15 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
         "spark.executor.memory": "512m",
         "spark.executor.heartbeatInterval": "2s",
         "spark.network.timeout": f"{SPARK_GIVES_UP_SECONDS}s",
+        "spark.network.timeoutInterval": "4s",
         "spark.executor.extraJavaOptions": _JAVA,
         "spark.python.daemon.module": "tests.faults.daemon",
         f"spark.executorEnv.{FOLDER}": str(folder / "faults"),
         "spark.sql.shuffle.partitions": "2",
         "spark.sparkdl.heartbeatTimeout": str(HEARTBEAT_SECONDS),
-        "spark.sparkdl.startTimeout": "60",
-        "spark.sparkdl.queueTimeout": "90",
-        "spark.sparkdl.collectiveTimeout": "60",
+        "spark.sparkdl.startTimeout": str(60 * PATIENCE),
+        "spark.sparkdl.queueTimeout": str(90 * PATIENCE),
+        "spark.sparkdl.collectiveTimeout": str(60 * PATIENCE),
     }
     for key, value in {**known, **entries}.items():
         builder = builder.config(key, value)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster.test_recovery import request, training_rows
 from tests.faults.cluster import Cluster, session, started_cluster
 from tests.faults.faults import Faults
 from tests.faults.hosts import network_of, started_hosts, what_is_missing
-from tests.faults.oracle import Outcome, left_behind, listening, trained
+from tests.faults.oracle import Outcome, fit_request, left_behind, listening, trained, training_data
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from sparkdl.spark.run.run import FitRequest
 
 NAMES = ("driver", "worker-1", "worker-2")
 
@@ -48,21 +45,13 @@ def spark(cluster: Cluster) -> Iterator[SparkSession]:
 
 @pytest.fixture(scope="session")
 def df(spark: SparkSession) -> DataFrame:
-    """1000 rows, of which a tenth is for validation."""
-    from pyspark.sql import functions as F
-
-    return training_rows(spark).withColumn("held_out", F.hash("features", "label") % 10 == 0)
+    return training_data(spark)
 
 
 @pytest.fixture
 def faults(cluster: Cluster) -> Faults:
     """To be told when to strike."""
     return Faults(cluster.fault_folder, cluster.hosts)
-
-
-def fit_request(*callbacks: Any, **changes: Any) -> FitRequest:
-    """The fit of all tests, in which every phase comes."""
-    return request(*callbacks, validation_col="held_out", **changes)
 
 
 @pytest.fixture(scope="session")

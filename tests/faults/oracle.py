@@ -1,7 +1,7 @@
 """What must hold after a fault: the bits, the number of restarts, the time, nothing left behind.
 
-`trained` runs a fit under faults and measures what they cost; `left_behind` lists what a fit has
-left on driver and hosts.
+`fit_request` is the fit that all tests disturb. `trained` runs it and measures what faults cost.
+`left_behind` lists what a fit has left on driver and hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.report.live.progress import Progress
 from sparkdl.report.recorder import Recorder
 from tests.cluster.processes import descendants, state_of
-from tests.cluster.test_recovery import digest
+from tests.cluster.test_recovery import digest, request, training_rows
 from tests.faults.faults import Faults
 from tests.faults.hosts import Host
 
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
 MEASURED = Path(__file__).parent.parent.parent / "build" / "faults.jsonl"
 """What `trained` has measured, a line of JSON for each fit; `table` prints it."""
+
+
+def training_data(spark: SparkSession) -> DataFrame:
+    """1000 rows, of which a tenth is for validation."""
+    from pyspark.sql import functions as F
+
+    return training_rows(spark).withColumn("held_out", F.hash("features", "label") % 10 == 0)
+
+
+def fit_request(*callbacks: Any, **changes: Any) -> FitRequest:
+    """Three epochs with a checkpoint every five steps."""
+    return request(*callbacks, validation_col="held_out", **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

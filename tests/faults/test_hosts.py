@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkdl.errors import SparkDLError
-from tests.faults.conftest import fit_request
 from tests.faults.faults import Fault, Faults, fill_disk, freeze, stop_worker, throttle
-from tests.faults.oracle import Outcome, trained
+from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.conftest import fit_request
 from tests.faults.faults import (
     Fault,
     Faults,
@@ -16,7 +15,7 @@ from tests.faults.faults import (
     terminate_executor,
     terminate_worker,
 )
-from tests.faults.oracle import Outcome, trained
+from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

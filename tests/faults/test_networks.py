@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.cluster import SPARK_GIVES_UP_SECONDS, Cluster
-from tests.faults.conftest import fit_request
 from tests.faults.faults import Faults, cut_cable, deafen, slow_link
-from tests.faults.oracle import Outcome, trained
+from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
