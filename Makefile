@@ -128,6 +128,7 @@ cluster: tools ## lost workers and executors, on a local cluster of two executor
 # Hosts are namespaces, which root may make; without them, tests that need hosts are skipped.
 FAULTS ?= not bench
 faults: tools ## what may happen to a cluster: losses, networks, disks, on three hosts of this machine
+	@rm -f build/faults.jsonl
 	@$(PYTEST) -m "$(FAULTS)" tests/faults
 	@$(BIN)/python -m tests.faults.table
 

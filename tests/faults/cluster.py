@@ -28,7 +28,7 @@ _JAVA = "-XX:-UsePerfData -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 PATIENCE = float(os.environ.get("FAULTS_PATIENCE", "1"))
 """Multiplies all time-outs, for a machine that has other work."""
 _START_SECONDS = 60 * PATIENCE
-SPARK_GIVES_UP_SECONDS = round(24 * PATIENCE)
+SPARK_GIVES_UP_SECONDS = round(30 * PATIENCE)
 """Silence after which Spark takes an executor for lost."""
 HEARTBEAT_SECONDS = round(12 * PATIENCE)
 """Silence after which sparkdl takes a worker for hung, unless a test says otherwise."""

@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def spark(cluster: Cluster) -> Iterator[SparkSession]:
     """A session of two executors; the other slots replace what is lost."""
     session_ = session(cluster.url, cluster.driver.address, cluster.folder)
@@ -43,7 +43,7 @@ def spark(cluster: Cluster) -> Iterator[SparkSession]:
     session_.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def df(spark: SparkSession) -> DataFrame:
     return training_data(spark)
 
@@ -54,7 +54,7 @@ def faults(cluster: Cluster) -> Faults:
     return Faults(cluster.fault_folder, cluster.hosts)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, df: DataFrame) -> Outcome:
     """The fit without a fault."""
     outcome = trained("undisturbed", df, fit_request(), Faults(cluster.fault_folder, cluster.hosts))

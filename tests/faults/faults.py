@@ -234,7 +234,7 @@ def fill_disk(victim: Victim) -> Iterator[None]:
 @contextmanager
 def freeze(victim: Victim) -> Iterator[None]:
     """No process of the host runs, as on a machine that is suspended (cgroup version 2)."""
-    with _group("cgroup2", victim.host.pids()) as group:
+    with control_group("cgroup2", victim.host.pids()) as group:
         (group / "cgroup.freeze").write_text("1")
         try:
             yield
@@ -245,7 +245,7 @@ def freeze(victim: Victim) -> Iterator[None]:
 @contextmanager
 def throttle(victim: Victim) -> Iterator[None]:
     """All processes of the host share a tenth of a processor."""
-    with _group("cpu", victim.host.pids()) as group:
+    with control_group("cpu", victim.host.pids()) as group:
         if (group / "cpu.max").exists():
             (group / "cpu.max").write_text("10000 100000")
         else:
@@ -255,7 +255,7 @@ def throttle(victim: Victim) -> Iterator[None]:
 
 
 @contextmanager
-def _group(controller: str, pids: Sequence[int]) -> Iterator[Path]:
+def control_group(controller: str, pids: Sequence[int]) -> Iterator[Path]:
     """A control group with these processes, below the one in which this process is."""
     own = _own_group(controller)
     group = own / f"sparkdl-faults-{os.getpid()}"

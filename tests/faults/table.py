@@ -35,6 +35,8 @@ def _median(outcomes: Iterable[Mapping[str, Any]], column: str) -> str:
 
 def main() -> None:
     """Print a table of Markdown."""
+    if not MEASURED.exists():
+        return  # no test was run that measures
     outcomes = map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())
     head = ["fault", "times", *COLUMNS]
     for row in (head, ["---"] * len(head), *rows(outcomes)):

@@ -28,15 +28,14 @@ def driver(cluster: Cluster, directory: Path, tmp: Path) -> Iterator[subprocess.
     tmp.mkdir()
     places = [cluster.url, cluster.driver.address, str(cluster.folder), str(directory)]
     command = [sys.executable, "-m", "tests.faults.drive", *places]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(tmp)},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def digest_of(process: subprocess.Popen[str]) -> str:
@@ -62,7 +61,7 @@ def test_a_new_driver_goes_on(
 ) -> None:
     directory = tmp_path / "checkpoints"
     with driver(cluster, directory, tmp_path / "first") as first:
-        # The second phase of training: after the evaluation of the first epoch, with checkpoints.
+        # At the end of the first epoch there are checkpoints.
         with faults.at("evaluate", 0, signalled(first, number)):
             first.communicate(timeout=_SECONDS)
         assert first.returncode != 0

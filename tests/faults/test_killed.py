@@ -51,17 +51,6 @@ def test_a_loss_before_and_after_training(
     assert outcome.seconds < _SECONDS
 
 
-@pytest.mark.parametrize("what", [terminate_worker, terminate_executor, lose_host])
-def test_what_else_may_end(
-    df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault
-) -> None:
-    faults.at("checkpoint", 1, what)
-    outcome = trained(f"{what.__name__} in checkpoint", df, fit_request(), faults)
-    assert outcome.digest == undisturbed.digest
-    assert outcome.restarts == 1
-    assert outcome.seconds < _SECONDS
-
-
 def test_both_ranks_at_once(df: DataFrame, undisturbed: Outcome, faults: Faults) -> None:
     faults.at("evaluate", 0, kill_worker).at("evaluate", 1, kill_worker)
     outcome = trained("both ranks in evaluate", df, fit_request(), faults)
@@ -76,3 +65,14 @@ def test_again_and_again(df: DataFrame, undisturbed: Outcome, faults: Faults) ->
     outcome = trained("three losses", df, fit_request(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 3
+
+
+@pytest.mark.parametrize("what", [terminate_worker, terminate_executor, lose_host])
+def test_what_else_may_end(
+    df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault
+) -> None:
+    faults.at("checkpoint", 1, what)
+    outcome = trained(f"{what.__name__} in checkpoint", df, fit_request(), faults)
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 1
+    assert outcome.seconds < _SECONDS
