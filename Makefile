@@ -21,7 +21,7 @@ SUBMIT := $(BIN)/spark-submit
 .DEFAULT_GOAL := help
 .PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: package bench lock clean prerequisites
+.PHONY: package bench lock clean prerequisites faults
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -72,16 +72,16 @@ predict: setup data/digits ## write the trained network's predictions
 JOBS ?= 2
 SELECT ?= not bench and (promise or not slow)
 PYTEST := $(BIN)/python -m pytest
-PARTS := lint spark plain gangs cluster pages types notebooks test-hdfs connect docs package
-ALL := lint spark cluster pages notebooks test-hdfs plain gangs connect standalone petastorm \
+PARTS := lint spark plain gangs cluster faults pages types notebooks test-hdfs connect docs package
+ALL := lint spark cluster faults pages notebooks test-hdfs plain gangs connect standalone petastorm \
 	cluster-gpu types docs package
 
 test: tools ## what a change can break; JOBS=1 one part at a time
-	@$(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
+	@FAULTS="$(SELECT)" $(BIN)/python -m tests.suite --jobs $(JOBS) $(PARTS)
 
 test-all: tools ## every test there is
 	@-.ci/get_chromium.sh >/dev/null
-	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
+	@SELECT="not bench" FAULTS="not bench and not long" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
 promises: tools ## what the README promises, and the test that proves it
 	@$(BIN)/python -m tests.promises
@@ -126,6 +126,13 @@ connect: tools ## what Spark Connect may do otherwise, on Spark Connect
 # Clusters of several executors need a Spark context of their own, hence a pytest of their own.
 cluster: tools ## lost workers and executors, on a local cluster of two executors
 	@$(PYTEST) -m "$(SELECT)" tests/cluster
+
+# Hosts are namespaces, which root may make; without them, tests that need hosts are skipped.
+FAULTS ?= not bench
+faults: tools ## what may happen to a cluster: losses, networks, disks, on three hosts of this machine
+	@rm -f build/faults.jsonl
+	@$(PYTEST) -m "$(FAULTS)" tests/faults
+	@$(BIN)/python -m tests.faults.table
 
 cluster-gpu: tools ## GPUs that do not exist, on a local cluster
 	@$(PYTEST) -m "$(SELECT)" tests/cluster_gpu

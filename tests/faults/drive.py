@@ -1,0 +1,27 @@
+"""A driver program for `test_drivers.py`: trains with a checkpointDir, and prints the weights.
+
+Usage: drive.py MASTER ADDRESS FOLDER CHECKPOINT_DIR [ENTRY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sparkdl.config import CheckpointConfig
+from sparkdl.spark.fit.fit import fit
+from tests.cluster.test_recovery import digest
+from tests.faults.cluster import session
+from tests.faults.oracle import fit_request, training_data
+
+
+def main(url: str, address: str, folder: str, directory: str, *entries: str) -> None:
+    spark = session(url, address, Path(folder), **dict(entry.split("=", 1) for entry in entries))
+    checkpoint = CheckpointConfig(directory=directory, interval=5)
+    result = fit(training_data(spark), fit_request(checkpoint=checkpoint))
+    print("digest", digest(result), flush=True)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
