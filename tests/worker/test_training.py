@@ -449,6 +449,7 @@ def test_a_checkpoint_that_a_worker_cannot_read_is_for_a_restart(
     for name in ("shared.safetensors", "rank-00000.safetensors", "manifest.json"):
         open_storage(url).remove(f"{found.path}/{name}")
         later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path)
+        driver.hub.begin(later.attempt)
         told = failure(list(training.run(environment(driver), later)))
         assert (told["kind"], told["type"]) == ("gang", CheckpointLost.__name__)
         assert f"the checkpoint {found.path} cannot be read: " in told["message"]
