@@ -235,7 +235,7 @@ def test_one_that_goes_on_beside_another_that_is_alive_warns(
     with Lease(open_storage(str(tmp_path)), "function", "other"):
         found = TorchRunner(**options, resume=True).run(lambda: sparkdl.context().checkpoint)
     assert found == 1
-    assert f"another run seems to be alive in {tmp_path} (run other of process " in caplog.text
+    assert f"another run seems to be alive in {tmp_path} (run other on " in caplog.text
     caplog.clear()
     TorchRunner(**options, resume=True).run(print)
     assert "alive" not in caplog.text
