@@ -212,7 +212,7 @@ def test_a_run_that_restarts_goes_on_from_its_own_checkpoints(
             other = Writer(run_key="function", run_id="other", attempt=0)
             state = {"checkpoint": "another's", "history": [], "number": 9}
             storage = open_storage(directory)
-            with checkpoints(storage, 2, other, Hub(), 10.0, is_required=True) as manager:
+            with checkpoints(storage, 2, other, Hub(), 99.0, is_required=True) as manager:
                 manager.save(9, state, {})
             os._exit(1)
         return place.checkpoint
