@@ -216,7 +216,7 @@ def test_a_run_that_restarts_goes_on_from_its_own_checkpoints(
             other = Writer(run_key="function", run_id="other", attempt=0)
             state = {"checkpoint": "another's", "history": [], "number": 9}
             storage = open_storage(directory)
-            with checkpoints(storage, 2, other, Hub(), 10.0, is_required=True) as manager:
+            with checkpoints(storage, 2, other, Hub(), 99.0, is_required=True) as manager:
                 manager.save(9, state, {})
             os._exit(1)
         return place.checkpoint
@@ -239,7 +239,7 @@ def test_one_that_goes_on_beside_another_that_is_alive_warns(
     with Lease(open_storage(str(tmp_path)), "function", "other"):
         found = TorchRunner(**options, resume=True).run(lambda: sparkdl.context().checkpoint)
     assert found == 1
-    assert f"another run seems to be alive in {tmp_path} (run other of process " in caplog.text
+    assert f"another run seems to be alive in {tmp_path} (run other on " in caplog.text
     caplog.clear()
     TorchRunner(**options, resume=True).run(print)
     assert "alive" not in caplog.text

@@ -112,6 +112,11 @@ class StepFolder:
     is_final: bool
 
     @property
+    def order(self) -> tuple[int, bool, str, int]:
+        """The larger, the newer; of equal steps of one run that of the later attempt is newer."""
+        return *self.age, self.writer.run_id, self.writer.attempt
+
+    @property
     def path(self) -> str:
         """Relative to the storage."""
         return f"{self.writer.path}/{folder_name(self.step, is_final=self.is_final)}"
@@ -329,7 +334,7 @@ def steps_of(storage: Storage, writers: Iterable[Writer]) -> list[StepFolder]:
         for writer in writers
         for match in filter(None, map(_FOLDER.fullmatch, storage.list(writer.path)))
     ]
-    return sorted(found, key=lambda folder: (folder.age, folder.path))
+    return sorted(found, key=lambda folder: folder.order)
 
 
 def folders(storage: Storage, run_key: str) -> list[StepFolder]:

@@ -31,7 +31,7 @@ def surplus(
     """
     older = [step for step in steps if step.age <= newest.age and step.path != newest.path]
     run_id = newest.writer.run_id
-    older.sort(key=lambda step: (step.writer.run_id == run_id, step.age, step.path), reverse=True)
+    older.sort(key=lambda step: (step.writer.run_id == run_id, step.order), reverse=True)
     num_kept, gone = 1, []
     for step in older:
         if step.path in in_use:

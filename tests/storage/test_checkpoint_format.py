@@ -23,6 +23,7 @@ from sparkdl.storage.checkpoint_format import (
     decode,
     encode,
     folder_name,
+    folders,
     latest,
     load_rank,
     load_shared,
@@ -95,6 +96,14 @@ def test_steps_are_ordered_as_numbers_and_the_final_one_is_last() -> None:
         write(storage, step, is_final=is_final)
     found = latest(storage, "run")
     assert found is not None and found.complete and found.step == 100000000
+
+
+def test_of_one_step_the_later_attempts_is_newer() -> None:
+    storage = MemoryStorage()
+    for writer in ("a-10", "b-0", "a-9", "notes", "a-x"):
+        storage.write(f"run/{writer}/{folder_name(1)}/x", b"")
+    found = [(f.writer.run_id, f.writer.attempt) for f in folders(storage, "run")]
+    assert found == [("a", 9), ("a", 10), ("b", 0)]
 
 
 def test_no_folder_no_checkpoint() -> None:

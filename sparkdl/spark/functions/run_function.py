@@ -175,9 +175,8 @@ def check_folder(storage: Storage | None, request: FunctionRequest) -> None:
         for note in leases.values():
             if note.is_alive():
                 logger.warning(
-                    "another run seems to be alive in %s (run %s of process %s, %.0f s ago); this "
-                    "one goes on from the newest checkpoint there, whose ever it is, and keeps its "
-                    "own beside",
+                    "another run seems to be alive in %s (run %s on %s, %.0f s ago); this one goes "
+                    "on from the newest checkpoint there, whoever wrote it",
                     request.checkpoint_dir,
                     note.run_id,
                     note.host,
