@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from sparkdl.comm.file_chunks import SCHEMA, received, sent
+from sparkdl.comm.file_chunks import SCHEMA, gathered, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 from sparkdl.storage.storage import Storage
 
@@ -293,7 +293,7 @@ class ChannelStorage(ChannelClient):
         try:
             options = self._options(self._transfer_timeout)
             reader = self._client.do_get(flight.Ticket(path.encode()), options)
-            return b"".join(received(chunk.data for chunk in reader))
+            return gathered(received(chunk.data for chunk in reader))
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"the driver could not send {path}", error) from error
 

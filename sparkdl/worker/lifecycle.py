@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.comm.channel import ChannelClient, ChannelStorage
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.errors import ClusterError, CommunicationError, GangError, SparkDLError
 from sparkdl.runtime.hardware import hardware
@@ -311,7 +312,7 @@ def checkpoint_storage(order: GangOrder, files: ChannelStorage | None) -> Storag
 def deliver(member: Member, kind: str, name: str, data: Iterable[bytes | memoryview]) -> Results:
     """Send a result to the driver: as a file over its channel, else as a row."""
     if member.files is None:
-        return [(kind, b"".join(data))]
+        return [(kind, gathered(data))]
     member.files.write(name, data)
     return []
 

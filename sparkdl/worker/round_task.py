@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from sparkdl.comm.channel import Address, ChannelClient
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -170,7 +171,7 @@ def train_or_evaluate(
     if outcome.weight > 0:
         sent = {"weight": outcome.weight, "state": warm.replica.moving(outcome.state)}
         warm.sent = snapshot(sent, warm.sent)
-        results.append(("state", b"".join(encode(warm.sent))))
+        results.append(("state", gathered(encode(warm.sent))))
     return results
 
 

@@ -70,9 +70,10 @@ class Watcher:
         program: list[str] = [str(place)]
         if not place.is_file():  # sparkdl came as a zip file
             program = ["-c", inspect.getsource(watch_program)]
-        kept_open = ()
+        kept_open: tuple[int, ...] = ()
         if self._order["address"] is not None and not faulthandler.is_enabled():
-            kept_open = (self._order["crash_file"],) = (self._crash_file(),)
+            self._order["crash_file"] = self._crash_file()
+            kept_open = (self._order["crash_file"],)
         order = marshal.dumps(self._order)
         try:
             self._process = subprocess.Popen(
