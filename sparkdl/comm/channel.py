@@ -24,7 +24,7 @@ import pyarrow.flight as flight
 
 from sparkdl.comm.access import Access, Address, Caller, require_file, require_key
 from sparkdl.comm.certificates import NAME, make_certificate
-from sparkdl.comm.file_chunks import SCHEMA, received, sent
+from sparkdl.comm.file_chunks import SCHEMA, gathered, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 from sparkdl.storage.storage import Storage
 
@@ -338,7 +338,7 @@ class ChannelStorage(ChannelClient):
         try:
             options = self._options(self._transfer_timeout)
             reader = self._client.do_get(flight.Ticket(path.encode()), options)
-            return b"".join(received(chunk.data for chunk in reader))
+            return gathered(received(chunk.data for chunk in reader))
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"the driver could not send {path}", error) from error
 

@@ -7,6 +7,7 @@ missing.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,17 @@ def received(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Buffer]:
             return
         yield chunk.as_buffer()
     raise CommunicationError("the file broke off on its way")
+
+
+def gathered(pieces: Iterable[Any]) -> bytes:
+    """All pieces as one, put together piece by piece.
+
+    ``bytes.join`` would hold Python's global lock all the while: seconds for a few GiB of buffers.
+    """
+    buffer = io.BytesIO()
+    for piece in pieces:
+        buffer.write(piece)
+    return buffer.getvalue()
 
 
 def _batch(chunk: memoryview | None) -> pa.RecordBatch:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.comm.channel import ChannelClient, ChannelStorage
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.comm.worker_environment import WorkerEnvironment, local_rank, numbered
 from sparkdl.errors import (
     CheckpointLost,
@@ -345,7 +346,7 @@ def deliver(
             return []
         except (StorageError, CommunicationError) as error:
             logger.warning("%s goes to the driver as a row of Spark's: %s", name, error)
-    return [(kind, b"".join(data()))]
+    return [(kind, gathered(data()))]
 
 
 def require_same_versions(expected: Mapping[str, str], where: str) -> None:

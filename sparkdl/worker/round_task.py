@@ -20,6 +20,7 @@ import cloudpickle
 
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -171,7 +172,7 @@ def train_or_evaluate(
     if outcome.weight > 0:
         sent = {"weight": outcome.weight, "state": warm.replica.moving(outcome.state)}
         warm.sent = snapshot(sent, warm.sent)
-        results.append(("state", b"".join(encode(warm.sent))))
+        results.append(("state", gathered(encode(warm.sent))))
     return results
 
 

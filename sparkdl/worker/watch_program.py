@@ -16,6 +16,10 @@ import select
 import sys
 import time
 
+TYPE_CHECKING = False  # typing takes long to import
+if TYPE_CHECKING:
+    from typing import Any
+
 BYE = b"!"
 """What a worker writes that ends as it should."""
 LOOKS = 20
@@ -62,14 +66,14 @@ class Judge:
 class Speaker:
     """Reports in place of a worker that cannot."""
 
-    def __init__(self, order: dict[str, object]) -> None:
+    def __init__(self, order: dict[str, Any]) -> None:
         """For what the order says."""
         self._order = order
-        self._client: object = None
+        self._client: Any = None
 
     def speak(self, silent_seconds: float) -> None:
         """Tell the driver that the worker is alive; why it is silent, once."""
-        events: list[dict[str, object]] = [{"kind": "alive"}]
+        events: list[dict[str, Any]] = [{"kind": "alive"}]
         if self._client is None:
             line = (
                 f"Python does not get to run here for {silent_seconds:.0f} s now, although the "
@@ -78,27 +82,26 @@ class Speaker:
             events.append({"kind": "log", "lines": [(20, line)]})
         self.report(events)
 
-    def report(self, events: list[dict[str, object]]) -> None:
+    def report(self, events: list[dict[str, Any]]) -> None:
         """Send events as the worker would; an absent driver is no error."""
         import pickle
 
         order = self._order
-        sys.path[:] = order["path"]  # type: ignore[assignment] # the worker's own
+        sys.path[:] = order["path"]  # the worker's own
         from sparkdl.comm.channel import ChannelClient
         from sparkdl.errors import CommunicationError
 
         if self._client is None:
-            self._client = ChannelClient(pickle.loads(order["address"]), timeout_seconds=10.0)  # type: ignore[arg-type]
+            self._client = ChannelClient(pickle.loads(order["address"]), timeout_seconds=10.0)
         try:
-            self._client.report(attempt=order["attempt"], rank=order["rank"], events=events)  # type: ignore[attr-defined]
+            self._client.report(attempt=order["attempt"], rank=order["rank"], events=events)
         except CommunicationError:  # as for the worker itself; a next report is tried
             return
 
 
-def watch(pipe: int, order: dict[str, object]) -> None:
+def watch(pipe: int, order: dict[str, Any]) -> None:
     """Look after the worker until it closes the pipe; ``order`` is what `Watcher` has made."""
     pid, timeout = order["pid"], order["timeout_seconds"]
-    assert isinstance(pid, int) and isinstance(timeout, float)
     pause = timeout / LOOKS
     patience = max(_PATIENCE * timeout, _LEAST_PATIENCE_SECONDS)
     judge, speaker = Judge(pid), Speaker(order)
@@ -128,10 +131,10 @@ def watch(pipe: int, order: dict[str, object]) -> None:
             return
 
 
-def tell_of_crash(order: dict[str, object], speaker: Speaker) -> None:
+def tell_of_crash(order: dict[str, Any], speaker: Speaker) -> None:
     """Report where a worker has crashed that is gone without a word, if it says that."""
     file = order["crash_file"]
-    text = b"" if file is None else os.pread(file, 20_000, 0)  # type: ignore[arg-type]
+    text = b"" if file is None else os.pread(file, 20_000, 0)
     if text:
         speaker.report([{"kind": "crash", "text": text.decode(errors="replace")}])
 
@@ -149,13 +152,13 @@ def end(pid: int, timeout_seconds: float) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def read_order(pipe: int) -> dict[str, object] | None:
+def read_order(pipe: int) -> dict[str, Any] | None:
     """What the worker writes first: a length in decimal digits, a line's end, and the order."""
     data = b""
     while True:
         head, line_end, body = data.partition(b"\n")
         if line_end and len(body) >= int(head):
-            order: dict[str, object] = marshal.loads(body[: int(head)])
+            order: dict[str, Any] = marshal.loads(body[: int(head)])
             return order
         piece = os.read(pipe, 65536)
         if not piece:

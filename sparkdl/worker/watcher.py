@@ -70,11 +70,12 @@ class Watcher:
         program: list[str] = [str(place)]
         if not place.is_file():  # sparkdl came as a zip file
             program = ["-c", inspect.getsource(watch_program)]
-        kept_open = ()
-        if self._order["address"] is not None and not faulthandler.is_enabled():
-            kept_open = (self._order["crash_file"],) = (self._crash_file(),)
-        order = marshal.dumps(self._order)
+        kept_open: tuple[int, ...] = ()
         try:
+            if self._order["address"] is not None and not faulthandler.is_enabled():
+                self._order["crash_file"] = self._crash_file()
+                kept_open = (self._order["crash_file"],)
+            order = marshal.dumps(self._order)
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", *program],
                 stdin=subprocess.PIPE,

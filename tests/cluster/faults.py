@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparkdl.spark.cluster.probe import ProbeTask
 from sparkdl.spark.frames.spool_task import SpoolTask
 from sparkdl.train.callbacks import Callback, CallbackState
 from tests.cluster.processes import parent_of
@@ -91,6 +92,37 @@ class KillingSpoolTask(SpoolTask):
             return summary
         os.kill(os.getpid(), signal.SIGKILL)
         return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingSpoolTask(SpoolTask):
+    """Spools, but the first worker to write is stopped, once."""
+
+    marker: str
+
+    def _write(self, *arguments: Any) -> Any:
+        summary = super()._write(*arguments)
+        stop_once(self.marker)
+        return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingProbeTask(ProbeTask):
+    """Answers, but the first worker that is asked is stopped, once."""
+
+    marker: str
+
+    def _storage(self) -> dict[str, object]:
+        stop_once(self.marker)
+        return super()._storage()
+
+
+def stop_once(marker: str) -> None:
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass

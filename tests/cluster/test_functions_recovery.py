@@ -133,3 +133,21 @@ def test_too_many_losses_end_the_run(df: DataFrame, tmp_path: Path) -> None:
     runner = sparkdl.TorchRunner(num_workers=2, data=df, verbose=0, max_restarts=0)
     with pytest.raises(sparkdl.TrainingFailed, match="failed once"):
         runner.run(train, kill_worker, str(tmp_path / "struck"))
+
+
+def unequal() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(10 if dist.get_rank() else 2000))
+
+
+@pytest.mark.timeout(240)
+def test_sizes_that_differ_between_ranks_end_the_run_at_once(cluster: SparkSession) -> None:
+    """Gloo aborts a rank, which looked like a lost worker: three restarts in vain."""
+    from sparkdl import TorchRunner
+    from sparkdl.errors import WorkerError
+
+    with pytest.raises(WorkerError, match=r"gloo has aborted .* of different sizes") as caught:
+        TorchRunner(num_workers=2, max_restarts=3, verbose=0).run(unequal)
+    assert "in unequal" in caught.value.worker_traceback

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkdl.config import CheckpointConfig, TrainConfig
-from sparkdl.errors import TrainingFailed, WorkerError
+from sparkdl.errors import ClusterError, TrainingFailed, WorkerError
 from tests.cluster import faults
 from tests.cluster.processes import descendants, state_of
 
@@ -165,6 +165,46 @@ def test_a_worker_lost_while_it_spools(
     result = fit(df, request())
     assert marker.exists()
     assert digest(result) == undisturbed
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_stopped_while_it_spools(
+    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has held the fit for ever, as nobody listens to it."""
+    from sparkdl.spark.fit.fit import fit
+    from sparkdl.spark.frames import shard_table
+
+    marker = tmp_path / "struck"
+    task = partial(faults.StoppingSpoolTask, marker=str(marker))
+    monkeypatch.setattr(shard_table, "SpoolTask", task)
+    began = time.monotonic()
+    result = fit(df, request())
+    assert marker.exists()
+    assert digest(result) == undisturbed
+    assert time.monotonic() - began < 120
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_stopped_while_it_is_asked(
+    cluster: SparkSession, df: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparkdl.spark.cluster import probe
+    from sparkdl.spark.fit.fit import fit
+
+    before = ended_or_stopped()
+    task = partial(faults.StoppingProbeTask, marker=str(tmp_path / "struck"))
+    monkeypatch.setattr(probe, "ProbeTask", task)
+    cluster.conf.set("spark.sparkdl.startTimeout", "10")
+    try:
+        with pytest.raises(ClusterError, match=r"Python on [\w.-]+ has not answered within 10"):
+            fit(df, request())
+    finally:
+        cluster.conf.unset("spark.sparkdl.startTimeout")
+    deadline = time.monotonic() + 30  # Spark kills what it has cancelled a little later
+    while ended_or_stopped() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.timeout(240)

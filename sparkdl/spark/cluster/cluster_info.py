@@ -308,10 +308,10 @@ def wait_for_slots(
         raise_if_asked()
         waited = time.monotonic() - began
         if waited > seconds:
-            again = "" if restarts_left is None else " again after a loss"
+            since = "" if restarts_left is None else " of a loss"
             raise ClusterError(
-                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up"
-                f"{again} within {seconds:g} s; lower numWorkers, give Spark more executors, or "
+                f"only {slots} of the {workers} slots that numWorkers={workers} needs came up "
+                f"within {seconds:g} s{since}; lower numWorkers, give Spark more executors, or "
                 f"raise {entry}"
             )
         if waited >= times_said * _SAY_SECONDS:

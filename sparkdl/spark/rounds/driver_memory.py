@@ -19,8 +19,8 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import moving_buffers
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 
-_SAMPLE = 64
-"""Numbers of the parameter that shows how much state an optimizer keeps of each."""
+_SAMPLE = (8, 8)
+"""Shape of the parameter that shows how much state an optimizer keeps."""
 
 
 def check_driver_memory(
@@ -91,7 +91,7 @@ def _numbers_per_parameter(config: TrainConfig) -> float:
     optimizer = resolve_optimizer(config)([parameter])
     optimizer.step(lambda: 0.0)
     tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
-    return sum(tensor.numel() for tensor in tensors if tensor.numel() >= _SAMPLE) / _SAMPLE
+    return sum(tensor.numel() for tensor in tensors if tensor.ndim) / parameter.numel()
 
 
 def _mib(size: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.data.plan import RoundPart
 from sparkdl.runtime.versions import versions
 from sparkdl.serialization.packed_module import pack_blank
@@ -120,7 +121,7 @@ class RoundJobs:
     def encoded(self, state: Any) -> bytes:
         """A state that all shards share, as `train_or_evaluate` takes it."""
         self._sent = snapshot(state, self._sent)
-        return b"".join(encode(self._sent))
+        return gathered(encode(self._sent))
 
     def measure(self, model: dict[str, Any]) -> Evaluation:
         """Measure one model on the validation rows of all shards."""

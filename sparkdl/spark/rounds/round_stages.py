@@ -25,6 +25,7 @@ from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.file_chunks import (
     RESULT_COLUMNS,
     cut,
+    gathered,
     joined,
     joined_results,
     result_batches,
@@ -120,7 +121,7 @@ def merge_payloads(payloads: Sequence[bytes]) -> bytes:
     if len(payloads) == 1:
         return payloads[0]
     weight, state = merge_states(payloads)
-    return b"".join(encode(snapshot({"weight": weight, "state": state})))
+    return gathered(encode(snapshot({"weight": weight, "state": state})))
 
 
 def merge_states(payloads: Sequence[bytes]) -> tuple[float, Any]:

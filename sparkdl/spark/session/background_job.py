@@ -25,6 +25,8 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 1.0
 """How often Spark is asked about the tasks of a job."""
+_MOST_TASKS = 1000
+"""Of a stage, that are looked at to find the hosts of those that run."""
 
 
 class BackgroundJob(Generic[T]):
@@ -117,7 +119,7 @@ class Progress:
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
         """Of jobs with this tag, which may not have begun."""
-        self._scala: Any = None if is_connect(spark) else spark.sparkContext._jsc.sc()  # type: ignore[union-attr]
+        self._scala: Any = None if is_connect(spark) else spark.sparkContext._jsc.sc()
         self._tag = tag
         self._ended = -1
         self._since = time.monotonic()
@@ -148,10 +150,10 @@ class Progress:
 
     def hosts(self) -> list[str]:
         """Where tasks run now."""
-        store = None if self._scala is None else self._scala.statusStore()
         found = set()
         for stage in self._stages():
-            tasks = store.taskList(stage.stageId(), stage.currentAttemptId(), 1000)
+            number, attempt = stage.stageId(), stage.currentAttemptId()
+            tasks = self._scala.statusStore().taskList(number, attempt, _MOST_TASKS)
             for index in range(tasks.size()):
                 task = tasks.apply(index)
                 if task.status() == "RUNNING":

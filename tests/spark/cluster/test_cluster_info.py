@@ -397,7 +397,7 @@ def test_another_node_may_come_late_after_a_loss(
 
 def test_no_other_node_comes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_info, "time", Clock())
-    told = r"only 1 of the 2 slots .* again after a loss within 500 s.*spark.sparkdl.queueTimeout"
+    told = r"only 1 of the 2 slots .* within 500 s of a loss; .*spark.sparkdl.queueTimeout"
     with pytest.raises(ClusterError, match=told):
         wait_for_slots(
             of_slots(lambda: 1), 2, None, Settings(queue_timeout_seconds=500), restarts_left=0

@@ -32,7 +32,8 @@ def check(
 @pytest.mark.parametrize(
     ("optimizer", "options", "kept"),
     [
-        ("adam", {}, 2), ("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("lbfgs", {}, 0),
+        ("adam", {}, 2), ("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1),
+        ("auto", {}, 2), ("muon", {}, 1), ("adafactor", {}, 0.25),
         (lambda parameters: None, {}, 0),
     ],
 )  # fmt: skip
