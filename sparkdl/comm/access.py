@@ -140,8 +140,8 @@ def require_key(caller: Caller, key: str) -> None:
     Raises:
         FlightUnauthorizedError: the key is not its own.
     """
-    is_shared = key.startswith(SHARED_KEYS) and caller.rank is not None
-    if not is_shared and key.rpartition("/")[2] != str(caller.rank):
+    is_own = key.startswith(SHARED_KEYS) or key.rpartition("/")[2] == str(caller.rank)
+    if caller.rank is None or not is_own:
         raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the key {key!r}")
 
 
