@@ -142,9 +142,9 @@ def require_key(caller: Caller, key: str, *, removes: bool = False) -> None:
     Raises:
         FlightUnauthorizedError: the key is not its own.
     """
-    is_shared = key.startswith(SHARED_KEYS) and caller.rank is not None
+    is_own = key.startswith(SHARED_KEYS) or key.rpartition("/")[2] == str(caller.rank)
     is_read = removes and key.startswith(READ_KEYS) and caller.rank == 0
-    if not (is_shared or is_read) and key.rpartition("/")[2] != str(caller.rank):
+    if caller.rank is None or not (is_own or is_read):
         raise flight.FlightUnauthorizedError(f"{_name(caller)} may not change the key {key!r}")
 
 
