@@ -23,7 +23,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.runtime.public_names import current_path, import_object
 
 _COMPUTING = (
-    "torch.nn.functional", "torch.nn.init", "torch._C._nn", "torch._C._special",
+    "math", "torch.nn.functional", "torch.nn.init", "torch._C._nn", "torch._C._special",
     "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics",
     "sparkdl.comm.compression", "sparkdl.config", "sparkdl.data", "sparkdl.inference.outputs",
     "sparkdl.inputs", "sparkdl.models", "sparkdl.report.listeners", "sparkdl.sync",
@@ -53,8 +53,9 @@ class Trust:
         if self.in_all:
             return import_object(path)
         module = current_path(path).partition(":")[0] if isinstance(path, str) else ""
-        # What is there already is not run by looking at it; all else is imported only if trusted.
-        if module and module not in sys.modules and not self._admits_module(module):
+        # To look at what is imported already runs nothing; all else is imported only if trusted.
+        is_new = bool(module) and module not in sys.modules
+        if is_new and not self._admits_module(module) and _is_here(module):
             raise _refusal(path, module)
         found = import_object(path)
         where = _defined_in(found)
@@ -121,6 +122,11 @@ def is_users_own(module: str) -> bool:
         return False
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
     return bool(places) and not any(place is None or _is_in_packages(place) for place in places)
+
+
+def _is_here(module: str) -> bool:
+    """True if the package of a module is installed; one that is missing is another error."""
+    return find_spec(module.partition(".")[0]) is not None
 
 
 def _is_in_packages(file: str) -> bool:
