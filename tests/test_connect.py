@@ -47,12 +47,18 @@ def digest(model: Any) -> str:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["KillWorker", "StopWorker"])
-def test_a_lost_worker_changes_no_bit(points: DataFrame, tmp_path: Path, fault: str) -> None:
+def test_a_lost_worker_changes_no_bit(
+    spark: SparkSession, points: DataFrame, tmp_path: Path, fault: str
+) -> None:
     from tests.cluster import faults
 
     undisturbed = fitted(points)
     strike = getattr(faults, fault)(marker=str(tmp_path / "struck"), rank=1, step=12)
-    model = fitted(points, callbacks=[strike])
+    spark.conf.set("spark.sparkdl.heartbeatTimeout", "10")
+    try:
+        model = fitted(points, callbacks=[strike])
+    finally:
+        spark.conf.unset("spark.sparkdl.heartbeatTimeout")
     assert model.summary.restarts == 1
     assert digest(model) == digest(undisturbed)
     assert model.transform(points).count() == 600

@@ -233,6 +233,7 @@ class RecordBuilder:
                 span = [event["begin"], event["end"], event["seconds"]]
                 spans = values["spent"].setdefault(str(event["rank"]), [])
                 spans.append(span)
+                thin(spans)
             case "log":
                 values["num_logs"] += 1
                 if len(values["logs"]) < _MAX_LINES:

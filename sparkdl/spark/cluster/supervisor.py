@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.05
+_SAY_SECONDS = 60.0
+"""How often a wait for slots is mentioned."""
 _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
@@ -242,7 +244,16 @@ def _check_start(attempt: Attempt, now: float, settings: Settings) -> None:
     """
     missing = attempt.world_size - len(attempt.last_event)
     if missing == attempt.world_size:
-        if now - attempt.submitted > settings.queue_timeout_seconds:
+        waited = now - attempt.submitted
+        if waited > (attempt.times_said + 1) * _SAY_SECONDS:
+            attempt.times_said += 1
+            logger.warning(
+                "no worker has started yet: other jobs hold the slots, or executors are gone; %.0f "
+                "of at most %.0f s (spark.sparkdl.queueTimeout) have passed; restarts left after "
+                "this one: %d",
+                *(waited, settings.queue_timeout_seconds, attempt.restarts_left),
+            )
+        if waited > settings.queue_timeout_seconds:
             raise ClusterError(
                 f"no worker started within {settings.queue_timeout_seconds:g} s: other jobs hold "
                 "the slots, or executors are gone; free them, lower numWorkers, or raise "

@@ -551,10 +551,15 @@ def test_a_pause_of_the_driver_is_no_hang(stage: Stage) -> None:
     assert stage.run(job, heartbeat_timeout=0.8).restarts == 0
 
 
-def test_slots_that_never_come(stage: Stage) -> None:
+def test_slots_that_never_come(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_SAY_SECONDS", 0.1)
     with pytest.raises(ClusterError, match=r"no worker started within 0.4 s.*queueTimeout"):
         stage.run(stage.until_cancelled, start_timeout=0.1, queue_timeout=0.4, max_restarts=3)
-    assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
+    assert set(stage.spark.sparkContext.cancelled) == {"sparkdl-r-0"}
+    assert "no worker has started yet: other jobs hold the slots" in caplog.text
+    assert "restarts left after this one: 3" in caplog.text
 
 
 def test_part_of_a_gang_is_started_again(stage: Stage) -> None:
