@@ -186,6 +186,20 @@ def no_thread_left() -> Any:
     assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-gang")] == []
 
 
+def test_each_attempt_shuts_out_the_one_before(stage: Stage) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def job() -> Rows:
+        stage.hub.set(f"{stage.hub.access.attempt}/key", b"")
+        seen.append((stage.hub.access.attempt, stage.hub.access.secret))
+        return error_rows(PEER_0, PEER_1) if len(seen) == 1 else result(0, 1)
+
+    stage.run(job, job, max_restarts=1)
+    assert [attempt for attempt, _ in seen] == [0, 1]
+    assert len({secret for _, secret in seen}) == 2
+    assert stage.hub.get("0/key") is None and stage.hub.get("1/key") == b""
+
+
 def test_a_good_run(stage: Stage) -> None:
     def job() -> Rows:
         for rank in (0, 1):
