@@ -74,6 +74,22 @@ def test_estimator_round_trip(spark: SparkSession, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cls", [TorchEstimator, TorchRegressor])
+def test_params_name_only_code_that_is_trusted(
+    spark: SparkSession, tmp_path: Path, cls: Any
+) -> None:
+    path = str(tmp_path / "e")
+    cls(module=make_custom, trainingStep=json.dumps).save(path)
+    with pytest.raises(ConfigError, match=r"'json:dumps'.*trustedPackages=json"):
+        cls.load(path)
+    assert cls.read().trusting("json").load(path).getTrainingStep() is json.dumps
+    spark.conf.set("spark.sparkdl.trustedPackages", "json")
+    try:
+        assert cls.load(path).getTrainingStep() is json.dumps
+    finally:
+        spark.conf.unset("spark.sparkdl.trustedPackages")
+
+
+@pytest.mark.parametrize("cls", [TorchEstimator, TorchRegressor])
 def test_estimator_keeps_the_weights_of_its_module(
     spark: SparkSession, tmp_path: Path, cls: Any
 ) -> None:

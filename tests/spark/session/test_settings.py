@@ -23,7 +23,7 @@ def test_every_entry_has_an_effect() -> None:
     found = read(
         heartbeatTimeout="2.5", startTimeout="30", collectiveTimeout="60", channel="workers",
         queueTimeout="90",
-        channel_port="7077", allowUnencrypted=" True ",
+        channel_port="7077", allowUnencrypted=" True ", trustedPackages="mine, timm.models",
     )  # fmt: skip
     assert found == Settings(
         heartbeat_timeout_seconds=2.5,
@@ -33,6 +33,7 @@ def test_every_entry_has_an_effect() -> None:
         channel="workers",
         channel_port=7077,
         allow_unencrypted=True,
+        trusted_packages=("mine", "timm.models"),
     )
     changed = [
         field.name
