@@ -22,7 +22,6 @@ _NEW_NETWORK = 0x40000000
 _UNSHARE = ["unshare", "--net", "--mount", "--pid", "--uts", "--fork", "--mount-proc"]
 _FIRST_PROCESS = """
 set -e
-trap '' CHLD  # the kernel takes away what has ended: nobody else does it here
 hostname "$1"
 mount -t tmpfs -o "size=$3" tmpfs "$2"
 mkdir "$2/spark" "$2/tmp"
@@ -30,7 +29,7 @@ mount -t tmpfs -o size=256m tmpfs /dev/shm
 mount --bind "$4" /etc/hosts
 ip link set lo up
 echo ready
-exec cat
+exec env --ignore-signal=CHLD cat  # then the kernel takes away what has ended
 """
 _PROBE = """
 ip link add v0 type veth peer name v1

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl.report.live.progress import Progress
 from sparkdl.report.recorder import Recorder
-from tests.cluster.processes import descendants, state_of
+from tests.cluster.processes import descendants, parent_of, state_of
 from tests.cluster.test_recovery import digest, request, training_rows
 from tests.faults.faults import Faults
 from tests.faults.hosts import Host
@@ -150,11 +150,18 @@ def left_behind(spark: SparkSession, hosts: Sequence[Host], ports: set[str]) -> 
     for host in hosts:
         pids = host.pids()
         found += [f"{host.name}: {path}" for path in host.files("*") if "sparkdl" in path]
-        found += [f"{host.name}: process {pid}" for pid in pids if state_of(pid) in "TtZ"]
+        still = [pid for pid in pids if state_of(pid) in "TtZ"]
+        found += [
+            f"{host.name}: {state_of(pid)}, child of {_program(parent_of(pid))}" for pid in still
+        ]
         python = [pid for pid in pids if "python" in _program(pid)]
-        found += [f"{host.name}: port {port}" for port in listening(python)]
+        outside = [port for port in listening(python) if not port.startswith(_LOOPBACK)]
+        found += [f"{host.name}: port {port}" for port in outside]  # Spark's daemons have the rest
         mine = [pid for pid in mine if pid not in pids]
     return found + [f"process {pid} of the driver" for pid in mine if state_of(pid) in "Tt"]
+
+
+_LOOPBACK = ("0100007F:", f"{'0' * 24}01000000:")
 
 
 def listening(pids: Sequence[int]) -> set[str]:

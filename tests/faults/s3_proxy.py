@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-_HOP = {"connection", "transfer-encoding", "content-length"}
+_HOP = {"connection", "expect", "transfer-encoding", "content-length"}
 _STALL_SECONDS = 4.0
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
 
@@ -53,7 +53,7 @@ def started_proxy(upstream: str) -> Iterator[Proxy]:
                 self.close_connection = True  # the client has gone
 
         def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = self.body()
             fate = proxy.fate()
             if fate == "reset":
                 self.close_connection = True
@@ -65,7 +65,9 @@ def started_proxy(upstream: str) -> Iterator[Proxy]:
                 time.sleep(_STALL_SECONDS)
             server = http.client.HTTPConnection(proxy.upstream, timeout=20)
             try:
-                server.request(self.command, self.path, body, dict(self.headers))
+                sent = {n: v for n, v in self.headers.items() if n.lower() not in _HOP}
+                sent["Content-Length"] = str(len(body))
+                server.request(self.command, self.path, body, sent)
                 reply = server.getresponse()
                 content = reply.read()
                 headers = {n: v for n, v in reply.getheaders() if n.lower() not in _HOP}
@@ -73,6 +75,16 @@ def started_proxy(upstream: str) -> Iterator[Proxy]:
             finally:
                 server.close()
             self.reply(reply.status, headers, content, length)
+
+        def body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            pieces = []
+            while size := int(self.rfile.readline().partition(b";")[0], 16):
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(pieces)
 
         def reply(
             self, status: int, headers: dict[str, str], content: bytes, of_head: str = "0"

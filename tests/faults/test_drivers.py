@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import PATIENCE, Cluster
 from tests.faults.faults import Fault, Faults, Victim
 from tests.faults.oracle import Outcome
 
 pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parent.parent.parent
-_SECONDS = 120.0
+_SECONDS = 120 * PATIENCE
 
 
 @contextmanager

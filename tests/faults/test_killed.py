@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.faults.cluster import PATIENCE
 from tests.faults.faults import (
     Fault,
     Faults,
@@ -24,11 +25,15 @@ pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark
 
 GANG = ["setup", "train", "checkpoint", "evaluate", "finish"]
 """The phases in which the workers of a gang are."""
-_SECONDS = 100.0
+TASKS = ["preflight", "spool", "clean up"]
+"""Those in which workers do what the driver asks of them, before and after."""
+_SECONDS = 100 * PATIENCE
 
 
-@pytest.mark.parametrize("phase", GANG)
-@pytest.mark.parametrize(("what", "rank"), [(kill_worker, 1), (kill_executor, 0)])
+@pytest.mark.parametrize(
+    ("what", "rank", "phase"),
+    [*((kill_worker, 1, phase) for phase in GANG), (kill_executor, 0, "train")],
+)
 def test_a_loss_while_training(
     df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault, rank: int, phase: str
 ) -> None:
@@ -39,8 +44,10 @@ def test_a_loss_while_training(
     assert outcome.seconds < _SECONDS
 
 
-@pytest.mark.parametrize("phase", ["preflight", "spool", "clean up"])
-@pytest.mark.parametrize(("what", "rank"), [(kill_worker, 1), (kill_executor, 0)])
+@pytest.mark.parametrize(
+    ("what", "rank", "phase"),
+    [*((kill_worker, 1, phase) for phase in TASKS), (kill_executor, 0, "spool")],
+)
 def test_a_loss_before_and_after_training(
     df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault, rank: int, phase: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.cluster import SPARK_GIVES_UP_SECONDS, Cluster
+from tests.faults.cluster import PATIENCE, SPARK_GIVES_UP_SECONDS, Cluster
 from tests.faults.faults import Faults, Victim, cut_cable, deafen, slow_link
 from tests.faults.oracle import Outcome, fit_request, trained
 
@@ -61,7 +61,7 @@ def test_a_host_that_is_away_for_long_is_replaced(
     outcome = trained(f"cut of 40 s in {phase}", df, fit_request(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts <= 2
-    assert outcome.seconds < 40 + 100
+    assert outcome.seconds < 40 + 100 * PATIENCE
 
 
 @pytest.mark.usefixtures("patient")
