@@ -81,7 +81,7 @@ test: tools ## what a change can break; JOBS=1 one part at a time
 
 test-all: tools ## every test there is
 	@-.ci/get_chromium.sh >/dev/null
-	@SELECT="not bench" FAULTS="not bench and not long" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
+	@SELECT="not bench" $(BIN)/python -m tests.suite --jobs $(JOBS) $(ALL)
 
 promises: tools ## what the README promises, and the test that proves it
 	@$(BIN)/python -m tests.promises
@@ -129,7 +129,7 @@ cluster: tools ## lost workers and executors, on a local cluster of two executor
 
 # Hosts are namespaces, which root may make; without them, tests that need hosts are skipped.
 FAULTS ?= not bench
-faults: tools ## what may happen to a cluster: losses, networks, disks, on three hosts of this machine
+faults: tools ## losses in every phase, on three hosts of this machine
 	@rm -f build/faults.jsonl
 	@$(PYTEST) -m "$(FAULTS)" tests/faults
 	@$(BIN)/python -m tests.faults.table

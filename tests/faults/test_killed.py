@@ -12,7 +12,6 @@ from tests.faults.faults import (
     Faults,
     kill_executor,
     kill_worker,
-    lose_host,
     terminate_executor,
     terminate_worker,
 )
@@ -21,7 +20,12 @@ from tests.faults.oracle import Outcome, fit_request, trained
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    pytest.mark.slow,
+    pytest.mark.timeout(300 * PATIENCE),
+]
 
 GANG = ["setup", "train", "checkpoint", "evaluate", "finish"]
 """The phases in which the workers of a gang are."""
@@ -74,7 +78,7 @@ def test_again_and_again(df: DataFrame, undisturbed: Outcome, faults: Faults) ->
     assert outcome.restarts == 3
 
 
-@pytest.mark.parametrize("what", [terminate_worker, terminate_executor, lose_host])
+@pytest.mark.parametrize("what", [terminate_worker, terminate_executor])
 def test_what_else_may_end(
     df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault
 ) -> None:
