@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparkdl.comm.channel import Address
+from sparkdl.comm.access import Address
 from sparkdl.worker import watch_program
 
 logger = logging.getLogger(__name__)
