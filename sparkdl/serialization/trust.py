@@ -110,13 +110,16 @@ def is_installed(module: str | None) -> bool:
 
 
 def is_users_own(module: str) -> bool:
-    """True if a module lies in a file that no package manager has installed."""
+    """True if a module is of a file that no package manager has installed, or of no file at all."""
     package = module.partition(".")[0]
     if package in (*_BY_NAME, "__mp_main__") or package in sys.stdlib_module_names:
         return False
     if module in sys.modules:
-        file = getattr(sys.modules[module], "__file__", None)
-        return file is not None and not _is_in_packages(file)
+        found = sys.modules[module]
+        file = getattr(found, "__file__", None)
+        if file is None:  # made by the program, as a notebook is, and not by an import
+            return getattr(found, "__spec__", None) is None
+        return not _is_in_packages(file)
     spec = find_spec(package)  # which imports nothing, there being no dot
     if spec is None:
         return False

@@ -132,7 +132,9 @@ def test_a_watcher_that_was_killed_is_no_error() -> None:
 
 @pytest.fixture
 def hub() -> Hub:
-    return Hub()
+    hub = Hub()
+    hub.begin(2)
+    return hub
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def reports(address: bytes, holds: bool, seconds: float) -> None:
 def test_a_worker_that_holds_the_gil_and_computes_is_alive(
     hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
 ) -> None:
-    worker = started(reports, pickle.dumps(server.address), True, 2 * TIMEOUT)
+    worker = started(reports, pickle.dumps(server.address.of_rank(1)), True, 2 * TIMEOUT)
     kinds: list[str] = []
     longest, heard = 0.0, time.monotonic()
     while worker.is_alive():
@@ -191,7 +193,7 @@ def test_a_worker_that_holds_the_gil_and_computes_is_alive(
 def test_nobody_speaks_for_a_worker_that_does_nothing(
     hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess], way: str
 ) -> None:
-    worker = started(reports, pickle.dumps(server.address), False, 2 * TIMEOUT)
+    worker = started(reports, pickle.dumps(server.address.of_rank(1)), False, 2 * TIMEOUT)
     soon(lambda: not hub.events.empty())
     if way == "stopped":
         os.kill(worker.pid or 0, signal.SIGSTOP)
@@ -242,7 +244,9 @@ def has_child(pid: int) -> bool:
 def crashes(address: bytes) -> None:
     place = pickle.loads(address)
     client = ChannelClient(place)
-    with Reporter(client, attempt=2, rank=1, watcher=Watcher(60.0, address=place)):
+    with Reporter(
+        client, attempt=2, rank=1, watcher=Watcher(60.0, address=place, attempt=2, rank=1)
+    ):
         os.abort()
 
 
@@ -250,7 +254,7 @@ def crashes(address: bytes) -> None:
 def test_where_a_worker_has_crashed_is_told(
     hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
 ) -> None:
-    worker = started(crashes, pickle.dumps(server.address))
+    worker = started(crashes, pickle.dumps(server.address.of_rank(1)))
     worker.join(60)
     assert worker.exitcode == -signal.SIGABRT
     told: list[str] = []

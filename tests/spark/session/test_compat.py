@@ -25,7 +25,7 @@ def test_brackets_of_ipv6_addresses_are_spark_s_own(written: str, expected: str)
         partitionId=lambda: 0,
         resources=dict,
     )
-    channel: Any = None
+    channel: Any = SimpleNamespace(of_rank=lambda rank: None)
     assert _environment(task, channel).address == expected
 
 
