@@ -39,19 +39,19 @@ def open_files() -> int:
 
 @pytest.mark.parametrize("kind", HELLOS)
 def test_a_worker_is_served_all_the_while(address: Address, kind: str) -> None:
-    with contextlib.closing(ChannelClient(address, timeout_seconds=10)) as worker:
-        worker.set("before", b"1")
+    with contextlib.closing(ChannelClient(address.of_rank(0), timeout_seconds=10)) as worker:
+        worker.set("before/0", b"1")
         files = open_files()
         with contextlib.ExitStack() as stack:
             for _ in range(NUM_PEERS):
                 peer = socket.create_connection((address.host, address.port), timeout=5)
                 stack.enter_context(peer)
                 peer.sendall(HELLOS[kind])
-            worker.set("during", b"2")
+            worker.set("during/0", b"2")
             with contextlib.closing(ChannelClient(address, timeout_seconds=10)) as late:
-                assert late.get("during") == b"2"
+                assert late.get("during/0") == b"2"
         deadline = time.monotonic() + 10
         while open_files() > files and time.monotonic() < deadline:
             time.sleep(0.05)
         assert open_files() <= files
-        assert worker.get("before") == b"1"
+        assert worker.get("before/0") == b"1"
