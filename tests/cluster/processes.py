@@ -1,8 +1,20 @@
-"""What /proc tells of the processes that a test has started."""
+"""The processes that a test has started, as /proc tells of them, and the threads of its own."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+
+
+def threads_left(patience_seconds: float = 60.0) -> list[str]:
+    """Threads of sparkdl that do not end: no result waits for slots in which to clean up."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        found = [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def _fields(pid: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.cluster import faults
+from tests.cluster.processes import threads_left
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -33,9 +33,9 @@ def df(cluster: SparkSession) -> DataFrame:
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: SparkSession, local_dir: Path) -> Iterator[None]:
     yield
+    assert threads_left() == []
     assert list(local_dir.rglob("sparkdl-*")) == []
     assert dict(cluster.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
-    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")] == []
 
 
 def train(strike: Callable[[], None] | None, marker: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.errors import ClusterError, TrainingFailed, WorkerError
 from tests.cluster import faults
-from tests.cluster.processes import descendants, state_of
+from tests.cluster.processes import descendants, state_of, threads_left
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -96,18 +95,10 @@ def nothing_is_left(cluster: SparkSession, local_dir: Path) -> Iterator[None]:
     """After every fit, good or bad: no spool, no persisted table, no thread, no stopped worker."""
     before = ended_or_stopped()
     yield
-    # A result does not wait for slots in which to clean up: that goes on by itself.
-    deadline = time.monotonic() + 60
-    while threads_of_ours() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert threads_of_ours() == []
+    assert threads_left() == []
     assert list(local_dir.rglob("sparkdl-*")) == []
     assert dict(cluster.sparkContext._jsc.getPersistentRDDs()) == {}  # type: ignore[union-attr]
     assert ended_or_stopped() - before == set()
-
-
-def threads_of_ours() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-")]
 
 
 @pytest.fixture(scope="module")
