@@ -20,7 +20,7 @@ from common import CLASSES, PIXELS, Measurements, SmallCNN, images, read_images,
 from sparkdl import TorchClassifier
 from sparkdl.data.batches import Batches
 from sparkdl.data.plan import TrainPlan, make_plan
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.data.spool.spool_source import open_spool
 from sparkdl.runtime.process import tuned_allocator
 from sparkdl.spark.fit.check_request import prepare_columns
@@ -100,14 +100,14 @@ def later_epochs(
     found.ratio(f"{name}, without thread / index_select", alone, plain)
 
 
-def opened(plan: TrainPlan) -> list[ShardData]:
+def opened(plan: TrainPlan) -> MappedRows:
     """Rank 0's shards, mapped into memory."""
     found = []
     for shard in plan.shards_of(0):
         path = Path(shard.path)
         spool = open_spool(path, plan.columns, num_rows=shard.num_rows, split="train")
         found.append(ShardData(shard.fingerprint, spool.columns, spool.pages))
-    return found
+    return MappedRows(found, plan)
 
 
 def memory_of_epoch(plan: TrainPlan) -> int:
@@ -126,7 +126,7 @@ def memory_of_epoch(plan: TrainPlan) -> int:
     return most - before
 
 
-def from_spool(shards: list[ShardData], plan: TrainPlan, number: int, *, prefetch: bool) -> None:
+def from_spool(shards: MappedRows, plan: TrainPlan, number: int, *, prefetch: bool) -> None:
     """All batches of an epoch."""
     rows = 0
     for batch in Batches(shards, plan, 0, seed=0, epoch=number, prefetch=prefetch):

@@ -21,7 +21,7 @@ from common import Measurements, SmallCNN, images, read_images, spark_session
 from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
@@ -104,8 +104,8 @@ def train_apart(
             module=SmallCNN(),
             config=config,
             plan=plan,
-            shards=[shard],
-            validation=[],
+            shards=MappedRows([shard], plan),
+            validation=MappedRows([], plan),
             comm=LocalCommunicator(),
             device=torch.device("cpu"),
             checkpoints=None,

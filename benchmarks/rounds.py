@@ -16,7 +16,7 @@ from common import Measurements, seconds, spark_session
 from torch import nn
 
 import sparkdl
-from sparkdl.spark.rounds.round_driver import Rounds
+from sparkdl.spark.rounds.round_driver import _Rounds as Rounds
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 
 

@@ -22,7 +22,7 @@ from sparkdl.comm.communicator import ProcessGroupCommunicator
 from sparkdl.comm.process_group import process_group
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import Column, Shard, make_plan
-from sparkdl.data.spool.mapped import ShardData
+from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.loop import train
 
@@ -137,9 +137,9 @@ def one_run(comm, contender: Contender, device: str, options: dict, seed: int) -
     sent = sent_by(device)
     try:
         train(
-            module=module, config=config, plan=plan, shards=[shards[comm.rank]],
-            validation=[validation[comm.rank]], comm=comm, device=torch.device("cpu"),
-            checkpoints=None, resume=None, observer=watch,
+            module=module, config=config, plan=plan, shards=MappedRows([shards[comm.rank]], plan),
+            validation=MappedRows([validation[comm.rank]], plan), comm=comm,
+            device=torch.device("cpu"), checkpoints=None, resume=None, observer=watch,
         )  # fmt: skip
         seconds = None
     except Reached:
