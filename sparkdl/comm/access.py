@@ -28,8 +28,8 @@ SHARED_KEYS = "store/"
 """Start of the keys that every rank writes: torch's, which names them itself."""
 READ_KEYS = "checkpoint/"
 """Start of the keys that ranks write for rank 0, which removes them when it has read them."""
-_NUMBERED = re.compile(r".*-(\d+)\.\w+")
-"""Files that belong to a rank, such as ``rank-00003.safetensors`` and ``value-3.pkl``."""
+_NUMBERED = re.compile(r"(?:rank|value)-(\d+)\.\w+")
+"""Files that belong to a rank: ``rank-00003.safetensors`` and ``value-3.pkl``."""
 
 
 @dataclass(frozen=True, kw_only=True)

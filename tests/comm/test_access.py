@@ -284,6 +284,7 @@ OWNERS = {
     "run/step-00000120/manifest.json": 0, "run/step-00000120/shared.safetensors": 0,
     "run/step-00000120/rank-00000.safetensors": 0, "value-0.pkl": 0, "value-12.pkl": 12,
     "relayed/run/step-00000120/rank-00003.safetensors": 3, "./value-2.pkl": 2,
+    "run/lease-123456789012.json": 0, "run/123456789012-3/step-00000120": 0,
     "driver": None, "driver/function.pkl": None, "./driver/initial.safetensors": None,
     "driver/members-run-0/1": None, "driver/x-1.pkl": None, "": None, ".": None,
 }  # fmt: skip
@@ -306,7 +307,12 @@ def test_each_file_belongs_to_one() -> None:
 
 
 def test_each_key_belongs_to_one_but_for_those_of_torch() -> None:
-    one, task = Caller(0, 1), Caller(0, None)
+    first, one, task = Caller(0, 0), Caller(0, 1), Caller(0, None)
+    told = "checkpoint/step-00000004/1"  # to rank 0, which removes it, but does not change it
+    require_key(first, told, removes=True)
+    assert not may(require_key, first, told)
+    with pytest.raises(flight.FlightUnauthorizedError):
+        require_key(one, "checkpoint/step-00000004/2", removes=True)
     for key in ("hello/1", "checkpoint/step-00000004/1", "store/anything", "store/rank/0"):
         assert may(require_key, one, key) and not may(require_key, task, key)
     for key in ("hello/0", "hello/11", "hello", "checkpoint/1/0", "None", "hello/None"):
