@@ -225,6 +225,8 @@ class ChannelClient:
     """
 
     def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
+        self.address = address
+        """What this client calls, and as whom."""
         self._timeout = timeout_seconds
         self._shown = address.shown()
         self._client = flight.connect(

@@ -75,13 +75,13 @@ special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
 special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
 special_spherical_bessel_j0 special_xlog1py special_zeta split split_with_sizes sqrt sqrt_
-square square_ squeeze squeeze_ stack std std_mean stft sub sub_ sum swapaxes sym_numel sym_size
-sym_storage_offset sym_stride take tan tan_ tanh tanh_ tensor_split tensordot threshold tile to
-topk trace transpose transpose_ trapezoid tril tril_indices triplet_margin_loss triu
-triu_indices true_divide trunc trunc_ type_as unbind unflatten unfold unique_consecutive
-unsqueeze unsqueeze_ upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
-upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean vdot view view_as
-view_as_complex view_as_real vstack where xlogy xlogy_ zero_ zeros zeros_like
+square square_ squeeze squeeze_ stack std std_mean stft sub sub_ sum swapaxes sym_is_contiguous
+sym_numel sym_size sym_storage_offset sym_stride take tan tan_ tanh tanh_ tensor_split tensordot
+threshold tile to topk trace transpose transpose_ trapezoid tril tril_indices
+triplet_margin_loss triu triu_indices true_divide trunc trunc_ type_as unbind unflatten unfold
+unique_consecutive unsqueeze unsqueeze_ upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean vdot
+view view_as view_as_complex view_as_real vstack where xlogy xlogy_ zero_ zeros zeros_like
 """
 ALLOWED = frozenset(f"aten.{name}" for name in _NAMES.split())
 

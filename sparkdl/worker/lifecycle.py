@@ -34,7 +34,6 @@ from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
 from sparkdl.storage.storage import Storage, open_storage, without_password
 from sparkdl.worker.reporter import Reporter, captured_output
-from sparkdl.worker.watcher import Watcher
 
 if TYPE_CHECKING:
     import torch
@@ -106,13 +105,12 @@ def live(
     """
     client = ChannelClient(environment.channel)
     rank = GangRank(environment, order, client)
-    watcher = Watcher(
-        order.heartbeat_timeout_seconds,
-        address=environment.channel,
+    reporter = Reporter(
+        client,
         attempt=order.attempt,
         rank=environment.rank,
+        heartbeat_timeout_seconds=order.heartbeat_timeout_seconds,
     )
-    reporter = Reporter(client, attempt=order.attempt, rank=environment.rank, watcher=watcher)
     with contextlib.closing(client):
         results = reported(reporter, environment.rank, lambda: _work(rank, work, reporter))
         if results and results[0][0] == "error":

@@ -53,7 +53,7 @@ class Reporter:
         *,
         attempt: int,
         rank: int,
-        watcher: Watcher | None = None,
+        heartbeat_timeout_seconds: float | None = None,
     ) -> None:
         """Of one rank in one attempt.
 
@@ -61,10 +61,16 @@ class Reporter:
             client: the way to the driver; None: nothing is sent.
             attempt: number of the submission.
             rank: whose reports they are.
-            watcher: reports in its place while this process computes and cannot run Python.
+            heartbeat_timeout_seconds: silence after which the driver takes this process for hung; a
+                watcher reports in its place while it computes and cannot run Python. None: no
+                watcher.
         """
         self._client = client
-        self._watcher = watcher
+        self._watcher: Watcher | None = None
+        if client is not None and heartbeat_timeout_seconds is not None:
+            self._watcher = Watcher(
+                heartbeat_timeout_seconds, address=client.address, attempt=attempt, rank=rank
+            )
         self.is_shown = False
         """True if the driver shows what is printed here on the very console that we write to."""
         self.rows = 0

@@ -30,7 +30,6 @@ from sparkdl.runtime.process import torch_threads, tuned_allocator
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
-from sparkdl.worker.watcher import Watcher
 
 if TYPE_CHECKING:
     from sparkdl.data.source import ShardRows
@@ -107,15 +106,12 @@ def run(place: RoundPlace, order: RoundOrder, state: bytes) -> Iterator[tuple[st
         if not order.source.is_here(shard):
             _wait_for_the_other(client, order.attempt, shard.shard_id)
             raise ShardLost(f"shard {shard.shard_id} is not at {shard.path}")
-        watcher = None
-        if place.channel is not None:
-            watcher = Watcher(
-                order.heartbeat_timeout_seconds,
-                address=place.channel,
-                attempt=order.attempt,
-                rank=shard.shard_id,
-            )
-        reporter = Reporter(client, attempt=order.attempt, rank=shard.shard_id, watcher=watcher)
+        reporter = Reporter(
+            client,
+            attempt=order.attempt,
+            rank=shard.shard_id,
+            heartbeat_timeout_seconds=order.heartbeat_timeout_seconds,
+        )
         results = reported(reporter, shard.shard_id, lambda: _work(place, order, state, reporter))
     yield from results
 

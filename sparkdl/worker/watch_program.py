@@ -26,8 +26,9 @@ LOOKS = 20
 """How often it looks within the time-out."""
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 1 / 6, 1.0
 """Part of the time-out for which the worker may say nothing, before one speaks in its place."""
-_SHARE, _LEAST_SECONDS = 0.05, 0.02
-"""Of a processor that a process must use to count as being at work; to wait takes a little, too."""
+_SHARE, _LEAST_SECONDS = 0.1, 0.035
+"""Of a processor that a process must use to count as being at work; to wait takes a little, too:
+each thread that waits for the global lock wakes every 5 ms, which takes about a hundredth."""
 _USER, _SYSTEM = 10, 11
 """Positions of the process's own time among what follows its name and state."""
 
@@ -59,7 +60,7 @@ class Judge:
             return False
         state, cpu_seconds = found
         used, self._cpu_seconds = cpu_seconds - self._cpu_seconds, cpu_seconds
-        is_used = used >= _SHARE * seconds and used > _LEAST_SECONDS
+        is_used = used >= max(_SHARE * seconds, _LEAST_SECONDS)
         return state not in "TtZX" and (state == "R" or is_used)
 
 

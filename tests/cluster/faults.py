@@ -110,10 +110,10 @@ class StoppingSpoolTask(SpoolTask):
 class StoppingProbeTask(ProbeTask):
     """Answers, but the first worker that is asked is stopped, once."""
 
-    marker: str
+    struck: str
 
     def _storage(self) -> dict[str, object]:
-        stop_once(self.marker)
+        stop_once(self.struck)
         return super()._storage()
 
 

@@ -192,7 +192,7 @@ def test_a_worker_stopped_while_it_is_asked(
     from sparkdl.spark.fit.fit import fit
 
     before = ended_or_stopped()
-    task = partial(faults.StoppingProbeTask, marker=str(tmp_path / "struck"))
+    task = partial(faults.StoppingProbeTask, struck=str(tmp_path / "struck"))
     monkeypatch.setattr(probe, "ProbeTask", task)
     cluster.conf.set("spark.sparkdl.startTimeout", "10")
     try:

@@ -162,7 +162,8 @@ def test_a_lost_machine_is_replaced_and_no_bit_changes(
 
     def checkpoints() -> list[str]:
         assert job.process.poll() is None, job.log.read_text()[-5000:]
-        steps = [f"{run}/{step}" for run in written.list("") for step in written.list(run)]
+        attempts = [f"{run}/{attempt}" for run in written.list("") for attempt in written.list(run)]
+        steps = [f"{attempt}/{step}" for attempt in attempts for step in written.list(attempt)]
         return [step for step in steps if written.exists(f"{step}/manifest.json")]
 
     until("a checkpoint", checkpoints, 120)

@@ -154,8 +154,8 @@ def test_a_fit_keeps_checkpoints_where_only_the_driver_can(
         module=make_net, batchSize=10, epochs=2, numWorkers=2, verbose=0, **entries
     )
     classifier.fit(df)
-    (run,) = [path for path in (tmp_path / "root").iterdir() if path.is_dir()]
-    assert sorted(path.name for path in run.iterdir())[-1].endswith("-final")
+    steps = sorted(path.name for path in (tmp_path / "root").glob("*/*/step-*"))
+    assert steps[-1].endswith("-final")
     with caplog.at_level(logging.INFO, "sparkdl"):
         model = classifier.fit(df)
     assert "going on from the checkpoint of step 8" in caplog.text

@@ -148,8 +148,7 @@ def reports(address: bytes, holds: bool, seconds: float) -> None:
     """A worker that falls silent: it holds the GIL, and computes or not."""
     place = pickle.loads(address)
     client = ChannelClient(place)
-    watcher = Watcher(TIMEOUT, address=place, attempt=2, rank=1)
-    with Reporter(client, attempt=2, rank=1, watcher=watcher):
+    with Reporter(client, attempt=2, rank=1, heartbeat_timeout_seconds=TIMEOUT):
         library = ctypes.PyDLL(None)  # whose functions are called with the GIL held
         if holds:
             library.time.argtypes = [ctypes.c_void_p]
@@ -244,9 +243,7 @@ def has_child(pid: int) -> bool:
 def crashes(address: bytes) -> None:
     place = pickle.loads(address)
     client = ChannelClient(place)
-    with Reporter(
-        client, attempt=2, rank=1, watcher=Watcher(60.0, address=place, attempt=2, rank=1)
-    ):
+    with Reporter(client, attempt=2, rank=1, heartbeat_timeout_seconds=60.0):
         os.abort()
 
 
