@@ -120,7 +120,7 @@ def test_a_failed_trial_does_not_end_the_search(
     failed = {t["params"]["model.args.width"]: t for t in trials(tmp_path) if "error" in t}
     assert all(trial["state"] == "failed" and trial["value"] is None for trial in failed.values())
     assert "cannot take the features" in failed[5]["error"]  # ours
-    assert failed["wide"]["error"].startswith("TypeError: ")  # of the user's code
+    assert "raised TypeError" in failed["wide"]["error"]  # of the user's code
     assert "failed: the module cannot take the features" in caplog.text
 
 
