@@ -152,31 +152,16 @@ def test_a_worker_lost_while_a_checkpoint_is_written(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", [faults.KillingSpoolTask, faults.StoppingSpoolTask])
 def test_a_worker_lost_while_it_spools(
-    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
+    """A stopped one has held the fit for ever, as nobody listens to it."""
     from sparkdl.spark.fit.fit import fit
     from sparkdl.spark.frames import shard_table
 
     marker = tmp_path / "struck"
-    task = partial(faults.KillingSpoolTask, marker=str(marker))
-    monkeypatch.setattr(shard_table, "SpoolTask", task)
-    result = fit(df, request())
-    assert marker.exists()
-    assert digest(result) == undisturbed
-
-
-@pytest.mark.timeout(240)
-def test_a_worker_stopped_while_it_spools(
-    df: DataFrame, undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has held the fit for ever, as nobody listens to it."""
-    from sparkdl.spark.fit.fit import fit
-    from sparkdl.spark.frames import shard_table
-
-    marker = tmp_path / "struck"
-    task = partial(faults.StoppingSpoolTask, marker=str(marker))
-    monkeypatch.setattr(shard_table, "SpoolTask", task)
+    monkeypatch.setattr(shard_table, "SpoolTask", partial(kind, marker=str(marker)))
     began = time.monotonic()
     result = fit(df, request())
     assert marker.exists()
