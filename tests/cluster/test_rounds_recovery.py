@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
 __all__ = ["nothing_is_left"]  # a fixture for every test here
 
-SHARDS = 7
+SHARDS = 4
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def df(cluster: SparkSession) -> DataFrame:
 def in_rounds(*callbacks: faults.Fault) -> FitRequest:
     """More shards than the two slots, so that a slot trains several in a round."""
     wanted = request(*callbacks, num_workers=SHARDS)
-    strategy = ParameterAveraging(averaging_period=3)
+    strategy = ParameterAveraging(averaging_period=6)
     return replace(wanted, config=replace(wanted.config, sync_strategy=strategy))
 
 
