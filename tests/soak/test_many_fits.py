@@ -53,4 +53,4 @@ def test_what_a_session_holds_does_not_grow_with_its_fits(spark: SparkSession) -
     assert last_heap - heap <= HEAP_MIB
     assert last_processes <= processes
     seconds = time.monotonic() - began
-    print(f"\n{NUM_FITS} fits in {seconds:.0f} s: {warm}, JVM {heap} MiB -> {last}, {last_heap} MiB")
+    print(f"\n{NUM_FITS} fits in {seconds:.0f} s: {warm} -> {last}; JVM {heap} -> {last_heap} MiB")
