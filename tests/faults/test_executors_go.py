@@ -16,8 +16,10 @@ import pytest
 import sparkdl
 from sparkdl.errors import ClusterError
 from sparkdl.spark.fit import fit as fit_module
+from tests.cluster.processes import state_of
 from tests.faults.cluster import PATIENCE, Cluster, session
 from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
+from tests.faults.hosts import wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
 
 if TYPE_CHECKING:
@@ -52,11 +54,19 @@ def spark(cluster: Cluster) -> Iterator[SparkSession]:
     session_.stop()
 
 
-@contextmanager
-def decommission(victim: Victim) -> Iterator[None]:
-    """The executor gets no more tasks, and ends when its own have; as Kubernetes drains a node."""
-    send(victim.executor, signal.SIGPWR)
-    yield
+def decommission(drained: list[int]) -> Fault:
+    """The executor gets no more tasks, and ends when its own have; as Kubernetes drains a node.
+
+    Its process is added to ``drained``.
+    """
+
+    @contextmanager
+    def drain(victim: Victim) -> Iterator[None]:
+        drained.append(victim.executor)
+        send(victim.executor, signal.SIGPWR)
+        yield
+
+    return drain
 
 
 def lose_host_of(cluster: Cluster) -> Fault:
@@ -97,10 +107,13 @@ def setting(spark: SparkSession, name: str, seconds: float) -> Iterator[None]:
 def test_an_executor_that_is_drained_ends_its_training_first(
     df: DataFrame, undisturbed: Outcome, faults: Faults
 ) -> None:
-    faults.at("train", 1, decommission)
+    drained: list[int] = []
+    faults.at("train", 1, decommission(drained))
     outcome = trained("decommission in train", df, fit_request(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
+    (executor,) = drained
+    wait_until(lambda: state_of(executor) in "XZ", "the executor's end", 60 * PATIENCE)
 
 
 def test_caches_that_are_evicted(
@@ -174,8 +187,9 @@ def test_rounds_go_on_with_the_host_that_is_left(
         evict(spark)
         yield
 
-    faults.at("train", 0, evicted, attempt=1).at("train", 1, decommission, attempt=2)
+    faults.at("train", 0, evicted, attempt=1).at("train", 1, decommission([]), attempt=2)
     faults.at("train", 2, lose_host_of(cluster), attempt=5)
     outcome = trained("rounds: evicted, decommission, host lost", df, in_rounds(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
+    assert [struck.moment for struck in faults.struck] == ["train-0-1", "train-1-2", "train-2-5"]
