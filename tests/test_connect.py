@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,3 +81,23 @@ def test_executors_that_do_not_reach_the_client(
         spark.conf.unset("spark.sparkdl.channel")
     assert model.summary.restarts == 1
     assert digest(model) == digest(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_executor_that_does_not_answer(
+    spark: SparkSession, points: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has held `fit` for ever."""
+    from sparkdl.errors import ClusterError
+    from sparkdl.spark.cluster import probe
+    from tests.cluster import faults
+
+    task = partial(faults.StoppingProbeTask, struck=str(tmp_path / "struck"))
+    monkeypatch.setattr(probe, "ProbeTask", task)
+    spark.conf.set("spark.sparkdl.startTimeout", "15")
+    try:
+        with pytest.raises(ClusterError, match=r"Python on an executor has not answered within 15"):
+            fitted(points)
+    finally:
+        spark.conf.unset("spark.sparkdl.startTimeout")

@@ -68,13 +68,19 @@ class Hub:
         self.keeps_events = keeps_events
         self.shows_lines = False
         """Whether what workers print is shown by the driver, on the console that they write to."""
+        self._newest = -1
         self._keys: dict[str, bytes] = {}
         self._last_reports: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def begin(self, attempt: int) -> None:
-        """Begin an attempt: processes of earlier ones are refused, and their keys forgotten."""
+        """Begin an attempt: processes of earlier ones are refused, and their keys forgotten.
+
+        What is under way of an earlier one is told by its number, so no number comes twice.
+        """
+        assert attempt > self._newest, f"attempt {attempt} comes after {self._newest}"
+        self._newest = attempt
         self.access.begin(attempt)
         with self._changed:
             self._keys.clear()

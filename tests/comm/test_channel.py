@@ -239,3 +239,13 @@ def test_a_hub_that_nobody_reads_keeps_no_events() -> None:
     assert hub.events.empty()
     client.close()
     server.shutdown()
+
+
+def test_no_number_of_an_attempt_comes_twice(hub: Hub) -> None:
+    """Else what a gang says late would be taken for a word of the rounds that explain runs next."""
+    hub.begin(0)
+    hub.begin(2)
+    for number in (2, 1):
+        with pytest.raises(AssertionError, match=f"attempt {number} comes after 2"):
+            hub.begin(number)
+    assert hub.access.attempt == 2

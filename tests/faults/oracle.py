@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,10 @@ def listening(pids: Sequence[int]) -> set[str]:
     found = set()
     for pid in pids:
         try:
-            inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir()}
+            inodes = set()
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # at least the one by which this is listed
+                    inodes.add(link.readlink().name)
             for table in ("tcp", "tcp6"):
                 for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                     fields = line.split()

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sparkdl.cli.doctor import trial_gang
@@ -30,6 +30,13 @@ _CONNECT_SECONDS = 5.0
 _STOP_SECONDS = 30.0
 _NAMED_HOST = re.compile(r"(?:spark|sc|k8s)://(.*)")
 _DEFAULT_PORTS = {"spark": 7077, "sc": 15002, "k8s": 443}
+_GIVES_UP = "spark.storage.blockManagerHeartbeatTimeoutMs"
+"""Silence after which Spark takes an executor for lost, if set; else ``spark.network.timeout``."""
+_INTERVALS = {"spark.network.timeoutInterval": "60s", "spark.executor.heartbeatInterval": "10s"}
+"""Entries that must not be longer, and their defaults."""
+_UNITS = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
+}  # fmt: skip
 _ENTRIES = ("startTimeout", "queueTimeout", "collectiveTimeout")
 """Of ``spark.sparkdl``, which bound the waits of a gang."""
 
@@ -65,6 +72,7 @@ def examine_cluster(order: Order) -> Iterator[Finding]:
             first = text.strip().partition("\n")[0]
             text = f"Spark does not start: {type(error).__name__}: {first}"
         yield wrong("session", text)
+        yield from refused_time_outs({**_known_to_spark(), **order.conf})
         return
     try:
         seconds = time.perf_counter() - began
@@ -92,6 +100,34 @@ def _start(order: Order) -> SparkSession:
         f"a Spark session of {order.master or 'the default master'}; see that the cluster runs, "
         "that it has resources left for an application, and that it can connect back to this host",
     )
+
+
+def _known_to_spark() -> Mapping[str, str]:
+    """What spark-submit and spark-defaults.conf set, as far as a JVM has read them."""
+    from pyspark import SparkConf, SparkContext
+
+    context: Any = SparkContext
+    return {} if context._jvm is None else dict(SparkConf().getAll())
+
+
+def refused_time_outs(conf: Mapping[str, str]) -> Iterator[Finding]:
+    """Time-outs that Spark refuses; what it says of that does not name the one that was set."""
+    name = _GIVES_UP if _GIVES_UP in conf else "spark.network.timeout"
+    limit = _seconds(conf.get(name, "120s"), default_unit="ms" if name == _GIVES_UP else "s")
+    for interval, default in _INTERVALS.items():
+        seconds = _seconds(conf.get(interval, default), default_unit="ms")
+        if seconds > limit:
+            yield wrong(
+                "time-outs",
+                f"{name} ({limit:g} s) is shorter than {interval} ({seconds:g} s), which Spark "
+                f"refuses; raise {name}, or lower {interval}",
+            )
+
+
+def _seconds(duration: str, *, default_unit: str) -> float:
+    """A duration as Spark writes it, such as ``30s``; 0 if it is none, which Spark says itself."""
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", duration.strip().lower())
+    return int(match[1]) * _UNITS.get(match[2] or default_unit, 0.0) if match else 0.0
 
 
 def _reachable(master: str | None) -> Iterator[Finding]:
@@ -274,6 +310,7 @@ def _trial(workers: int, info: ClusterInfo) -> Iterator[Finding]:
     yield trial_gang.workers_finding(seen, time.perf_counter() - began)
     yield trial_gang.gpus_finding(seen, info.gpus_per_executor)
     yield trial_gang.disk_finding(seen)
+    yield from trial_gang.bytecode_findings(seen)
 
 
 def _in_session(error: Exception) -> str:

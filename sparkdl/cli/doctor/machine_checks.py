@@ -20,6 +20,12 @@ _DISTRIBUTION = "sparkdl-torch"
 _NEEDED = {"pyspark": "spark", "pandas": "spark", "torch": "torch"}
 """Packages of extras that training needs, and the extra."""
 _WORKERS = "PYSPARK_PYTHON"
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+UNSET_REMEDY = (
+    "each new Python worker compiles all of torch again, which takes seconds of CPU; unset it here "
+    "and on the executors"
+)
+"""What to do about `NO_BYTECODE`."""
 _JAVA = 17
 _PROGRAM_SECONDS = 20.0
 """Longest wait for a program that tells its version."""
@@ -45,6 +51,8 @@ def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> I
             yield left_out(subject, "that of the Spark Connect server counts")
         return
     yield workers_python(environ)
+    if environ.get(NO_BYTECODE):
+        yield note(NO_BYTECODE, f"is set; {UNSET_REMEDY}")
     yield java(environ)
     if "SPARK_HOME" in environ:
         yield spark_home(Path(environ["SPARK_HOME"]), installed("pyspark"))

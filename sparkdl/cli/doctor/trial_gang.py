@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparkdl.cli.doctor.finding import Finding, note, ok, wrong
+from sparkdl.cli.doctor.machine_checks import NO_BYTECODE, UNSET_REMEDY
 
 NUM_FLOATS = 1_000_000
 """Of each all-reduce of the trial: 4 MB."""
@@ -44,6 +46,7 @@ def look_around() -> dict[str, Any]:
         "is_right": summed == sum(range(place.world_size)),
         "folder": str(folder),
         "free_bytes": free_bytes(folder),
+        "keeps_bytecode": not sys.dont_write_bytecode,
     }
 
 
@@ -110,6 +113,13 @@ def disk_finding(seen: Sequence[Mapping[str, Any]]) -> Finding:
 
         return note("disk", f"only {text}; {DISK_REMEDY}")
     return ok("disk", text)
+
+
+def bytecode_findings(seen: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Workers that compile what they import anew each time."""
+    hosts = sorted({str(rank["host"]) for rank in seen if not rank["keeps_bytecode"]})
+    if hosts:
+        yield note(NO_BYTECODE, f"is set for the workers on {', '.join(hosts)}; {UNSET_REMEDY}")
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,10 +24,14 @@ from sparkdl.cli.images.ledger import WORK, Record
 from sparkdl.cli.images.list_files import read_files
 from sparkdl.cli.images.parts import Part
 from sparkdl.cli.job_files.prepare_file import ImageSection
+from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.storage import Folder
+from sparkdl.worker.watcher import ended_when_hung
 
 _STRUCT = "struct<origin string, height int, width int, nChannels int, mode int, data binary>"
 _STAGED = "staged-"
+_Work = Callable[[Iterator[pa.RecordBatch], ImageSection], Iterator[pa.RecordBatch]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,7 @@ class PartWriter:
         image = _STRUCT if self.options.encoding == "struct" else "binary"
         schema = ", ".join([f"image {image}", *(f"{name} {kind}" for name, kind in others.dtypes)])
         made = rows.select("content", *others.columns).mapInArrow(
-            partial(convert_rows, options=self.options), schema
+            self._watched(convert_rows), schema
         )
         gathered = made.repartitionById(len(parts), F.col("part"))
         ordered = gathered.sortWithinPartitions("part", "position")
@@ -149,5 +153,17 @@ class PartWriter:
         urls = {f"{self.source.root}/{path}": path for path in paths}
         files = read_files(self.spark, list(urls))
         schema = "path string, reason string"
-        rows = files.mapInArrow(partial(explain_rows, options=self.options), schema).collect()
+        rows = files.mapInArrow(self._watched(explain_rows), schema).collect()
         return {urls[row["path"]]: row["reason"] for row in rows}
+
+    def _watched(self, work: _Work) -> partial[Iterator[pa.RecordBatch]]:
+        """What a task does, whose process is ended if it hangs."""
+        seconds = read_settings(partial(conf, self.spark)).heartbeat_timeout_seconds
+        return partial(_work_watched, work=work, options=self.options, seconds=seconds)
+
+
+def _work_watched(
+    batches: Iterator[pa.RecordBatch], *, work: _Work, options: ImageSection, seconds: float
+) -> Iterator[pa.RecordBatch]:
+    with ended_when_hung(seconds):
+        yield from work(batches, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,15 +41,9 @@ class Attempt:
     on_gpus: bool = False
     """True if workers may talk by NCCL, whose watchdog aborts ranks whose peers are lost."""
     cancelled: bool = False
-    """True if we ended the job, so that Spark's error says nothing new; a job that has not begun by
-    then never does."""
-    has_begun: bool = False
-    """True if its thread may have a job, or have one soon."""
+    """True if we ended the job, so that Spark's error says nothing new."""
     rows: Rows | None = None
     spark_error: Exception | None = None
-    is_over: threading.Event = field(default_factory=threading.Event)
-    """Set when Spark's job has ended. To be waited for in place of its thread: up to Python 3.12 a
-    ``Thread.join`` that Ctrl-C interrupts takes the thread for ended (bpo-45274)."""
 
     def silent(self, now: float, timeout_seconds: float) -> list[int]:
         """Ranks that have sent something once but not lately, and have not finished."""

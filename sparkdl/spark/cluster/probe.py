@@ -16,7 +16,7 @@ from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
-from sparkdl.spark.session.background_job import BackgroundJob, TasksHang
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.failures import raise_unless_loss, spark_message
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.retried import Retried
@@ -128,19 +128,14 @@ def probe(
         )
         try:
             rows = job.watched(settings.start_timeout_seconds)
-        except TasksHang as error:
-            where = ", ".join(error.hosts) or "an executor"
-            raise ClusterError(
-                f"Python on {where} has not answered within {settings.start_timeout_seconds:g} s "
-                "(spark.sparkdl.startTimeout): it was stopped, or waits for a disk, a network "
-                "mount or a lock; see what the Python worker does there (py-spy dump), or end it"
-            ) from error
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(
                 f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
                 "there as on the driver, or send it along with --archives or --py-files"
             ) from error
+        except ClusterError:
+            raise
         except Exception as error:
             raise_unless_loss(error)
             raise ClusterError(

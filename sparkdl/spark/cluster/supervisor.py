@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress
 from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch
-from sparkdl.spark.session.cancel import end_job
-from sparkdl.spark.session.compat import described, tag_jobs
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.failures import (
     LOST,
     LOST_REMEDY,
@@ -156,24 +154,18 @@ def persistently(
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)
 
 
-def _run(run: Launch, job: Callable[[], Rows], attempt: Attempt, name: str) -> None:
+def _run(run: Launch, work: Callable[[], Rows], attempt: Attempt, name: str) -> None:
     """Submit once and watch until Spark's job has ended."""
     tag = f"sparkdl-{run.run_id}-{attempt.number}"
-    thread = threading.Thread(
-        target=_submit,
-        args=(run, job, tag, name, attempt),
-        name=f"sparkdl-gang-{attempt.number}",
-        daemon=True,
-    )
+    job = BackgroundJob(run.spark, work, tag=tag, name=name)
     try:
-        thread.start()
-        _watch(run, attempt)
+        job.begin()
+        _watch(run, attempt, job)
     finally:
-        if not attempt.is_over.is_set():
-            attempt.cancelled = True
-            if attempt.has_begun:
-                end_job(run.spark, tag, attempt.is_over)
+        job.end()
         _receive(run, attempt)  # the last events may come a moment after the rows
+    attempt.spark_error, attempt.cancelled = job.error, job.is_cancelled
+    attempt.rows = next(iter(job.values), None)
     if attempt.spark_error is not None and has_crashed(attempt.spark_error):
         _await_crash(run, attempt)
     if attempt.rows is not None:
@@ -191,27 +183,13 @@ def _await_crash(run: Launch, attempt: Attempt) -> None:
         _receive(run, attempt)
 
 
-def _submit(run: Launch, job: Callable[[], Rows], tag: str, name: str, attempt: Attempt) -> None:
-    attempt.has_begun = True  # and then looks whether it may go on; who cancels looks after that
-    try:
-        tag_jobs(run.spark, tag)
-        with described(run.spark, name):
-            if not attempt.cancelled:
-                attempt.rows = job()
-    except Exception as error:
-        attempt.spark_error = error
-    finally:
-        attempt.is_over.set()
-
-
-def _watch(run: Launch, attempt: Attempt) -> None:
+def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
     """Return when the job has ended, or when it must be cancelled."""
     reaches_driver = run.link.channel is not None
     timeout_seconds = run.settings.heartbeat_timeout_seconds
     before = time.monotonic()
     doomed_since: float | None = None
-    while not attempt.is_over.is_set():
-        raise_if_asked()
+    while not job.wait(_TICK_SECONDS):
         _receive(run, attempt)
         now = time.monotonic()
         if now - before > timeout_seconds / 2:
@@ -223,7 +201,7 @@ def _watch(run: Launch, attempt: Attempt) -> None:
         if doomed_since is not None and now - doomed_since > _GRACE_SECONDS:
             return
         if reaches_driver and doomed_since is None:
-            _check_start(attempt, now, run.settings)
+            _check_start(attempt, now, run.settings, job)
             silent = attempt.silent(now, timeout_seconds)
             if silent:
                 ranks = ", ".join(map(str, silent))
@@ -233,17 +211,19 @@ def _watch(run: Launch, attempt: Attempt) -> None:
                 )
                 attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
-        attempt.is_over.wait(timeout=_TICK_SECONDS)
 
 
-def _check_start(attempt: Attempt, now: float, settings: Settings) -> None:
-    """Wait long for slots, which other jobs may hold, but not for part of a gang.
+def _check_start(
+    attempt: Attempt, now: float, settings: Settings, job: BackgroundJob[Rows]
+) -> None:
+    """Wait long for slots, which other jobs may hold, but not for workers that have them.
 
     Raises:
         ClusterError: no slots became free.
     """
     missing = attempt.world_size - len(attempt.last_event)
     if missing == attempt.world_size:
+        silence, started = job.progress.seconds_without(), "since Spark runs their tasks"
         waited = now - attempt.submitted
         if waited > (attempt.times_said + 1) * _SAY_SECONDS:
             attempt.times_said += 1
@@ -259,11 +239,13 @@ def _check_start(attempt: Attempt, now: float, settings: Settings) -> None:
                 "the slots, or executors are gone; free them, lower numWorkers, or raise "
                 "spark.sparkdl.queueTimeout"
             )
-    elif missing and now - attempt.first_event > settings.start_timeout_seconds:
+    else:
+        silence, started = now - attempt.first_event, "of the first"
+    if missing and silence > settings.start_timeout_seconds:
         first = min(set(range(attempt.world_size)) - set(attempt.last_event))
         message = (
             f"{missing} of {attempt.world_size} workers did not start within "
-            f"{settings.start_timeout_seconds:g} s of the first (spark.sparkdl.startTimeout)"
+            f"{settings.start_timeout_seconds:g} s {started} (spark.sparkdl.startTimeout)"
         )
         attempt.failures.append(_failure(first, "Missing", message))
 

@@ -28,8 +28,8 @@ from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
 from sparkdl.spark.cluster.link import open_link
-from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker
-from sparkdl.spark.cluster.supervisor import supervise
+from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
+from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_rounds import measure_rounds
 from sparkdl.spark.fit.check_request import CheckedRequest
@@ -149,14 +149,14 @@ def measure(
         max_restarts=request.max_restarts,
     )
     gang, levels, task_levels = None, {}, {}
+    next_attempt = 0
     if is_gang:
         of_gang, of_tasks = _places(tasks)
-        gang = _measure_gang(
-            run, tuple(dict.fromkeys([*of_gang, *of_tasks])), compressions, seconds
-        )
+        places = tuple(dict.fromkeys([*of_gang, *of_tasks]))
+        gang, next_attempt = _measure_gang(run, places, compressions, seconds)
         levels = {place[0]: gang.levels[place] for place in of_gang}
         task_levels = {place[0]: gang.levels[place] for place in of_tasks}
-    stages = measure_rounds(replace(run, slots=tasks))
+    stages = measure_rounds(replace(run, slots=tasks), next_attempt)
     if gang is None:
         row = stages.step_seconds / checked.config.batch_size
         task_levels[1] = Compute(threads=tasks.threads, fixed_seconds=0.0, row_seconds=row)
@@ -201,7 +201,11 @@ def _spool(
         table = ShardTable(found.sample.repeated(times), spec, run_id=run_id)
     stack.callback(table.close)
     began = time.perf_counter()
-    spooled = table.collect()
+    spooled = persistently(
+        table.collect,
+        max_restarts=checked.request.max_restarts,
+        prepare=partial(wait_again, checked.spark, slots, checked.settings),
+    )
     seconds = time.perf_counter() - began
     plan = make_plan(
         columns=found.columns,
@@ -234,7 +238,8 @@ def _places(tasks: Slots) -> tuple[list[Place], list[Place]]:
 
 def _measure_gang(
     run: Run, places: tuple[Place, ...], compressions: Sequence[Compression], seconds: float
-) -> Gang:
+) -> tuple[Gang, int]:
+    """What the gang has measured, and the number of the next attempt on the run's link."""
     weights = run.link.send(
         training.INITIAL,
         run.packed.tensors,
@@ -265,4 +270,5 @@ def _measure_gang(
     result = supervise(run, submit)
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
-    return found_by([reports[rank] for rank in sorted(reports)], places, taken)
+    gang = found_by([reports[rank] for rank in sorted(reports)], places, taken)
+    return gang, result.restarts + 1

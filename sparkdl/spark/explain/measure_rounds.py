@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.explain.cost_model import Stages
 from sparkdl.spark.rounds.averaging_rounds import Averaged
 from sparkdl.spark.rounds.round_jobs import RoundJobs
 from sparkdl.spark.run.run import Run
+from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.train.state import EpochBook
 
@@ -36,16 +36,22 @@ class TimedRound:
     """Of the states of all tasks."""
 
 
-def measure_rounds(run: Run) -> Stages:
+def measure_rounds(run: Run, first_attempt: int) -> Stages:
     """Run some rounds of averaging as a fit does, and jobs that do nothing.
 
+    Args:
+        run: whose shards are trained on.
+        first_attempt: number of the first job, which no other on the run's link may have.
+
     Raises:
+        ClusterError: an executor does not answer.
         WorkerError: the user's code failed.
         TrainingFailed: tasks were lost too often.
         SparkDLError: what a task raised on purpose.
     """
     run = replace(run, run_id=f"{run.run_id}-rounds")
-    replicas = Averaged(run, ParameterAveraging(), RoundJobs(run, EpochBook(run.config, run.plan)))
+    jobs = RoundJobs(run, EpochBook(run.config, run.plan), first_attempt=first_attempt)
+    replicas = Averaged(run, ParameterAveraging(), jobs)
     timed = []
     for wanted in _ROUNDS:
         num_steps = min(wanted, run.plan.steps_per_epoch)
@@ -59,7 +65,7 @@ def measure_rounds(run: Run) -> Stages:
                 num_bytes=sum(done.bytes_sent.values()),
             )
         )
-    return stages_of(timed, _empty_job_seconds(run.table.df))
+    return stages_of(timed, _empty_job_seconds(run))
 
 
 def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
@@ -91,12 +97,18 @@ def stages_of(timed: Sequence[TimedRound], empty_seconds: float) -> Stages:
     )
 
 
-def _empty_job_seconds(table: DataFrame) -> float:
+def _empty_job_seconds(run: Run) -> float:
     """A job over the shards whose tasks do nothing; the median of some."""
     found = []
-    for _ in range(_JOBS):
+    for number in range(_JOBS):
+        job = BackgroundJob(
+            run.spark,
+            run.table.df.mapInArrow(_count, "rows long").collect,
+            tag=f"sparkdl-{run.run_id}-empty-{number}",
+            name=f"sparkdl {run.run_id}: a job that does nothing",
+        )
         began = time.perf_counter()
-        table.mapInArrow(_count, "rows long").collect()
+        job.watched(run.settings.start_timeout_seconds)
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 

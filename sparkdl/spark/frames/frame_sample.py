@@ -6,7 +6,6 @@ The rows come to the driver, a few megabytes at most, so that no job that follow
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from pyspark.sql import functions as F
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
 from sparkdl.spark.frames.shard_table import selected
-from sparkdl.spark.session.cancel import end_job
-from sparkdl.spark.session.compat import described, is_connect, tag_jobs
-from sparkdl.spark.session.interrupts import raise_if_asked
+from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.compat import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import Column as SparkColumn
@@ -95,11 +93,12 @@ def take_sample(
         seconds: longest that it may take. What was found until then is the sample.
 
     Raises:
-        DataError: not even the first row was found in time.
+        DataError: not even the first row was found in time, or other jobs hold the slots.
     """
     look, read_row_seconds = _looked(selected(df, prepared, validation), seconds)
-    with described(df.sparkSession, _LOOKING):
-        hashes = _hashes(look.df)
+    hashes = bounded(df.sparkSession, partial(_hashes, look.df), seconds, _LOOKING)
+    if hashes is None:
+        raise DataError(f"the first rows were not hashed within {seconds:g} s; {_more_time()}")
     return Sample(
         **vars(look),
         prepared=tuple(
@@ -118,16 +117,16 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     """The last of some looks, each larger than the one before, and the seconds of a row."""
     spark = selected.sparkSession
     ends = time.monotonic() + seconds
-    look = bounded(spark, partial(_look, selected, 1), seconds)
+    look = bounded(spark, partial(_look, selected, 1), seconds, _LOOKING)
     if look is None:
         raise DataError(
-            f"Spark has not found the first row within {seconds:g} s; give it more time by "
-            f"{option_text('count_seconds')}, or write the rows to files first"
+            f"Spark has not found the first row within {seconds:g} s; {_more_time()}, or write the "
+            "rows to files first"
         )
     row_seconds = 0.0
     while (wanted := look.more) > look.num_rows:
         left = max(_LOOK_SECONDS, ends - time.monotonic())
-        larger = bounded(spark, partial(_look, selected, wanted), left)
+        larger = bounded(spark, partial(_look, selected, wanted), left, _LOOKING)
         if larger is None:
             logger.info("%d rows took too long; the sample is of %d", wanted, look.num_rows)
             break
@@ -142,20 +141,19 @@ def _look(selected: DataFrame, wanted: int) -> Look:
     """The first rows; Spark reads as few partitions as it needs for them."""
     spark = selected.sparkSession
     began = time.perf_counter()
-    with described(spark, _LOOKING):
-        if is_connect(spark):
-            rows = selected.limit(wanted).toArrow()
-            seconds = time.perf_counter() - began
-            table = spark.createDataFrame(rows, schema=selected.schema)
-        else:
-            # A limit that is collected as Arrow would read `wanted` rows of every partition. The
-            # rows stay in the JVM, so that no type changes.
-            of_java: Any = selected
-            first = of_java._jdf.takeAsList(wanted)
-            seconds = time.perf_counter() - began
-            java = of_java.sparkSession._jsparkSession
-            table = DataFrame(java.createDataFrame(first, of_java._jdf.schema()), spark)
-            rows = table.toArrow()
+    if is_connect(spark):
+        rows = selected.limit(wanted).toArrow()
+        seconds = time.perf_counter() - began
+        table = spark.createDataFrame(rows, schema=selected.schema)
+    else:
+        # A limit that is collected as Arrow would read `wanted` rows of every partition. The rows
+        # stay in the JVM, so that no type changes.
+        of_java: Any = selected
+        first = of_java._jdf.takeAsList(wanted)
+        seconds = time.perf_counter() - began
+        java = of_java.sparkSession._jsparkSession
+        table = DataFrame(java.createDataFrame(first, of_java._jdf.schema()), spark)
+        rows = table.toArrow()
     return Look(
         df=table,
         num_rows=rows.num_rows,
@@ -163,6 +161,10 @@ def _look(selected: DataFrame, wanted: int) -> Look:
         row_bytes=rows.nbytes / max(1, rows.num_rows),
         seconds=seconds,
     )
+
+
+def _more_time() -> str:
+    return f"give it more time by {option_text('count_seconds')}"
 
 
 def option_text(name: str) -> str:
@@ -192,12 +194,11 @@ def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) ->
     )
 
     def count() -> tuple[int, int]:
-        with described(df.sparkSession, "sparkdl explain: count the rows"):
-            row = df.agg(F.count(F.lit(1)), marked).first()
+        row = df.agg(F.count(F.lit(1)), marked).first()
         assert row is not None
         return int(row[0]), int(row[1] or 0)
 
-    found = bounded(df.sparkSession, count, seconds)
+    found = bounded(df.sparkSession, count, seconds, "sparkdl explain: count the rows")
     if found is None:
         raise DataError(
             f"counting the rows took more than {seconds:g} s; say how many there are by "
@@ -206,39 +207,23 @@ def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) ->
     return found[0] - found[1], found[1]
 
 
-def bounded(spark: SparkSession, work: Callable[[], T], seconds: float) -> T | None:
+def bounded(spark: SparkSession, work: Callable[[], T], seconds: float, name: str) -> T | None:
     """What ``work`` returns, or None if it is not done in time; then its Spark jobs are cancelled.
+
+    Args:
+        spark: the session.
+        work: submits the jobs.
+        seconds: longest that it may take.
+        name: of the jobs in Spark's UI.
 
     Raises:
         Exception: what ``work`` raises.
     """
     tag = f"sparkdl-explain-{uuid.uuid4().hex[:12]}"
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            tag_jobs(spark, tag)
-            results.append(work())
-        except BaseException as error:  # raised below, in the caller's thread
-            errors.append(error)
-        finally:
-            is_over.set()
-
-    is_over = threading.Event()
-    thread = threading.Thread(target=call, name="sparkdl-explain", daemon=True)
-    thread.start()
-    ends = time.monotonic() + seconds
+    job = BackgroundJob(spark, work, tag=tag, name=name)
     try:
-        while not is_over.is_set() and (left := ends - time.monotonic()) > 0:
-            raise_if_asked()
-            is_over.wait(min(_LOOK_SECONDS, left))
+        job.begin()
+        is_in_time = job.wait(seconds)
     finally:  # also if the user interrupts
-        in_time = is_over.is_set()
-        if not in_time:
-            end_job(spark, tag, is_over)
-    if not in_time:
-        return None
-    if errors:
-        raise errors[0]
-    return results[0]
+        job.end()
+    return job.result() if is_in_time else None

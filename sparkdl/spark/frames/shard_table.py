@@ -129,6 +129,7 @@ class SpoolTable:
             tag=f"sparkdl-{self._run_id}-clean-{uuid.uuid4().hex[:4]}",
             name=f"sparkdl {self._run_id}: clean up",
         )
+        job.begin()
         if job.wait(_WAIT_SECONDS, until=is_hurried):
             return
         logger.warning(

@@ -55,12 +55,18 @@ class RoundJobs:
         labels: the labels whose losses are kept apart.
     """
 
-    def __init__(self, run: Run, book: EpochBook) -> None:
-        """Prepare what all jobs need; ``book`` says how far the run has come."""
+    def __init__(self, run: Run, book: EpochBook, *, first_attempt: int = 0) -> None:
+        """Prepare what all jobs need.
+
+        Args:
+            run: the run.
+            book: says how far it has come.
+            first_attempt: number of the first job on the run's link.
+        """
         self.restarts = 0
         self._run = run
         self._book = book
-        self._num_jobs = 0
+        self._next_attempt = first_attempt
         self._sent: Snapshot | None = None
         self.labels = part_names(run.objective)
         blank = pack_blank(run.module)
@@ -87,11 +93,11 @@ class RoundJobs:
         result = supervise(
             replace(run, settings=patient),
             partial(self._submit, part, work, stage),
-            first_attempt=self._num_jobs,
+            first_attempt=self._next_attempt,
             what="evaluate" if part is None else f"train from step {part.step}",
         )
         self.restarts += result.restarts
-        self._num_jobs += result.restarts + 1
+        self._next_attempt += result.restarts + 1
         run.table.note({data.decode() for _, kind, data in result.rows if kind == PATH})
         return [row for row in result.rows if row[1] != PATH]
 
@@ -144,8 +150,8 @@ class RoundJobs:
         self, part: RoundPart | None, work: RoundWork, stage: Stage, attempt: Attempt
     ) -> Callable[[], Rows]:
         run = self._run
-        if attempt.number > self._num_jobs:
-            number = self.restarts + attempt.number - self._num_jobs
+        if attempt.number > self._next_attempt:
+            number = self.restarts + attempt.number - self._next_attempt
             run.view.begun_again(number, self._book.state.step)
             run.table.rebuild()  # whatever was lost: all shards are written anew
             logger.info("running the round again from its beginning")

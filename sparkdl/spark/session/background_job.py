@@ -6,19 +6,18 @@ other jobs hold all slots.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import SparkSession
 
+from sparkdl.errors import ClusterError
 from sparkdl.spark.session.cancel import end_job
 from sparkdl.spark.session.compat import described, is_connect, tag_jobs
 from sparkdl.spark.session.interrupts import raise_if_asked
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -30,10 +29,10 @@ _MOST_TASKS = 1000
 
 
 class BackgroundJob(Generic[T]):
-    """What submits Spark jobs and gives a value, in a thread that begins at once."""
+    """What submits Spark jobs and gives a value, in a thread of its own."""
 
     def __init__(self, spark: SparkSession, work: Callable[[], T], *, tag: str, name: str) -> None:
-        """Begin.
+        """Prepare it; `begin` starts it.
 
         Args:
             spark: the session.
@@ -42,18 +41,31 @@ class BackgroundJob(Generic[T]):
             name: of the jobs in Spark's UI.
         """
         self.is_over = threading.Event()
-        """Set when the work has ended."""
+        """Set when the work has ended. To be waited for in place of its thread: up to Python 3.12 a
+        ``Thread.join`` that Ctrl-C interrupts takes the thread for ended (bpo-45274)."""
+        self.values: list[T] = []
+        """What the work gave, when it has ended well."""
         self.error: Exception | None = None
+        """What the work raised."""
+        self.is_cancelled = False
+        """True if we ended it, so that Spark's error says nothing new; work that has not begun by
+        then never does."""
+        self.progress = Progress(spark, tag)
+        """How its tasks get on."""
         self._spark, self._work, self._tag, self._name = spark, work, tag, name
-        self._values: list[T] = []
-        thread = threading.Thread(target=self._run, name="sparkdl-job", daemon=True)
-        thread.start()
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
+        threading.Thread(target=self._run, name=self._tag, daemon=True).start()
 
     def _run(self) -> None:
+        self._has_begun = True  # and then looks whether it may go on; `end` looks after that
         try:
             tag_jobs(self._spark, self._tag)
-            with described(self._spark, self._name):
-                self._values.append(self._work())
+            with described(self._spark, self._name), self.progress.of_this_thread():
+                if not self.is_cancelled:
+                    self.values.append(self._work())
         except Exception as error:
             self.error = error
         finally:
@@ -62,86 +74,117 @@ class BackgroundJob(Generic[T]):
     def wait(self, timeout_seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the work has ended, time is up, or ``until`` is true; True if it has ended."""
         deadline = time.monotonic() + timeout_seconds
-        while not self.is_over.wait(_LOOK_SECONDS):
-            if time.monotonic() > deadline or until():
+        while not self.is_over.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            raise_if_asked()
+            if time.monotonic() >= deadline or until():
                 return False
         return True
 
     def end(self) -> None:
         """Cancel its jobs until it has ended; see `end_job`."""
         if not self.is_over.is_set():
-            end_job(self._spark, self._tag, self.is_over)
+            self.is_cancelled = True
+            if self._has_begun:
+                end_job(self._spark, self._tag, self.is_over)
 
     def result(self) -> T:
         """What the work gave, when it has ended; raises what it raised."""
         if self.error is not None:
             raise self.error
-        return self._values[0]
+        return self.values[0]
 
     def watched(self, timeout_seconds: float) -> T:
-        """Wait for the work, whose tasks each take little time once they run.
+        """Run it to its end; each of its tasks takes little time once it runs.
 
         Args:
-            timeout_seconds: longest time in which tasks run and none of them ends.
+            timeout_seconds: ``spark.sparkdl.startTimeout``, the longest time in which tasks run and
+                none of them ends.
 
         Raises:
-            TasksHang: that time is over.
+            ClusterError: that time is over.
             Exception: what the work raised.
         """
-        progress = Progress(self._spark, self._tag)
-        next_look = 0.0
         try:
-            while not self.is_over.wait(_LOOK_SECONDS):
-                raise_if_asked()
-                if time.monotonic() < next_look:
-                    continue
-                next_look = time.monotonic() + _ASK_SECONDS
-                if progress.seconds_without() > timeout_seconds:
-                    hosts = progress.hosts()
+            self.begin()
+            while not self.wait(_ASK_SECONDS):
+                if self.progress.seconds_without() > timeout_seconds:
+                    where = ", ".join(self.progress.hosts()) or "an executor"
                     if not self.is_over.is_set():
-                        raise TasksHang(hosts)
+                        raise ClusterError(
+                            f"Python on {where} has not answered within {timeout_seconds:g} s "
+                            "(spark.sparkdl.startTimeout): it was stopped, or waits for a disk, a "
+                            "network mount or a lock; see what the Python worker does there "
+                            "(py-spy dump), or end it"
+                        )
         finally:
             self.end()
         return self.result()
 
 
-class TasksHang(Exception):
-    """Tasks of a job run, and none of them ends."""
-
-    def __init__(self, hosts: list[str]) -> None:
-        """``hosts`` are those where they run, as far as Spark says it."""
-        super().__init__(", ".join(hosts))
-        self.hosts = hosts
-
-
 class Progress:
-    """How the tasks of a tagged job get on, as classic Spark says; Spark Connect says nothing."""
+    """How the tasks of a tagged job get on, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
         """Of jobs with this tag, which may not have begun."""
-        self._scala: Any = None if is_connect(spark) else spark.sparkContext._jsc.sc()
+        self._spark = spark
         self._tag = tag
+        self._told = 0, 0
+        """What Spark Connect said last: tasks that run, and those that have ended."""
         self._ended = -1
-        self._since = time.monotonic()
+        self._since = self._asked = self._next = 0.0
+
+    @contextlib.contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        """Have Spark Connect, which does not answer such questions, say it of this thread's jobs.
+
+        It sends what is new every ``spark.connect.progress.reportInterval`` (2 s).
+        """
+        if not is_connect(self._spark):
+            yield
+            return
+        mine = threading.current_thread()
+
+        def told(*, stages: Iterable[Any] | None, inflight_tasks: int, **_: object) -> None:
+            if threading.current_thread() is mine:  # it is called in the thread that waits
+                ended = sum(stage.num_completed_tasks for stage in stages or ())
+                self._told = inflight_tasks, ended
+
+        handler: Any = told
+        self._spark.registerProgressHandler(handler)
+        try:
+            yield
+        finally:
+            self._spark.removeProgressHandler(handler)
 
     def seconds_without(self) -> float:
-        """Seconds since a task has ended, or since the first began; 0 while none runs."""
-        running, ended = self._tasks()
-        if not running or ended != self._ended:
-            self._ended, self._since = ended, time.monotonic()
-        return time.monotonic() - self._since
+        """Seconds since a task has ended, or since the first began; 0 while none runs.
+
+        Spark is asked once a second, however often this is called.
+        """
+        now = time.monotonic()
+        if now >= self._next:
+            self._asked, self._next = now, now + _ASK_SECONDS
+            running, ended = self._tasks()
+            if not running or ended != self._ended:
+                self._ended, self._since = ended, now
+        return self._asked - self._since
 
     def _tasks(self) -> tuple[int, int]:
         """Tasks that run, and those that have ended, well or not."""
+        if is_connect(self._spark):
+            return self._told
         running = ended = 0
         for info in self._stages():
             running += info.numActiveTasks()
             ended += info.numCompletedTasks() + info.numFailedTasks()
         return running, ended
 
+    @property
+    def _scala(self) -> Any:
+        context: Any = self._spark.sparkContext
+        return context._jsc.sc()
+
     def _stages(self) -> list[Any]:
-        if self._scala is None:
-            return []
         tracker = self._scala.statusTracker()
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForTag(self._tag)]
         numbers = [n for job in jobs if job.isDefined() for n in job.get().stageIds()]
@@ -149,11 +192,13 @@ class Progress:
         return [stage.get() for stage in found if stage.isDefined()]
 
     def hosts(self) -> list[str]:
-        """Where tasks run now."""
-        found = set()
+        """Where tasks run now; Spark Connect does not say it."""
+        if is_connect(self._spark):
+            return []
+        found, store = set(), self._scala.statusStore()
         for stage in self._stages():
             number, attempt = stage.stageId(), stage.currentAttemptId()
-            tasks = self._scala.statusStore().taskList(number, attempt, _MOST_TASKS)
+            tasks = store.taskList(number, attempt, _MOST_TASKS)
             for index in range(tasks.size()):
                 task = tasks.apply(index)
                 if task.status() == "RUNNING":

@@ -15,7 +15,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from sparkdl.cli.doctor import cluster_checks
-from sparkdl.cli.doctor.cluster_checks import Order, addresses, examine_cluster
+from sparkdl.cli.doctor.cluster_checks import Order, addresses, examine_cluster, refused_time_outs
 from sparkdl.cli.doctor.finding import Finding
 from sparkdl.spark.cluster import cluster_info, slots
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
@@ -67,6 +67,26 @@ def test_a_master_that_is_not_there(closed_port: int) -> None:
 def info(**values: object) -> ClusterInfo:
     known = {"master": "spark://a:1", "num_executors": 3, "cores_per_executor": 4}
     return ClusterInfo(**{**known, **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("conf", "named"),
+    [
+        ({}, []),
+        ({"spark.network.timeout": "60s"}, []),
+        ({"spark.network.timeout": "30s", "spark.network.timeoutInterval": "10s"}, []),
+        ({"spark.network.timeout": "30"}, ["spark.network.timeoutInterval (60 s)"]),
+        ({"spark.network.timeout": "1min", "spark.executor.heartbeatInterval": "2min"},
+         ["spark.executor.heartbeatInterval (120 s)"]),
+        ({"spark.storage.blockManagerHeartbeatTimeoutMs": "5000"},
+         ["spark.network.timeoutInterval (60 s)", "spark.executor.heartbeatInterval (10 s)"]),
+    ],
+)  # fmt: skip
+def test_time_outs_that_spark_refuses(conf: dict[str, str], named: list[str]) -> None:
+    found = list(refused_time_outs(conf))
+    assert [finding.state for finding in found] == ["wrong"] * len(named)
+    for finding, name in zip(found, named, strict=True):
+        assert f"is shorter than {name}, which Spark refuses; raise spark." in finding.text
 
 
 def test_slots_and_workers_are_those_of_fit() -> None:
@@ -224,3 +244,16 @@ def test_a_java_that_does_not_start_is_told_without_a_traceback(tmp_path: Path) 
     assert "wrong    Java" in done.stdout
     assert "wrong    session        Spark's JVM ended while it started" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_what_spark_itself_refuses_is_explained() -> None:
+    command = [sys.executable, "-m", "sparkdl", "doctor", "--master", "local[1]"]
+    command += ["--conf", "spark.network.timeout=30s"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "spark.network.timeout (30 s) is shorter than spark.network.timeoutInterval" in (
+        done.stdout
+    )

@@ -48,6 +48,12 @@ def test_a_client_of_spark_connect_needs_no_java(tmp_path: Path) -> None:
     assert (here["Java"], here["SPARK_HOME"]) == ("wrong", "wrong")
 
 
+def test_workers_that_would_compile_torch_each_time_are_noted() -> None:
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    (found,) = (one for one in examine_machine(environ) if one.subject.endswith("BYTECODE"))
+    assert found.state == "note" and "unset it" in found.text
+
+
 @pytest.mark.parametrize(
     ("version", "allowed", "expected"),
     [

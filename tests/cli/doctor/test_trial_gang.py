@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparkdl.cli.doctor.trial_gang import disk_finding, gpus_finding, workers_finding
+from sparkdl.cli.doctor.trial_gang import (
+    bytecode_findings,
+    disk_finding,
+    gpus_finding,
+    workers_finding,
+)
 
 
 def rank(host: str = "a", gpu: str | None = None, device: str = "cpu", **values: Any) -> Any:
@@ -17,6 +22,7 @@ def rank(host: str = "a", gpu: str | None = None, device: str = "cpu", **values:
         "is_right": True,
         "folder": "/spark",
         "free_bytes": 50 * 10**9,
+        "keeps_bytecode": True,
         **values,
     }
 
@@ -69,3 +75,10 @@ def test_the_fullest_disk_is_shown() -> None:
     little = disk_finding([rank("a", free_bytes=10**8)])
     assert little.state == "note"
     assert "spark.local.dir" in little.text
+
+
+def test_workers_that_compile_each_time_are_noted() -> None:
+    assert list(bytecode_findings([rank("a"), rank("b")])) == []
+    (found,) = bytecode_findings([rank("a"), rank("b", keeps_bytecode=False)])
+    assert found.state == "note"
+    assert "the workers on b; each new Python worker compiles" in found.text

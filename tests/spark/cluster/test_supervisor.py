@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from pyspark.errors import (
@@ -35,19 +36,36 @@ from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.cluster.supervisor import GangResult, persistently, supervise
+from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 
 Job = Callable[[], Rows]
 
 
 class FakeContext:
-    """Remembers tags; cancelling ends every job that waits for it."""
+    """Remembers tags; cancelling ends every job that waits for it.
+
+    It says of each job that ``num_running`` of its tasks run, and none has ended.
+    """
 
     def __init__(self) -> None:
         self.tags: list[str] = []
         self.cancelled: list[str] = []
         self.ended = threading.Event()
         self.properties: dict[str, str | None] = {}
+        self.num_running = 0
+
+    @property
+    def _jsc(self) -> Any:
+        stage = MagicMock()
+        stage.numActiveTasks.return_value = self.num_running
+        stage.numCompletedTasks.return_value = stage.numFailedTasks.return_value = 0
+        context = MagicMock()
+        tracker = context.sc.return_value.statusTracker.return_value
+        tracker.getJobIdsForTag.return_value = [0]
+        tracker.getJobInfo.return_value.get.return_value.stageIds.return_value = [0]
+        tracker.getStageInfo.return_value.get.return_value = stage
+        return context
 
     def getLocalProperty(self, key: str) -> str | None:
         return self.properties.get(key)
@@ -135,6 +153,7 @@ class Stage:
             return job
 
         spark: Any = self.spark
+        self.hub = Hub()
         link: Any = SimpleNamespace(hub=self.hub, channel="there" if is_watched else None)
         cluster = ClusterInfo(master="local", num_executors=1, cores_per_executor=2)
         run = Launch(
@@ -183,7 +202,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Any:
     yield
-    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-gang")] == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith("sparkdl-r-")] == []
 
 
 def test_each_attempt_shuts_out_the_one_before(stage: Stage) -> None:
@@ -574,6 +593,29 @@ def test_slots_that_never_come(
     assert set(stage.spark.sparkContext.cancelled) == {"sparkdl-r-0"}
     assert "no worker has started yet: other jobs hold the slots" in caplog.text
     assert "restarts left after this one: 3" in caplog.text
+
+
+def test_workers_that_say_nothing_from_the_first_are_started_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were stopped before they could say anything; it has held the fit for queueTimeout."""
+    monkeypatch.setattr(background_job, "_ASK_SECONDS", 0.1)
+    context = stage.spark.sparkContext
+
+    def job() -> Rows:
+        context.num_running = 2
+        return stage.until_cancelled()
+
+    def again() -> Rows:
+        context.num_running = 0  # now other jobs hold the slots
+        time.sleep(1.0)
+        return result(0, 1)
+
+    assert stage.run(job, again, start_timeout=0.5, max_restarts=1).restarts == 1
+    assert (
+        "rank 0 failed with Missing: 2 of 2 workers did not start within 0.5 s since Spark runs "
+        "their tasks (spark.sparkdl.startTimeout); restart 1 of 1"
+    ) in caplog.text
 
 
 def test_part_of_a_gang_is_started_again(stage: Stage) -> None:

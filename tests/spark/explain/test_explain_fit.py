@@ -264,9 +264,9 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
 ) -> None:
     real = measure_gang.measure_rounds
 
-    def pressed(run: Any) -> Any:
+    def pressed(*given: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return real(run)
+        return real(*given)
 
     monkeypatch.setattr(measure_gang, "measure_rounds", pressed)
     with pytest.raises(KeyboardInterrupt, match="the files that it needed are removed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import hashlib
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -444,7 +445,7 @@ def test_interrupting_a_gang_that_is_about_to_begin_ends_it(df: DataFrame, expec
     def interrupt() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if any(t.name.startswith("sparkdl-gang") for t in threading.enumerate()):
+            if any(re.fullmatch(r"sparkdl-\w+-0", t.name) for t in threading.enumerate()):
                 break
             time.sleep(0.001)
         pressed.append(time.monotonic())

@@ -1,0 +1,59 @@
+"""A run of months: 10^5 checkpoints leave as many as were asked for, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkdl.comm.channel import Hub
+from sparkdl.config import CheckpointConfig
+from sparkdl.storage.checkpoint_format import Writer, folders, latest, load_shared
+from sparkdl.storage.checkpoint_writer import CheckpointManager
+from sparkdl.storage.lease import Lease
+from tests.soak.usage import Usage, usage
+from tests.storage.memory import MemoryStorage
+
+NUM_CHECKPOINTS = 100_000
+PER_ATTEMPT = 2_000
+MARKS = (20_000, 60_000, 100_000)
+KEEP = 3
+MEMORY_MIB = 1.0
+"""May come to more between two marks, which is 26 bytes a checkpoint. In one of the spans it may be
+more: Python's table of interned strings, which paths are, doubles at some time."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_checkpoints_need_does_not_grow_with_their_number() -> None:
+    storage, hub = MemoryStorage(), Hub()
+    weights = torch.zeros(4)
+    found: list[Usage] = []
+    with Lease(storage, "run", "a") as lease:
+        for attempt in range(NUM_CHECKPOINTS // PER_ATTEMPT):
+            lease.begin(attempt, None)
+            first = attempt * PER_ATTEMPT + 1
+            with CheckpointManager(
+                storage,
+                CheckpointConfig(keep=KEEP, interval=1),
+                rank=0,
+                world_size=1,
+                writer=Writer(run_key="run", run_id="a", attempt=attempt),
+                environment={},
+                signal=hub,
+            ) as manager:
+                for step in range(first, first + PER_ATTEMPT):
+                    weights.fill_(step)
+                    manager.save(step, {"weights": weights}, {"rank": 0})
+                    if step in MARKS:
+                        found.append(usage())
+    first, second, last = found
+    assert last.grown(first, memory_mib=float("inf")) == []  # files, threads and ports
+    spans = second.memory_mib - first.memory_mib, last.memory_mib - second.memory_mib
+    assert min(spans) <= MEMORY_MIB, found
+    steps = [folder.step for folder in folders(storage, "run")]
+    assert steps == list(range(NUM_CHECKPOINTS - KEEP + 1, NUM_CHECKPOINTS + 1))
+    assert len(storage.list("run")) == 1  # the folder of the last attempt; the lease is gone
+    newest = latest(storage, "run")
+    assert newest is not None
+    assert load_shared(newest)["weights"].tolist() == [float(NUM_CHECKPOINTS)] * 4
+    print(f"\n{NUM_CHECKPOINTS} checkpoints: {first} -> {second} -> {last}")
