@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.cluster import Cluster, session, started_cluster
+from tests.faults.cluster import PATIENCE, Cluster, session, started_cluster
 from tests.faults.faults import Faults
 from tests.faults.hosts import network_of, started_hosts, what_is_missing
 from tests.faults.oracle import Outcome, fit_request, left_behind, listening, trained, training_data
@@ -73,7 +73,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     cluster.repair()
     ports = listening([os.getpid()])
     yield
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * PATIENCE
     while (left := left_behind(spark, cluster.workers, ports)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []
