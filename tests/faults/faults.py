@@ -223,9 +223,9 @@ def _one_way(ways: Callable[[Host], list[tuple[Host, Host]]]) -> Fault:
 
 @contextmanager
 def slow_link(victim: Victim) -> Iterator[None]:
-    """The host sends 128 kbit/s, and what waits longer than 400 ms is dropped."""
+    """The host sends 256 kbit/s, and what waits longer than 200 ms is dropped."""
     disc = ["dev", "eth0", "root"]
-    limits = ["tbf", "rate", "128kbit", "burst", "4kb", "latency", "400ms"]
+    limits = ["tbf", "rate", "256kbit", "burst", "4kb", "latency", "200ms"]
     victim.host.run("tc", "qdisc", "add", *disc, *limits)
     try:
         yield

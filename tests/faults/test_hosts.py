@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sparkdl.config import CheckpointConfig
 from sparkdl.errors import StorageError, TrainingFailed
 from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, session
 from tests.faults.faults import (
@@ -67,16 +68,16 @@ def test_who_stands_still_for_a_while_is_not_lost(
     assert 25 < outcome.seconds < 25 + _SECONDS
 
 
-@pytest.mark.parametrize("what", [freeze, throttle])
+@pytest.mark.parametrize(("what", "seconds"), [(freeze, 20), (throttle, 10)])
 def test_a_host_that_hardly_computes_is_not_lost(
-    df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault
+    df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault, seconds: float
 ) -> None:
     skip_without("freezer" if what is freeze else "cpu")
-    faults.at("train", 1, what, seconds=20)
-    outcome = trained(f"{what.__name__} for 20 s", df, fit_request(), faults)
+    faults.at("train", 1, what, seconds=seconds)
+    outcome = trained(f"{what.__name__} for {seconds} s", df, fit_request(), faults)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
-    assert outcome.seconds < 20 + _SECONDS
+    assert outcome.seconds < seconds + _SECONDS
 
 
 def test_a_worker_that_is_in_c_for_long_is_not_lost(
@@ -124,7 +125,9 @@ def test_full_disks_while_training_cost_checkpoints_and_the_report_only(
     folder = cluster.driver.seen_from_here / "tmp"
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     faults.at("setup", 1, fill_disk).at("checkpoint", 0, fill_disk_of(cluster.driver))
-    wanted = fit_request(report_dir=str(folder / "report"))
+    wanted = fit_request(
+        report_dir=str(folder / "report"), checkpoint=CheckpointConfig(interval=15)
+    )
     with caplog.at_level(logging.WARNING, "sparkdl"):
         outcome = trained("full disks in training", df, wanted, faults)
     shutil.rmtree(folder / "report")

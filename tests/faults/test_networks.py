@@ -49,34 +49,23 @@ def spark(cluster: Cluster) -> Iterator[SparkSession]:
     session_.stop()
 
 
-def test_a_short_cut_in_each_phase(df: DataFrame, undisturbed: Outcome, faults: Faults) -> None:
-    phases = [*TASKS[:2], *GANG, *TASKS[2:]]
-    for number, phase in enumerate(phases):
-        faults.at(phase, number % 2, cut_cable, seconds=3)
-    outcome = trained("cuts of 3 s in each phase", df, fit_request(), faults)
-    assert len(faults.struck) == len(phases)
-    assert outcome.digest == undisturbed.digest
-    assert outcome.restarts == 0
-    assert outcome.seconds < 2 * 3 * len(phases) + _SECONDS
+CUTS = {"preflight": 8, "train": 40}
+"""Seconds of cuts that are not short."""
 
 
-def test_longer_cuts(
-    df: DataFrame,
-    undisturbed: Outcome,
-    cluster: Cluster,
-    faults: Faults,
-    caplog: pytest.LogCaptureFixture,
+def test_a_cut_in_each_phase(
+    df: DataFrame, undisturbed: Outcome, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faults.at("preflight", 0, cut_cable, seconds=8)
-    faults.at("spool", 1, mute(cluster.hosts), seconds=15)
-    faults.at("train", 1, cut_cable, seconds=40)
+    seconds = {phase: CUTS.get(phase, 3) for phase in (*TASKS[:2], *GANG, *TASKS[2:])}
+    for number, phase in enumerate(seconds):
+        faults.at(phase, number % 2, cut_cable, seconds=seconds[phase])
     with caplog.at_level(logging.WARNING, "sparkdl"):
-        outcome = trained("cuts of 8, 15, 40 s", df, fit_request(), faults)
-    assert caplog.text == ""  # a channel that executors do not reach is told so
-    assert len(faults.struck) == 3
+        outcome = trained("cuts of 3, 8 or 40 s in each phase", df, fit_request(), faults)
+    assert caplog.text == ""  # a channel that executors do not reach would be told so
+    assert len(faults.struck) == len(seconds)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
-    assert outcome.seconds < 2 * 63 + _SECONDS
+    assert outcome.seconds < 2 * sum(seconds.values()) + _SECONDS
 
 
 STRATEGIES = {
@@ -86,34 +75,25 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_cuts_of_one_way(df: DataFrame, cluster: Cluster, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("compressed gradients", 15), ("a parameter server", 8), ("rounds", 3)]
+)
+def test_cuts_of_one_way(df: DataFrame, cluster: Cluster, kind: str, seconds: float) -> None:
     wanted = fit_request(execution_mode="rounds" if kind == "rounds" else "gang")
     wanted = replace(wanted, config=replace(wanted.config, sync_strategy=STRATEGIES[kind]))
     faults = Faults(cluster.fault_folder, cluster.hosts)
-    faults.at("train", 1, mute(cluster.hosts), seconds=8)
+    faults.at("train", 1, mute(cluster.hosts), seconds=seconds)
     later = 1 if kind == "rounds" else 0  # there each job is an attempt
     faults.at("evaluate", 0, deafen(cluster.hosts), seconds=3, attempt=later)
-    outcome = trained(f"one-way cuts of 8, 3 s: {kind}", df, wanted, faults)
+    outcome = trained(f"one-way cuts of {seconds}, 3 s: {kind}", df, wanted, faults)
     assert len(faults.struck) == 2
     assert outcome.restarts == 0
-    assert outcome.seconds < 2 * 11 + _SECONDS
+    assert outcome.seconds < 2 * (seconds + 3) + _SECONDS
     assert outcome.losses[-1] < outcome.losses[0] < math.inf
     if STRATEGIES[kind].deterministic:
         nothing = Faults(cluster.fault_folder, cluster.hosts)
         undisturbed = trained(f"undisturbed: {kind}", df, wanted, nothing)
         assert outcome.digest == undisturbed.digest
-
-
-def test_a_host_that_is_away_for_long_is_replaced(
-    df: DataFrame, undisturbed: Outcome, faults: Faults
-) -> None:
-    """What its workers do when it comes back, nobody hears any more."""
-    faults.at("train", 1, cut_cable, seconds=150)
-    outcome = trained("cut of 150 s", df, fit_request(), faults)
-    assert outcome.digest == undisturbed.digest
-    assert outcome.restarts == 1
-    assert outcome.seconds < 150 + 3 * _SECONDS
 
 
 def test_a_slow_and_lossy_link(
@@ -128,8 +108,22 @@ def test_a_slow_and_lossy_link(
         except RuntimeError as error:
             pytest.skip(f"this kernel has no {link.__name__}: {error}")
     faults.at("setup", 0, lossy_link).at("setup", 1, slow_link)
-    outcome = trained("128 kbit/s, a twentieth lost", df, fit_request(), faults)
+    outcome = trained("256 kbit/s, a twentieth lost", df, fit_request(), faults)
     assert len(faults.struck) == 2
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0
     assert outcome.seconds < 2 * _SECONDS
+
+
+def test_a_host_that_is_away_for_long_is_replaced(
+    df: DataFrame, undisturbed: Outcome, faults: Faults
+) -> None:
+    """What its workers do when it comes back, nobody hears any more.
+
+    The last test of this session: Spark ends executors on a host that comes back, at any time.
+    """
+    faults.at("train", 1, cut_cable, seconds=150)
+    outcome = trained("cut of 150 s", df, fit_request(), faults)
+    assert outcome.digest == undisturbed.digest
+    assert 1 <= outcome.restarts <= 2  # Spark may notice it later than sparkdl
+    assert outcome.seconds < 150 + 3 * _SECONDS
