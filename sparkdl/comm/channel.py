@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ _TRANSPORT = (
     OSError,
 )
 """Errors of the way to the server; all others are its own answer to who may ask."""
+_STACKS = re.compile(r"\. (?:Detail: Python exception|gRPC client debug context): ")
+"""Where the stacks begin that Flight and gRPC add to a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +307,7 @@ class ChannelClient:
         return answer[1:] if answer.startswith(b"+") else json.loads(answer[1:])
 
     def _failure(self, what: str, error: Exception) -> SparkDLError:
-        return CommunicationError(f"{what}: {error}")
+        return CommunicationError(f"{what}: {_STACKS.split(str(error))[0]}")
 
     def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
         headers = [(_HEADER.encode(), self._shown.encode())]
@@ -362,7 +365,7 @@ class ChannelStorage(ChannelClient):
     def _failure(self, what: str, error: Exception) -> SparkDLError:
         """What a failed call means: only what got lost on the way may be tried again."""
         kind = CommunicationError if isinstance(error, _TRANSPORT) else StorageError
-        return kind(f"{what}: {error}")
+        return kind(f"{what}: {_STACKS.split(str(error))[0]}")
 
 
 class _Callers(flight.ServerMiddlewareFactory):  # type: ignore[misc]

@@ -30,8 +30,17 @@ PATIENCE = float(os.environ.get("FAULTS_PATIENCE", "1"))
 _START_SECONDS = 60 * PATIENCE
 SPARK_GIVES_UP_SECONDS = round(30 * PATIENCE)
 """Silence after which Spark takes an executor for lost."""
+_MASTER_GIVES_UP_SECONDS = round(75 * PATIENCE)
+"""Silence after which Spark's master takes a host for lost; it hears from each every 19 s."""
 HEARTBEAT_SECONDS = round(12 * PATIENCE)
 """Silence after which sparkdl takes a worker for hung, unless a test says otherwise."""
+DEFAULT_PATIENCE = {
+    "spark.network.timeout": f"{round(120 * PATIENCE)}s",
+    "spark.sparkdl.heartbeatTimeout": str(round(60 * PATIENCE)),
+    "spark.sparkdl.collectiveTimeout": str(600 * PATIENCE),
+    "spark.sparkdl.queueTimeout": str(300 * PATIENCE),
+}
+"""Entries of a session in which Spark and sparkdl wait as long as they do by default."""
 
 
 class Cluster:
@@ -75,7 +84,7 @@ class Cluster:
 
     def _start(self, host: Host, main: str, words: list[str]) -> Callable[[str], None]:
         home, tmp = str(Path(pyspark.__file__).parent), host.disk / "tmp"
-        options = f"-Dspark.worker.timeout={SPARK_GIVES_UP_SECONDS} -Djava.io.tmpdir={tmp} "
+        options = f"-Dspark.worker.timeout={_MASTER_GIVES_UP_SECONDS} -Djava.io.tmpdir={tmp} "
         options += f"-Dspark.deploy.maxExecutorRetries=-1 {_JAVA}"
         environment = {
             **os.environ,

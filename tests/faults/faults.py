@@ -1,4 +1,4 @@
-"""What may happen to workers, and when: each fault is a context manager that is given its victim.
+"""What may happen to a cluster, and when: each fault is a context manager that is given its victim.
 
 `Faults` strikes at moments (phase, rank, attempt), from this process and as root, at workers that
 wait for it (see `daemon`). What a fault has changed is as before when its block ends.
@@ -6,10 +6,13 @@ wait for it (see `daemon`). What a fault has changed is as before when its block
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +20,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.processes import parent_of
+from tests.cluster import faults
+from tests.cluster.processes import descendants, parent_of
 from tests.faults.hosts import Host
 
 _SECONDS = 20.0
+_NOBODY = "02:00:00:00:00:01"
+"""A network address that no host has."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Faults:
         self._folder = folder
         self._hosts = {host.name: host for host in hosts}
         self._over = threading.Event()
+        self._turn = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
         for path in folder.iterdir():
@@ -66,7 +73,10 @@ class Faults:
     def at(
         self, phase: str, rank: int, fault: Fault, *, attempt: int = 0, seconds: float | None = None
     ) -> Faults:
-        """Strike at this moment; what can be undone is after ``seconds``, or at the block's end."""
+        """Strike at this moment; what can be undone is after ``seconds``, or at the block's end.
+
+        Of those with ``seconds``, one begins when the one before it is over.
+        """
         moment = self._folder / f"{phase}-{rank}-{attempt}"
         moment.touch()
         arguments = (moment, fault, seconds)
@@ -94,10 +104,11 @@ class Faults:
             here = json.loads(reached.read_text())
             host = self._hosts[here["host"]]
             victim = Victim(host, host.pid_of(here["pid"]), here["step"])
-            self.struck.append(Struck(moment.name, time.time(), victim.step))
-            with fault(victim):
-                Path(f"{moment}.struck").touch()
-                self._over.wait(seconds)
+            with self._turn if seconds else contextlib.nullcontext():
+                self.struck.append(Struck(moment.name, time.time(), victim.step))
+                with fault(victim):
+                    Path(f"{moment}.struck").touch()
+                    self._over.wait(seconds)
         except BaseException as error:
             self._errors.append(error)
         finally:
@@ -137,3 +148,193 @@ def kill_executor(victim: Victim) -> Iterator[None]:
 def terminate_executor(victim: Victim) -> Iterator[None]:
     send(victim.executor, signal.SIGTERM)
     yield
+
+
+@contextmanager
+def stop_worker(victim: Victim) -> Iterator[None]:
+    """It stands still (SIGSTOP) until the block ends."""
+    send(victim.worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            send(victim.worker, signal.SIGCONT)
+
+
+class HoldGil(faults.Fault):
+    """A callback that is in C for 14 s, computes there, and holds Python's global lock."""
+
+    def strike(self) -> None:
+        library = ctypes.PyDLL(None)  # whose functions are called with the lock held
+        library.time.argtypes = [ctypes.c_void_p]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1000.0)  # no other thread gets it between the calls
+        until = time.monotonic() + 14
+        while time.monotonic() < until:
+            library.time(None)
+        sys.setswitchinterval(interval)
+
+
+class EatMemory(faults.Fault):
+    """A callback that needs 300 MiB."""
+
+    def strike(self) -> None:
+        bytearray(300 << 20)[:: 1 << 12] = bytes(300 << 8)  # each page is written
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def cut_cable(victim: Victim) -> Iterator[None]:
+    """Nothing goes to the host or comes from it; neither side is told."""
+    host = victim.host
+    host.on_switch("bridge", "link", "set", "dev", host.port, "state", "0")
+    try:
+        yield
+    finally:
+        host.on_switch("bridge", "link", "set", "dev", host.port, "state", "3")
+
+
+def mute(hosts: Sequence[Host]) -> Fault:
+    """What the victim's host sends to ``hosts`` goes nowhere; what they send arrives."""
+    return _one_way(lambda host: [(host, other) for other in hosts if other != host])
+
+
+def deafen(hosts: Sequence[Host]) -> Fault:
+    """What ``hosts`` send to the victim's goes nowhere; what that sends arrives."""
+    return _one_way(lambda host: [(other, host) for other in hosts if other != host])
+
+
+def _one_way(ways: Callable[[Host], list[tuple[Host, Host]]]) -> Fault:
+    """From one host to another, packets go to a network address that nobody has."""
+
+    @contextmanager
+    def cut(victim: Victim) -> Iterator[None]:
+        with contextlib.ExitStack() as healed:
+            for sender, receiver in ways(victim.host):
+                place = [receiver.address, "dev", "eth0"]
+                sender.run(*f"ip neigh replace lladdr {_NOBODY} nud permanent".split(), *place)
+                healed.callback(sender.run, "ip", "neigh", "del", *place)
+            yield
+
+    return cut
+
+
+@contextmanager
+def slow_link(victim: Victim) -> Iterator[None]:
+    """The host sends 256 kbit/s, and what waits longer than 200 ms is dropped."""
+    disc = ["dev", "eth0", "root"]
+    limits = ["tbf", "rate", "256kbit", "burst", "4kb", "latency", "200ms"]
+    victim.host.run("tc", "qdisc", "add", *disc, *limits)
+    try:
+        yield
+    finally:
+        victim.host.run("tc", "qdisc", "del", *disc)
+
+
+@contextmanager
+def lossy_link(victim: Victim) -> Iterator[None]:
+    """Of what the host sends and gets, a twentieth is lost."""
+    chains = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority 0; numgen random mod 100 < 5 drop; }};"
+        for hook in ("input", "output")
+    )
+    victim.host.run("nft", f"table ip loss {{ {chains} }}")
+    try:
+        yield
+    finally:
+        victim.host.run("nft", "delete table ip loss")
+
+
+# --- what a host has -----------------------------------------------------------------------------
+
+
+@contextmanager
+def fill_disk(victim: Victim) -> Iterator[None]:
+    """Not a byte is left on the host's disk."""
+    filler = victim.host.seen_from_here / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def fill_disk_of(host: Host) -> Fault:
+    """As `fill_disk`, on a host that is not the victim's."""
+    return lambda victim: fill_disk(Victim(host, victim.worker))
+
+
+@contextmanager
+def freeze(victim: Victim) -> Iterator[None]:
+    """No process of the host runs, as on a machine that is suspended."""
+    with limited("freezer", victim.host.pids()):
+        yield
+
+
+@contextmanager
+def throttle(victim: Victim) -> Iterator[None]:
+    """All processes of the host share a twentieth of a processor."""
+    with limited("cpu", victim.host.pids()):
+        yield
+
+
+@contextmanager
+def little_memory(victim: Victim) -> Iterator[None]:
+    """The executor and its Python processes get 64 MiB besides what they have."""
+    with limited("memory", [victim.executor, *descendants(victim.executor)]):
+        yield
+
+
+_LIMITS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "freezer": ({"freezer.state": "FROZEN"}, {"cgroup.freeze": "1"}),
+    "cpu": (
+        {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "5000"},
+        {"cpu.max": "5000 100000"},
+    ),
+    "memory": ({"memory.limit_in_bytes": str(64 << 20)}, {"memory.max": str(64 << 20)}),
+}
+"""Files of a control group, and what is written there: in version 1, and in version 2."""
+
+
+@contextmanager
+def limited(controller: str, pids: Sequence[int]) -> Iterator[None]:
+    """Put processes into a control group, below the one in which this process is.
+
+    What they have allocated before does not count there. Who is moved out of it, is frozen no more.
+
+    Raises:
+        OSError: this machine has no such control groups, or lets nobody make one.
+    """
+    version, own = _own_group(controller)
+    group = own / f"sparkdl-faults-{os.getpid()}-{controller}"
+    group.mkdir()
+    try:
+        for name, value in _LIMITS[controller][version - 1].items():
+            (group / name).write_text(value)
+        _move(pids, group)
+        yield
+    finally:
+        _move((group / "cgroup.procs").read_text().split(), own)
+        group.rmdir()
+
+
+def _move(pids: Sequence[int | str], group: Path) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(str(pid))
+
+
+def _own_group(controller: str) -> tuple[int, Path]:
+    """Version and place of this process's group."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = {name: path for _, names, path in lines for name in names.split(",")}
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    for version, kind, name in ((1, "cgroup", controller), (2, "cgroup2", "")):
+        for _, place, this_kind, options, *_ in mounts:
+            if this_kind == kind and name in own and (not name or name in options.split(",")):
+                return version, Path(place + own[name])
+    raise FileNotFoundError(f"no control groups for {controller!r} are mounted")

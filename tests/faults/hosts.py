@@ -65,6 +65,11 @@ class Host:
     """The switch's end of its cable."""
     switch_pid: int
 
+    @property
+    def seen_from_here(self) -> Path:
+        """Its disk, under a path of this process."""
+        return Path(f"/proc/{self.pid}/root{self.disk}")
+
     def command(self, words: Sequence[str]) -> list[str]:
         """What runs ``words`` on this host."""
         target = ["--target", str(self.pid), "--net", "--mount", "--pid", "--uts"]

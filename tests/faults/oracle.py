@@ -54,6 +54,8 @@ class Outcome:
     seconds: float
     reasons: tuple[str, ...] = ()
     """Why the gang started again."""
+    losses: tuple[float, ...] = ()
+    """Of each epoch."""
     steps_lost: int | None = None
     """Done before the first fault, and done again."""
     notice: float | None = None
@@ -83,6 +85,7 @@ def trained(name: str, df: DataFrame, request: FitRequest, faults: Faults) -> Ou
         restarts=result.summary.restarts,
         seconds=seconds,
         reasons=tuple(failure["reason"] for failure in record.failures),
+        losses=tuple(epoch["loss"] for epoch in result.summary.history),
         **_costs(faults, ends, record.attempts, said),
     )
     MEASURED.parent.mkdir(exist_ok=True)
@@ -150,9 +153,11 @@ def left_behind(spark: SparkSession, hosts: Sequence[Host], ports: set[str]) -> 
     for host in hosts:
         pids = host.pids()
         found += [f"{host.name}: {path}" for path in host.files("*") if "sparkdl" in path]
-        still = [pid for pid in pids if state_of(pid) in "TtZ"]
+        # A JVM of Spark's asks bash for its own number, and may leave that for minutes.
+        still = [pid for pid in pids if state_of(pid) in "TtZ" and _name(pid) != "bash"]
         found += [
-            f"{host.name}: {state_of(pid)}, child of {_program(parent_of(pid))}" for pid in still
+            f"{host.name}: {_name(pid)} ({state_of(pid)}), child of {_program(parent_of(pid))}"
+            for pid in still
         ]
         python = [pid for pid in pids if "python" in _program(pid)]
         outside = [port for port in listening(python) if not port.startswith(_LOOPBACK)]
@@ -181,6 +186,13 @@ def listening(pids: Sequence[int]) -> set[str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _program(pid: int) -> str:

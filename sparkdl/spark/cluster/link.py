@@ -109,19 +109,24 @@ def open_link(
         server = _serve(spark, hub, served, settings)
         stack.callback(server.shutdown)
     address = server.address if server is not None else None
+    # Spark Connect and rounds do without.
+    needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,
         num_tasks=slots.num_workers,
         profile=slots.profile,
         channel=address,
+        needs_channel=needs_channel,
         storage_url=url,
         checkpoints=checkpoints if slots.is_gang else None,
         run_id=run_id,
         settings=settings,
     )
     if address is not None and not found.reaches_driver:
-        _require_no_channel(spark, slots, address, settings)
+        if needs_channel:
+            raise _unreachable(address)
+        logger.warning("executors cannot reach this client: training shows no progress and no logs")
         address = None
     relays = found.storage_failure is not None
     if relays:
@@ -181,15 +186,10 @@ def _serve(spark: SparkSession, hub: Hub, files: Mounted, settings: Settings) ->
         ) from error
 
 
-def _require_no_channel(
-    spark: SparkSession, slots: Slots, address: Address, settings: Settings
-) -> None:
-    """Executors do not reach the driver: fine from Spark Connect and in rounds, else an error."""
-    if settings.channel == "driver" or (slots.is_gang and not is_connect(spark)):
-        raise ClusterError(
-            f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
-            "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "
-            "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
-            "checkpoints"
-        )
-    logger.warning("executors cannot reach this client: training shows no progress and no logs")
+def _unreachable(address: Address) -> ClusterError:
+    return ClusterError(
+        f"executors cannot reach the driver at {address.host}:{address.port}; open that port "
+        "(spark.sparkdl.channel.port fixes its number), correct spark.driver.host, or set "
+        "spark.sparkdl.channel=workers to train without progress, logs and driver-kept "
+        "checkpoints"
+    )

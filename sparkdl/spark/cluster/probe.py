@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +34,10 @@ PYTHON_REMEDY = (
 """What to do about executors that cannot start a Python worker."""
 _SCHEMA = pa.schema([("answer", pa.string())])
 _CONNECT_SECONDS = 5.0
+"""Longest wait for one answer of the driver's channel, and for all where it is not needed."""
+_OUTAGE_SECONDS = 30.0
+"""Longest wait for it where it is needed: networks are away for a while."""
+_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class ProbeTask:
     """Asks one executor. Runs there."""
 
     channel: Address | None
+    connect_seconds: float
+    """For how long it tries to reach the channel."""
     storage_url: str | None
     marker: str | None
     """File in the storage that the driver has written."""
@@ -61,14 +68,17 @@ class ProbeTask:
     def _reaches_driver(self) -> bool:
         if self.channel is None:
             return False
+        deadline = time.monotonic() + self.connect_seconds
         client = ChannelClient(self.channel, timeout_seconds=_CONNECT_SECONDS)
-        try:
-            client.get("probe")
-        except CommunicationError:
-            return False
-        finally:
-            client.close()
-        return True
+        with contextlib.closing(client):
+            while True:
+                try:
+                    client.get("probe")
+                    return True
+                except CommunicationError:
+                    if time.monotonic() > deadline:
+                        return False
+                time.sleep(_PAUSE_SECONDS)
 
     def _storage(self) -> dict[str, object]:
         """Why the storage cannot be opened here, if so; whether the driver's file is there."""
@@ -97,6 +107,7 @@ def probe(
     num_tasks: int,
     profile: ResourceProfile | None,
     channel: Address | None,
+    needs_channel: bool,
     storage_url: str | None,
     checkpoints: Storage | None,
     run_id: str,
@@ -105,7 +116,7 @@ def probe(
     """Compare versions and reach the storage on the executors.
 
     The driver writes a file to ``checkpoints``, which executors must find under ``storage_url``;
-    None: they need not.
+    None: they need not. Where training ``needs_channel``, they try longer to reach it.
 
     Raises:
         ClusterError: an executor has no Python or no sparkdl, runs other versions than the driver,
@@ -118,7 +129,13 @@ def probe(
             marker = f"sparkdl-marker-{run_id}"
             checkpoints.write(marker, b"")
             stack.callback(checkpoints.remove, marker)
-        task = ProbeTask(channel=channel, storage_url=storage_url, marker=marker)
+        most = min(_OUTAGE_SECONDS, settings.start_timeout_seconds / 2)  # its own answer in time
+        task = ProbeTask(
+            channel=channel,
+            connect_seconds=most if needs_channel else _CONNECT_SECONDS,
+            storage_url=storage_url,
+            marker=marker,
+        )
         asked = spark.range(0, num_tasks, 1, num_tasks)
         job = BackgroundJob(
             spark,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -13,9 +14,10 @@ from unittest.mock import MagicMock
 import pytest
 from pyspark.errors import PythonException
 
-from sparkdl.errors import ClusterError
+from sparkdl.comm.access import Address
+from sparkdl.errors import ClusterError, CommunicationError
 from sparkdl.spark.cluster import probe as module
-from sparkdl.spark.cluster.probe import Findings, probe
+from sparkdl.spark.cluster.probe import Findings, ProbeTask, probe
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.settings import Settings
 
@@ -35,8 +37,8 @@ org.apache.spark.api.python.PythonException
 
 def ask(spark: Any, **settings: float) -> Findings:
     return probe(
-        spark, num_tasks=1, profile=None, channel=None, storage_url=None, checkpoints=None,
-        run_id="r", settings=Settings(**settings),  # type: ignore[arg-type]
+        spark, num_tasks=1, profile=None, channel=None, needs_channel=True, storage_url=None,
+        checkpoints=None, run_id="r", settings=Settings(**settings),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -119,3 +121,34 @@ def test_a_mistake_of_ours_stays_what_it_is() -> None:
     spark.range.return_value.mapInArrow.side_effect = ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
         ask(spark)
+
+
+class ChannelThatComes:
+    """A channel of which the first calls get lost."""
+
+    calls = 0
+
+    def __init__(self, address: Address, *, timeout_seconds: float) -> None: ...
+
+    def get(self, key: str) -> None:
+        type(self).calls += 1
+        if type(self).calls < 3:
+            raise CommunicationError("the network is away")
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "reaches_driver"), [(5.0, True), (0.0, False)])
+def test_a_network_that_is_away_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, reaches_driver: bool
+) -> None:
+    """Eight seconds of it have ended the fit."""
+    monkeypatch.setattr(module, "ChannelClient", ChannelThatComes)
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(ChannelThatComes, "calls", 0)
+    address = Address(
+        host="h", port=1, server_certificate="", worker_certificate="", worker_key="", secret=""
+    )
+    task = ProbeTask(channel=address, connect_seconds=seconds, storage_url=None, marker=None)
+    (batch,) = task(iter([]))
+    assert json.loads(batch["answer"][0].as_py())["reaches_driver"] is reaches_driver

@@ -1,0 +1,139 @@
+"""Hosts that are slow but alive, stand still for a while, lack memory, or whose disk is full."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sparkdl.config import CheckpointConfig
+from sparkdl.errors import StorageError, TrainingFailed
+from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, session
+from tests.faults.faults import (
+    EatMemory,
+    Fault,
+    Faults,
+    HoldGil,
+    fill_disk,
+    fill_disk_of,
+    freeze,
+    limited,
+    little_memory,
+    stop_worker,
+    throttle,
+)
+from tests.faults.oracle import Outcome, fit_request, trained
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    pytest.mark.slow,
+    pytest.mark.timeout(300 * PATIENCE),
+]
+_SECONDS = 60 * PATIENCE
+_HEARTBEAT = "spark.sparkdl.heartbeatTimeout"
+
+
+@pytest.fixture(scope="module")
+def spark(cluster: Cluster) -> Iterator[SparkSession]:
+    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **DEFAULT_PATIENCE)
+    yield session_
+    session_.stop()
+
+
+def skip_without(controller: str) -> None:
+    try:
+        with limited(controller, []):
+            pass
+    except OSError as error:
+        pytest.skip(f"this test needs control groups ({controller}): {error}")
+
+
+def test_who_stands_still_for_a_while_is_not_lost(
+    df: DataFrame, undisturbed: Outcome, faults: Faults
+) -> None:
+    faults.at("setup", 1, stop_worker, seconds=5).at("train", 0, stop_worker, seconds=20)
+    outcome = trained("stopped for 5, 20 s", df, fit_request(), faults)
+    assert len(faults.struck) == 2
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    assert 25 < outcome.seconds < 25 + _SECONDS
+
+
+@pytest.mark.parametrize(("what", "seconds"), [(freeze, 20), (throttle, 10)])
+def test_a_host_that_hardly_computes_is_not_lost(
+    df: DataFrame, undisturbed: Outcome, faults: Faults, what: Fault, seconds: float
+) -> None:
+    skip_without("freezer" if what is freeze else "cpu")
+    faults.at("train", 1, what, seconds=seconds)
+    outcome = trained(f"{what.__name__} for {seconds} s", df, fit_request(), faults)
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    assert seconds < outcome.seconds < seconds + _SECONDS
+
+
+def test_a_worker_that_is_in_c_for_long_is_not_lost(
+    spark: SparkSession, df: DataFrame, undisturbed: Outcome, faults: Faults, tmp_path: Path
+) -> None:
+    hold = HoldGil(marker=str(tmp_path / "held"), rank=1, step=12)
+    spark.conf.set(_HEARTBEAT, "5")
+    try:
+        outcome = trained("GIL held for 14 s", df, fit_request(hold), faults)
+    finally:
+        spark.conf.set(_HEARTBEAT, DEFAULT_PATIENCE[_HEARTBEAT])
+    assert (tmp_path / "held").exists()
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    assert 14 < outcome.seconds < 14 + _SECONDS
+
+
+def test_too_little_memory_is_told(df: DataFrame, faults: Faults, tmp_path: Path) -> None:
+    skip_without("memory")
+    eat = EatMemory(marker=str(tmp_path / "eaten"), rank=1, step=3)
+    faults.at("train", 1, little_memory)
+    with pytest.raises(TrainingFailed, match=r"memory.*spark\.executor\.memoryOverhead"):
+        trained("too little memory", df, fit_request(eat, max_restarts=0), faults)
+    assert (tmp_path / "eaten").exists()
+
+
+def test_a_full_disk_of_an_executor_is_told(
+    df: DataFrame, cluster: Cluster, faults: Faults
+) -> None:
+    faults.at("spool", 1, fill_disk)
+    with pytest.raises(StorageError, match=r"(?s)disk.* is full.*spark\.local\.dir"):
+        trained("a full disk in spool", df, fit_request(), faults)
+    assert faults.struck
+
+
+def test_full_disks_while_training_cost_checkpoints_and_the_report_only(
+    df: DataFrame,
+    undisturbed: Outcome,
+    cluster: Cluster,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The executor's, which holds spools already, and the driver's, down to the last weights."""
+    folder = cluster.driver.seen_from_here / "tmp"
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    faults.at("setup", 1, fill_disk).at("checkpoint", 0, fill_disk_of(cluster.driver))
+    wanted = fit_request(
+        report_dir=str(folder / "report"), checkpoint=CheckpointConfig(interval=15)
+    )
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        outcome = trained("full disks in training", df, wanted, faults)
+    shutil.rmtree(folder / "report")
+    assert len(faults.struck) == 2
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    for told in ("TMPDIR", "there is no checkpoint", "the run leaves no report"):
+        assert told in caplog.text
+    assert list(folder.glob("sparkdl-*")) == []

@@ -1,0 +1,129 @@
+"""Networks that are cut and healed, slow or lossy, change no bit and cause no needless restart.
+
+Spark and sparkdl wait here as long as they do by default. TCP waits twice as long after each packet
+that was lost, so the silence is up to twice as long as the cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+import sparkdl
+from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, session
+from tests.faults.faults import (
+    Faults,
+    Victim,
+    cut_cable,
+    deafen,
+    lossy_link,
+    mute,
+    slow_link,
+)
+from tests.faults.oracle import Outcome, fit_request, trained
+from tests.faults.test_killed import GANG, TASKS
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    pytest.mark.slow,
+    pytest.mark.timeout(400 * PATIENCE),
+]
+_SECONDS = 60 * PATIENCE
+"""Longest time of a fit, besides that of its cuts and of TCP's waiting after them."""
+
+
+@pytest.fixture(scope="module")
+def spark(cluster: Cluster) -> Iterator[SparkSession]:
+    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **DEFAULT_PATIENCE)
+    yield session_
+    session_.stop()
+
+
+CUTS = {"preflight": 8, "train": 40}
+"""Seconds of cuts that are not short."""
+
+
+def test_a_cut_in_each_phase(
+    df: DataFrame, undisturbed: Outcome, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = {phase: CUTS.get(phase, 3) for phase in (*TASKS[:2], *GANG, *TASKS[2:])}
+    for number, phase in enumerate(seconds):
+        faults.at(phase, number % 2, cut_cable, seconds=seconds[phase])
+    with caplog.at_level(logging.WARNING, "sparkdl"):
+        outcome = trained("cuts of 3, 8 or 40 s in each phase", df, fit_request(), faults)
+    assert caplog.text == ""  # a channel that executors do not reach would be told so
+    assert len(faults.struck) == len(seconds)
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    assert outcome.seconds < 2 * sum(seconds.values()) + _SECONDS
+
+
+STRATEGIES = {
+    "compressed gradients": sparkdl.AllReduce(compression="threshold"),
+    "a parameter server": sparkdl.AsyncSGD(staleness_bound=2),
+    "rounds": sparkdl.OneShotAveraging(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("compressed gradients", 15), ("a parameter server", 8), ("rounds", 3)]
+)
+def test_cuts_of_one_way(df: DataFrame, cluster: Cluster, kind: str, seconds: float) -> None:
+    wanted = fit_request(execution_mode="rounds" if kind == "rounds" else "gang")
+    wanted = replace(wanted, config=replace(wanted.config, sync_strategy=STRATEGIES[kind]))
+    faults = Faults(cluster.fault_folder, cluster.hosts)
+    faults.at("train", 1, mute(cluster.hosts), seconds=seconds)
+    later = 1 if kind == "rounds" else 0  # there each job is an attempt
+    faults.at("evaluate", 0, deafen(cluster.hosts), seconds=3, attempt=later)
+    outcome = trained(f"one-way cuts of {seconds}, 3 s: {kind}", df, wanted, faults)
+    assert len(faults.struck) == 2
+    assert outcome.restarts == 0
+    assert outcome.seconds < 2 * (seconds + 3) + _SECONDS
+    assert outcome.losses[-1] < outcome.losses[0] < math.inf
+    if STRATEGIES[kind].deterministic:
+        nothing = Faults(cluster.fault_folder, cluster.hosts)
+        undisturbed = trained(f"undisturbed: {kind}", df, wanted, nothing)
+        assert outcome.digest == undisturbed.digest
+
+
+def test_a_slow_and_lossy_link(
+    df: DataFrame, undisturbed: Outcome, cluster: Cluster, faults: Faults
+) -> None:
+    for link, program in ((slow_link, "tc"), (lossy_link, "nft")):
+        if shutil.which(program) is None:
+            pytest.skip(f"{link.__name__} needs {program}: install iproute2 and nftables")
+        try:
+            with link(Victim(cluster.workers[0], 0)):
+                pass
+        except RuntimeError as error:
+            pytest.skip(f"this kernel has no {link.__name__}: {error}")
+    faults.at("setup", 0, lossy_link).at("setup", 1, slow_link)
+    outcome = trained("256 kbit/s, a twentieth lost", df, fit_request(), faults)
+    assert len(faults.struck) == 2
+    assert outcome.digest == undisturbed.digest
+    assert outcome.restarts == 0
+    assert outcome.seconds < 2 * _SECONDS
+
+
+def test_a_host_that_is_away_for_long_is_replaced(
+    df: DataFrame, undisturbed: Outcome, faults: Faults
+) -> None:
+    """What its workers do when it comes back, nobody hears any more.
+
+    The last test of this session: Spark ends executors on a host that comes back, at any time.
+    """
+    faults.at("train", 1, cut_cable, seconds=150)
+    outcome = trained("cut of 150 s", df, fit_request(), faults)
+    assert outcome.digest == undisturbed.digest
+    assert 1 <= outcome.restarts <= 2  # Spark may notice it later than sparkdl
+    assert outcome.seconds < 150 + 3 * _SECONDS
