@@ -105,8 +105,8 @@ def _words(pid: int) -> str:
 
 ENDS = {
     signal.SIGTERM: ["checkpoint", "finish"],
-    signal.SIGINT: ["spool", "evaluate"],
-    signal.SIGKILL: ["spool", "train", "checkpoint", "finish"],
+    signal.SIGINT: ["train", "evaluate"],
+    signal.SIGKILL: ["spool", "checkpoint", "finish"],
 }
 """The phases in which one driver after the other gets a signal."""
 
@@ -134,7 +134,8 @@ def test_driver_after_driver_goes_on(
     with driver(cluster, tmp_path, tmp_path / "tmp") as last:
         said = last.end()
     assert f"restarts 0 digest {undisturbed.digest}" in said, said[-3000:]
-    assert not list(tmp_path.glob("checkpoints/*/lease-*"))
+    # Those of drivers that have ended count no more after ten minutes; on their host at once.
+    assert len(list(tmp_path.glob("checkpoints/*/lease-*"))) <= len(ENDS[number])
     finals = list(tmp_path.glob("checkpoints/*/*/step-*-final"))
     assert len(finals) == 1
     await_nothing_left(cluster, processes)
