@@ -25,7 +25,7 @@ import pyarrow.flight as flight
 
 from sparkdl.comm.access import Access, Address, Caller, require_file, require_key
 from sparkdl.comm.certificates import NAME, make_certificate
-from sparkdl.comm.file_chunks import SCHEMA, gathered, received, sent
+from sparkdl.comm.file_chunks import CHUNK_BYTES, SCHEMA, gathered, received, sent
 from sparkdl.errors import CommunicationError, SparkDLError, StorageError
 from sparkdl.storage.storage import Storage
 
@@ -35,6 +35,9 @@ _OF_KEYS = {"set", "add", "missing", "get", "delete"}
 _OF_REPORTS = {"report", "seconds_since_report"}
 _OF_FILES = {"list", "remove", "exists"}
 """Methods of the hub and of the files that a request may name."""
+_MOST_BYTES = 128 * 2**20
+"""Of a request. The largest are reports: 2000 log lines of 10,000 characters, six bytes for each
+character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
 _MOST_EVENTS = 100_000
 """Events that may wait while the driver stands still; beyond that some are left out."""
 _DISPENSABLE = ("heartbeat", "alive", "log")
@@ -174,6 +177,7 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
         """Call the method of the hub or of the files that the action's type names."""
         caller: Caller = context.get_middleware("caller").caller
+        _require_size(action.body.size, _MOST_BYTES)
         header, _, value = action.body.to_pybytes().partition(b"\n")
         arguments = json.loads(header)
         if action.type == "set":
@@ -189,7 +193,9 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         require_file(caller, path)
 
         def chunks() -> Iterator[Any]:
-            yield from received(chunk.data for chunk in reader)
+            for chunk in received(chunk.data for chunk in reader):
+                _require_size(len(chunk), CHUNK_BYTES)
+                yield chunk
             self._hub.access.require_present(caller)  # a file counts once it is whole
 
         self._storage().write(path, chunks())
@@ -224,6 +230,10 @@ class ChannelServer(flight.FlightServerBase):  # type: ignore[misc] # pyarrow ha
         if self._files is None:
             raise flight.FlightServerError("this channel keeps no files")
         return self._files
+
+
+class MessageTooLarge(CommunicationError):
+    """A request is larger than the server takes."""
 
 
 class ChannelClient:
@@ -297,10 +307,14 @@ class ChannelClient:
         return seconds
 
     def _ask(self, what: str, value: bytes = b"", **arguments: Any) -> Any:
-        header = json.dumps(arguments, default=str).encode()
-        action = flight.Action(what, header + b"\n" + value)
+        body = json.dumps(arguments, default=str).encode() + b"\n" + value
+        if len(body) > _MOST_BYTES:
+            raise MessageTooLarge(
+                f"channel request {what!r} has {len(body)} bytes; the driver takes {_MOST_BYTES}"
+            )
+        action = flight.Action(what, body)
         try:
-            results = list(self._client.do_action(action, self._options(self._timeout)))
+            results = list(self._client.do_action(action, self._options()))
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"channel request {what!r} failed", error) from error
         answer = results[0].body.to_pybytes()
@@ -309,29 +323,32 @@ class ChannelClient:
     def _failure(self, what: str, error: Exception) -> SparkDLError:
         return CommunicationError(f"{what}: {_STACKS.split(str(error))[0]}")
 
-    def _options(self, timeout_seconds: float | None) -> flight.FlightCallOptions:
+    def _options(self) -> flight.FlightCallOptions:
         headers = [(_HEADER.encode(), self._shown.encode())]
-        return flight.FlightCallOptions(timeout=timeout_seconds, headers=headers)
+        return flight.FlightCallOptions(timeout=self._timeout, headers=headers)
 
 
 class ChannelStorage(ChannelClient):
     """Files that the driver keeps, seen from a worker: a `storage.Storage`.
+
+    Args:
+        address: the channel, and as whom to call it.
+        timeout_seconds: longest wait for an answer. The driver may pass a request on to a storage
+            that answers slowly.
 
     Raises, from every method:
         StorageError: the driver cannot store or find the file.
         CommunicationError: the driver cannot be reached, or does not answer in time.
     """
 
-    def __init__(self, address: Address, *, transfer_timeout_seconds: float = 600.0) -> None:
-        super().__init__(address)
-        self._transfer_timeout = transfer_timeout_seconds
+    def __init__(self, address: Address, *, timeout_seconds: float = 600.0) -> None:
+        super().__init__(address, timeout_seconds=timeout_seconds)
 
     def write(self, path: str, data: Any) -> None:
         parts = data if not isinstance(data, (bytes, bytearray, memoryview)) else [data]
         descriptor = flight.FlightDescriptor.for_path(path)
         try:
-            options = self._options(self._transfer_timeout)
-            writer, reader = self._client.do_put(descriptor, SCHEMA, options)
+            writer, reader = self._client.do_put(descriptor, SCHEMA, self._options())
             try:
                 for batch in sent(parts):
                     writer.write_batch(batch)
@@ -347,8 +364,7 @@ class ChannelStorage(ChannelClient):
 
     def read(self, path: str) -> bytes:
         try:
-            options = self._options(self._transfer_timeout)
-            reader = self._client.do_get(flight.Ticket(path.encode()), options)
+            reader = self._client.do_get(flight.Ticket(path.encode()), self._options())
             return gathered(received(chunk.data for chunk in reader))
         except (pa.ArrowException, OSError) as error:
             raise self._failure(f"the driver could not send {path}", error) from error
@@ -384,6 +400,12 @@ class _Call(flight.ServerMiddleware):  # type: ignore[misc]
 
     def __init__(self, caller: Caller) -> None:
         self.caller = caller
+
+
+def _require_size(num_bytes: int, most: int) -> None:
+    """Refuse what no worker of ours sends, so that none can have the driver keep it."""
+    if num_bytes > most:
+        raise flight.FlightServerError(f"a message of {num_bytes} bytes, of at most {most}")
 
 
 def location(host: str, port: int) -> str:

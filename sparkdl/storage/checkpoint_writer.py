@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from sparkdl.config import CheckpointConfig
@@ -90,7 +89,8 @@ class CheckpointManager:
         timeout_seconds: longest wait for a save under way, and for the other ranks' files.
         is_required: False if training shall go on without checkpoints, however many fail for
             want of space or the like; the loss of the way to them still ends it.
-        pauses: seconds before each further try to write a file.
+        pauses: seconds before each further try to write a file that goes in pieces; with the rest
+            the storage is as patient as it is.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class CheckpointManager:
         )
         if save.abandoned.is_set():
             raise _Abandoned
-        again(partial(layout.write_manifest, info), self._pauses)
+        layout.write_manifest(info)
         size = sum(record.size_bytes for record in files.values())
         seconds = time.perf_counter() - began
         logger.debug("checkpoint %s: %.1f MB in %.2f s", path, size / 1e6, seconds)

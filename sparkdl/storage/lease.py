@@ -2,11 +2,13 @@
 
 The driver of a run renews its lease, a small file, about once a minute, and removes it at the end.
 A run without a lease, or whose lease is old, has ended, and others may remove its checkpoints.
-Nothing waits for a lease or is refused for lack of one: what it prevents is only removal.
+Nothing waits for a lease or is refused for lack of one: what it prevents is only removal. Besides,
+a run that misses its own lease knows that the place has lost what it has written there.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -81,6 +83,7 @@ class Lease:
             begun_from=None,
             renewed=0.0,
         )
+        self._is_written = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="sparkdl-lease", daemon=True)
@@ -107,6 +110,19 @@ class Lease:
             self._note = replace(self._note, attempt=attempt, begun_from=begun_from)
         self._renew()
 
+    def require_place(self) -> None:
+        """Make sure that the place still has what this run has written to it.
+
+        Raises:
+            StorageError: it has not, as where its file system is no longer mounted; this may pass.
+        """
+        if self._is_written and not self._storage.exists(self._path):
+            raise StorageError(
+                f"{self._storage} has lost {self._path}, which this run has written there, and "
+                "with it perhaps the checkpoints: the folder was removed, or is not mounted any "
+                "more; bring it back"
+            ) from OSError(errno.ESTALE, "vanished")
+
     def _keep(self) -> None:
         while not self._ended.wait(self._renew_seconds):
             self._renew()
@@ -115,7 +131,9 @@ class Lease:
         with self._lock:
             note = replace(self._note, renewed=time.time())
             try:
+                self.require_place()  # a lease in a folder made anew would say that nothing is lost
                 self._storage.write(self._path, json.dumps(asdict(note)).encode())
+                self._is_written = True
             except (StorageError, GangError) as error:
                 logger.warning("the lease of this run could not be renewed: %s", error)
 
@@ -137,11 +155,12 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
     for match in filter(None, map(_NAME.fullmatch, names)):
         run_id = match[1]
         try:
-            found[run_id] = Note(**json.loads(storage.read(f"{run_key}/{match[0]}")))
+            found[run_id] = note = Note(**json.loads(storage.read(f"{run_key}/{match[0]}")))
+            note.is_alive()  # which damaged ones do not tell
         except StorageError as error:
             if not is_definite(error):
                 raise  # else the run has ended meanwhile
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError):
             found[run_id] = Note(
                 run_id=run_id, host="?", process="", attempt=0, begun_from=None,
                 renewed=time.time(),

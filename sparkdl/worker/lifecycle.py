@@ -49,6 +49,9 @@ RELAYED = "relayed"
 _LISTEN_SECONDS = 5.0
 """How often a rank that waits for another's end makes sure that it still reports."""
 
+_MOST_CHARACTERS = 1_000_000
+"""Of an error's message, and of its traceback, that travel to the driver."""
+
 Results = list[tuple[str, bytes]]
 """(kind, payload) of what a rank gives back."""
 
@@ -156,7 +159,7 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
         files = None
         if order.driver_hosts_channel:
             seconds = order.collective_timeout_seconds
-            files = ChannelStorage(environment.channel, transfer_timeout_seconds=seconds)
+            files = ChannelStorage(environment.channel, timeout_seconds=seconds)
             stack.enter_context(contextlib.closing(files))
         results = work(
             Member(
@@ -294,8 +297,8 @@ def describe_failure(
         "rank": rank,
         "kind": kind,
         "type": type(error).__name__,
-        "message": message,
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": message[:_MOST_CHARACTERS],
+        "traceback": "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:],
     }
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from sparkdl.comm.channel import ChannelClient
+from sparkdl.comm.channel import ChannelClient, MessageTooLarge
 from sparkdl.errors import CommunicationError
 from sparkdl.runtime.json_values import plain
 from sparkdl.worker.watcher import Watcher
@@ -32,8 +32,8 @@ _LAST_LINES = 20
 _INTERVAL_SECONDS = 0.25
 _MAX_LINES = 2000
 """Log lines that wait for the driver; the oldest are dropped beyond, and counted."""
-_MAX_PARTIAL = 10_000
-"""Characters kept of a line that has not ended yet."""
+_MAX_CHARACTERS = 10_000
+"""Characters kept of a line: the last ones."""
 _MAX_PAUSE_SECONDS = 2.0
 """Longest time between two attempts to reach a driver that does not answer."""
 _SILENT_FAILURES = 5
@@ -140,7 +140,7 @@ class Reporter:
     def line(self, text: str, level: int = logging.INFO) -> None:
         """Queue a log line; ``level`` is logging's, and what is printed counts as INFO."""
         with self._lock:
-            self._lines.append((level, text))
+            self._lines.append((level, text[-_MAX_CHARACTERS:]))
             self._num_lines += 1
 
     def _run(self) -> None:
@@ -177,6 +177,10 @@ class Reporter:
                 attempt=self._attempt,
                 rank=self._rank,
                 events=[self._now(), *events, *_log_event(lines, dropped)],
+            )
+        except MessageTooLarge as error:  # and would be again, and the worker seem to be silent
+            sys.__stderr__.write(  # type: ignore[union-attr] # as below
+                f"sparkdl rank {self._rank}: a report was dropped; training goes on ({error})\n"
             )
         except CommunicationError as error:
             self._failures += 1
@@ -242,8 +246,8 @@ class _Tee(io.TextIOBase):
                 self.original.write(text)
             *lines, partial = (self._partial + text).split("\n")
             # A progress bar draws over its line again and again: only the last drawing is kept.
-            self._partial = _drawn(partial)[-_MAX_PARTIAL:]
-            drawn = [_drawn(line.rstrip("\r")) for line in lines]
+            self._partial = _drawn(partial)[-_MAX_CHARACTERS:]
+            drawn = [_drawn(line.rstrip("\r"))[-_MAX_CHARACTERS:] for line in lines]
             self._last.extend(drawn)
             for line in drawn:
                 self._reporter.line(line)

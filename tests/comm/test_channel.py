@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.flight as flight
 import pytest
 
+from sparkdl.comm import channel
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient, ChannelServer, ChannelStorage, Hub
 from sparkdl.errors import CommunicationError, StorageError
@@ -115,21 +117,27 @@ def test_files_on_an_absent_driver_are_a_communication_error(server: ChannelServ
 
 
 class SlowFiles:
-    """Takes a second to find a file."""
+    """Takes half a second to find a file."""
 
     def read(self, path: str) -> bytes:
-        time.sleep(1)
+        time.sleep(0.5)
         return b"late"
 
+    def list(self, path: str) -> list[str]:
+        time.sleep(0.5)
+        return ["late"]
 
-def test_a_transfer_ends_in_time(hub: Hub) -> None:
+
+def test_every_request_of_files_waits_as_long_as_it_was_told(hub: Hub) -> None:
     files: Any = SlowFiles()
-    server = ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files)
-    storage = ChannelStorage(server.address, transfer_timeout_seconds=0.1)
-    with pytest.raises(CommunicationError, match="could not send x"):
-        storage.read("x")
-    storage.close()
-    server.shutdown()
+    with ChannelServer(hub, bind="127.0.0.1", announce="127.0.0.1", files=files) as server:
+        with contextlib.closing(ChannelStorage(server.address, timeout_seconds=0.1)) as storage:
+            with pytest.raises(CommunicationError, match="could not send x"):
+                storage.read("x")
+            with pytest.raises(CommunicationError, match="'list' failed"):
+                storage.list("x")
+        with contextlib.closing(ChannelStorage(server.address, timeout_seconds=20)) as storage:
+            assert (storage.read("x"), storage.list("x")) == (b"late", ["late"])
 
 
 class TestFiles(StorageContract):
@@ -165,6 +173,24 @@ def test_files_stay_inside_the_folder(server: ChannelServer, tmp_path: Path) -> 
         storage.write("../outside", b"1")
     assert not (tmp_path / "outside").exists()
     storage.close()
+
+
+def test_nobody_has_the_driver_keep_more_than_workers_send(
+    hub: Hub, server: ChannelServer, client: ChannelClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_MOST_BYTES", 1000)
+    with pytest.raises(CommunicationError, match="has 1015 bytes; the driver takes 1000"):
+        client.set("a/2", bytes(1000))
+    action = flight.Action("set", b'{"key": "a/2"}\n' + bytes(1000))
+    with pytest.raises(flight.FlightServerError, match="a message of 1015 bytes, of at most 1000"):
+        list(client._client.do_action(action, client._options()))
+    client.set("a/2", bytes(900))
+    assert hub.get("0/a/2") == bytes(900)
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 1000)
+    with contextlib.closing(ChannelStorage(server.address.of_rank(0))) as storage:
+        with pytest.raises(StorageError, match="a message of 1001 bytes, of at most 1000"):
+            storage.write("a", bytes(1001))
+        assert storage.list("") == []
 
 
 def test_a_channel_without_files_says_so(hub: Hub) -> None:

@@ -108,6 +108,22 @@ class Hdfs:
         self._launch(f"datanode{number}", f"{_HDFS}.datanode.DataNode")
         self._await(lambda addresses: bool(addresses - before))
 
+    def pause_name_node(self, seconds: float) -> None:
+        """Have it answer nobody for a while, as in a long collection of garbage."""
+        process = self._running["namenode"]
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGCONT)
+
+    def restart_name_node(self, seconds: float) -> None:
+        """End it, and start it again after a while; returns when it serves."""
+        process = self._running["namenode"]
+        process.kill()
+        process.wait(_STOP_SECONDS)
+        time.sleep(seconds)
+        self._launch("namenode", f"{_HDFS}.namenode.NameNode")
+        self._await(lambda addresses: len(addresses) == self.num_data_nodes)
+
     def _await(self, is_ready: Callable[[set[str]], bool]) -> None:
         """Wait for what data nodes there are to suit."""
         deadline = time.monotonic() + _START_SECONDS

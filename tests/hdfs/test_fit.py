@@ -172,6 +172,62 @@ def test_a_data_node_that_dies_in_mid_fit_changes_no_bit(
         assert load_shared(last)["state"] and load_rank(last, 0) is not None
 
 
+def in_safe_mode(spark: SparkSession, url: str, seconds: float) -> None:
+    """Have the name node refuse every change for a while."""
+    from sparkdl.storage.hadoop_storage import HadoopStorage
+
+    session: Any = spark
+    action = session._jvm.org.apache.hadoop.fs.SafeModeAction
+    files = HadoopStorage(spark, url)._fs
+    files.setSafeMode(action.ENTER)
+    time.sleep(seconds)
+    files.setSafeMode(action.LEAVE)
+
+
+def newest_whole(storage: Storage) -> str:
+    found = [folder for key in storage.list("") for folder in folders(storage, key)]
+    whole = [f.path for f in found if storage.exists(f"{f.path}/manifest.json")]
+    return whole[-1] if whole else ""
+
+
+def test_a_name_node_that_is_paused_in_safe_mode_or_away_changes_no_bit(
+    spark: SparkSession, df: DataFrame, hdfs: Hdfs, url: str
+) -> None:
+    """One after the other in one fit, with a whole checkpoint before each, and after the last."""
+    from sparkdl.storage.hadoop_storage import open_on_driver
+
+    storage = open_on_driver(spark, url)
+    healed: list[str] = []
+    over = threading.Event()
+
+    def strike() -> None:
+        for fault in (
+            lambda: hdfs.pause_name_node(10),
+            lambda: in_safe_mode(spark, url, 8),
+            lambda: hdfs.restart_name_node(2),
+        ):
+            before = newest_whole(storage)
+            while (now := newest_whole(storage)) <= before and not over.wait(0.1):
+                pass
+            if over.is_set():
+                return
+            fault()
+            healed.append(now)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        model = fitted(df, "gang", faults.Slow(0.4), checkpointDir=url, epochs=12)
+        last = newest_whole(storage)
+    finally:
+        over.set()
+        thread.join(120)
+    assert len(healed) == 3 and healed == sorted(set(healed))
+    assert last > healed[-1] and last.endswith("-final")
+    assert model.summary.restarts == 0
+    assert digest(model) == digest(fitted(df, "gang", epochs=12))
+
+
 def test_models_estimators_and_pipelines_are_saved_and_loaded(
     df: DataFrame, undisturbed: Models, url: str
 ) -> None:

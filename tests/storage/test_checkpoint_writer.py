@@ -17,6 +17,7 @@ import torch
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CheckpointError, CommunicationError, StorageError
 from sparkdl.storage.checkpoint_format import (
+    MANIFEST,
     Writer,
     folders,
     latest,
@@ -25,6 +26,7 @@ from sparkdl.storage.checkpoint_format import (
     read_manifest,
 )
 from sparkdl.storage.checkpoint_writer import MAX_FAILURES, CheckpointManager
+from sparkdl.storage.lease import Lease
 from sparkdl.storage.retried import Retried
 from sparkdl.storage.storage import Data, LocalStorage, Storage, failure, pieces
 from tests.storage.memory import MemoryStorage
@@ -553,6 +555,78 @@ def test_whichever_request_fails_while_looking_for_the_newest() -> None:
         storage.num_requests = 0
         with pytest.raises(StorageError, match="503"):
             latest(storage, "run")
+
+
+class Vanishes(MemoryStorage):
+    """All of it is gone when the request of a given number comes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.num_requests = 0
+
+    def _count(self) -> None:
+        self.num_requests += 1
+        if self.num_requests - 1 == self.number:
+            super().remove("")
+            self._files.clear()
+
+    def write(self, path: str, data: Data) -> None:
+        self._count()
+        super().write(path, data)
+
+    def read(self, path: str) -> bytes:
+        self._count()
+        return super().read(path)
+
+    def list(self, path: str) -> list[str]:
+        self._count()
+        return super().list(path)
+
+    def remove(self, path: str) -> None:
+        self._count()
+        super().remove(path)
+
+    def exists(self, path: str) -> bool:
+        self._count()
+        return super().exists(path)
+
+
+def test_a_folder_that_vanishes_at_whichever_request_ends_no_run() -> None:
+    def run(storage: Storage) -> None:
+        with Lease(storage, "run", "a") as lease:
+            lease.begin(0, None)
+            small_run(storage)
+
+    undisturbed = Vanishes(-1)
+    run(undisturbed)
+    for number in range(undisturbed.num_requests):
+        storage = Vanishes(number)
+        run(storage)
+        found = latest(storage, "run")
+        assert number >= 15 or found is not None, number
+        assert found is None or load_shared(found) == {"step": found.step}
+
+
+def test_a_manifest_is_tried_as_often_as_the_storage_does() -> None:
+    class Refuses(MemoryStorage):
+        num_tries = 0
+
+        def write(self, path: str, data: Data) -> None:
+            if path.endswith(MANIFEST):
+                self.num_tries += 1
+                cause = OSError(errno.EIO, "503 Slow Down")
+                raise failure("write", path, cause) from cause
+            super().write(path, data)
+
+    storage = Refuses()
+    config = CheckpointConfig(keep=2, interval=1)
+    with CheckpointManager(
+        Retried(storage, (0.0, 0.0)), config, rank=0, world_size=1, pauses=(0.0, 0.0),
+        writer=Writer(run_key="run", run_id="a", attempt=0), environment={}, signal=Keys(),
+    ) as manager:  # fmt: skip
+        manager.save(1, {}, {})
+    assert storage.num_tries == 3
 
 
 def test_a_failure_to_remove_is_no_failure_of_the_checkpoint(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 
 from sparkdl.errors import CommunicationError, StorageError
 from sparkdl.storage.lease import STALE_SECONDS, Lease, Note, process_identity, read_leases
+from sparkdl.storage.retried import again
 from sparkdl.storage.storage import Data
 from tests.storage.memory import MemoryStorage
 
@@ -81,7 +85,50 @@ def test_a_process_of_this_host_that_has_ended_holds_none() -> None:
     assert not dataclasses.replace(note, process=again).is_alive()
 
 
-def test_one_that_is_just_being_written_counts() -> None:
+@pytest.mark.parametrize("text", ['{"run_', "{}", "[]", '{"run_id": 1}', "", "text"])
+def test_one_that_is_just_being_written_counts(text: str) -> None:
     storage = MemoryStorage()
-    storage.write("run/lease-a.json", b'{"run_')
+    storage.write("run/lease-a.json", text.encode())
     assert leases(storage)["a"].is_alive()
+
+
+@pytest.mark.parametrize("damage", [{"renewed": "now"}, {"process": 7}, {"process": "/x/y"}])
+def test_one_that_is_damaged_fails_nothing(damage: dict[str, Any]) -> None:
+    storage = MemoryStorage()
+    note = Note(run_id="a", host="h", process="", attempt=0, begun_from=None, renewed=time.time())
+    text = json.dumps(dataclasses.asdict(note) | damage)
+    storage.write("run/lease-a.json", text.encode())
+    assert leases(storage)["a"].is_alive()
+
+
+def test_a_place_that_has_lost_the_lease_is_told_and_gets_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = MemoryStorage()
+    with Lease(storage, "run", "a") as lease:
+        lease.require_place()
+        content = storage.read("run/lease-a.json")
+        storage.remove("run")
+        for act in (lease.require_place, partial(patiently_once, lease)):
+            with pytest.raises(StorageError, match=r"has lost run/lease-a.json, .* not mounted"):
+                act()
+        lease.begin(1, None)
+        assert storage.list("run") == []
+        assert "could not be renewed: memory has lost run/lease-a.json" in caplog.text
+        storage.write("run/lease-a.json", content)
+        lease.begin(2, None)
+        assert leases(storage)["a"].attempt == 2
+
+
+def patiently_once(lease: Lease) -> None:
+    """The error is one that may pass: whoever tries again, does."""
+    tries = []
+
+    def act() -> None:
+        tries.append(1)
+        lease.require_place()
+
+    try:
+        again(act, (0.0,))
+    finally:
+        assert len(tries) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkdl.comm import channel
 from sparkdl.comm.channel import ChannelClient, ChannelServer, Event, Hub
 from sparkdl.errors import CommunicationError
 from sparkdl.worker import reporter as module
@@ -181,6 +182,32 @@ def test_a_driver_that_comes_back_late_hears_everything(
     assert capfd.readouterr().err.count("the driver does not answer") == 1
 
 
+def test_a_report_that_is_too_large_is_dropped_and_the_worker_goes_on_speaking(
+    hub: Hub, server: ChannelServer, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(channel, "_MOST_BYTES", 10_000)
+    hub.begin(2)
+    reporter = Reporter(ChannelClient(server.address.of_rank(0)), attempt=2, rank=0)
+    reporter.send({"kind": "epoch", "record": {"loss": "a" * 10_000}})
+    reporter._flush()
+    assert drain(hub) == []
+    assert (
+        "a report was dropped; training goes on (channel request 'report'" in capfd.readouterr()[1]
+    )
+    reporter.line("later")
+    reporter._flush()
+    assert [event.body["kind"] for event in drain(hub)] == ["heartbeat", "log"]
+
+
+def test_the_last_characters_of_an_endless_line_are_kept(
+    client: FakeClient, reporter: Reporter
+) -> None:
+    reporter.line("a" * 10**6 + "b")
+    reporter._flush()
+    assert client.lines() == ["a" * (module._MAX_CHARACTERS - 1) + "b"]
+
+
 def test_an_absent_driver_is_asked_less_and_less_often(
     client: FakeClient, reporter: Reporter
 ) -> None:
@@ -263,7 +290,7 @@ def test_of_a_progress_bar_only_the_last_drawing_is_sent(
         assert len(sys.stdout._partial) < 2000  # type: ignore[attr-defined]
         sys.stdout.write("\rdone\r\n")
         sys.stdout.write("x" * 50_000)
-        assert len(sys.stdout._partial) <= module._MAX_PARTIAL  # type: ignore[attr-defined]
+        assert len(sys.stdout._partial) <= module._MAX_CHARACTERS  # type: ignore[attr-defined]
         sys.stdout.write("\r")
         sys.stdout.write("last")
     assert client.lines() == ["done", "last"]

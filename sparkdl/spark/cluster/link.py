@@ -101,7 +101,8 @@ def open_link(
         stack: closes everything in the end.
     """
     files = stack.enter_context(driver_folder())
-    url, checkpoints = _open_checkpoints(spark, checkpoint_dir)
+    url, place = _open_checkpoints(spark, checkpoint_dir)
+    checkpoints: Storage | None = None if place is None else Retried(place)
     hub = Hub()
     served = Mounted(files)
     server = None
@@ -130,9 +131,9 @@ def open_link(
         address = None
     relays = found.storage_failure is not None
     if relays:
-        assert checkpoints is not None
-        _require_relay(checkpoints, address, str(found.storage_failure))
-        served.mount(RELAYED, checkpoints)
+        assert place is not None
+        _require_relay(place, address, str(found.storage_failure))
+        served.mount(RELAYED, place)  # workers try again what fails, so the driver need not
     if address is None and checkpoints is None and slots.is_gang:
         logger.warning(
             "the driver cannot keep checkpoints, since executors do not reach it, and no "
@@ -153,9 +154,8 @@ def _open_checkpoints(
         return None, None
     storage = open_on_driver(spark, checkpoint_dir)
     url = storage.url if isinstance(storage, HadoopStorage) else absolute(checkpoint_dir)
-    patient = Retried(storage)
-    check_writable(patient)
-    return url, patient
+    check_writable(Retried(storage))
+    return url, storage
 
 
 def _require_relay(checkpoints: Storage, address: Address | None, reason: str) -> None:

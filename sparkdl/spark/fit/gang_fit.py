@@ -71,7 +71,7 @@ class Attempts:
             shards = tuple(part.shard for part in run.table.collect())
         found = None
         if link.checkpoints is not None:
-            found = find_checkpoint(run, link.checkpoints, self.passed_over)
+            found = find_checkpoint(run, link.checkpoints, self.passed_over, self.lease)
         self.begun_from = None if found is None else found.path
         if self.lease is not None:
             self.lease.begin(number, self.begun_from)

@@ -56,7 +56,7 @@ _KILL_SECONDS = 3.0
 
 _left: dict[str, set[str]] = {}
 """Runs whose spools could not be removed, with what the driver knows of them: the next run of this
-process removes them, or Spark, when the session ends."""
+process that meets their host removes them, or Spark, when the session ends."""
 
 
 class SpoolTable:
@@ -149,8 +149,7 @@ class SpoolTable:
 
     def _remove_spools(self) -> None:
         """Remove what executors have; of earlier runs too, where that could not be done then."""
-        left = dict(_left)
-        self._seen.update(*left.values())
+        _left.pop(self._run_id, None)
         try:
             # As many tasks as shards usually meet the executors that spooled; else all slots,
             # or, where Spark does not tell how many there are, several times as many tasks.
@@ -160,14 +159,13 @@ class SpoolTable:
                 # writing for a moment, and keep the slots from which they would be met.
                 time.sleep(_KILL_SECONDS)
                 self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
-            for run_id in left:
-                _left.pop(run_id, None)
         except Exception as error:
             self._warn(error)
         if self._seen:
+            _left[self._run_id] = set(self._seen)  # a lost host may come back, with its disk
             logger.warning(
-                "spools remain where no executor could be asked to remove them, until Spark "
-                "removes its own directories: %s",
+                "spools remain where no executor could be asked to remove them, until a later fit "
+                "of this session meets one, or Spark removes its own directories: %s",
                 self._places(),
             )
 
@@ -178,11 +176,18 @@ class SpoolTable:
         return ", ".join(sorted(self._seen.copy())) or "none that the driver knows of"
 
     def _clean(self, num_tasks: int) -> None:
-        run_ids = tuple(sorted({self._run_id, *_left}))
-        task = CleanTask(run_ids=run_ids, paths=tuple(sorted(self._seen)))
+        left = dict(_left)
+        run_ids = tuple(sorted({self._run_id, *left}))
+        task = CleanTask(run_ids=run_ids, paths=tuple(sorted(self._seen.union(*left.values()))))
         tasks = self._spark.range(0, num_tasks, 1, num_tasks)
-        removed = tasks.mapInArrow(task, "path string").collect()
-        self._seen.difference_update(row["path"] for row in removed)
+        rows = tasks.mapInArrow(task, "path string").collect()
+        removed = {row["path"] for row in rows}
+        self._seen -= removed
+        for run_id, paths in left.items():
+            if paths <= removed:
+                _left.pop(run_id, None)
+            else:
+                _left[run_id] = paths - removed
 
 
 def _removed_here(path: Path) -> bool:

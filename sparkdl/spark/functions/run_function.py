@@ -227,7 +227,7 @@ class FunctionJob(Launch):
         if number > 0:
             self.view.begun_again(number, None)
             wait_again(self.spark, self.slots, self.settings, attempt.restarts_left)
-        found = self._newest()
+        found = self._newest(lease)
         self.begun_from.append(None if found is None else found.path)
         if lease is not None:
             lease.begin(number, self.begun_from[-1])
@@ -253,11 +253,15 @@ class FunctionJob(Launch):
         )
         return self.gang_job(self.sets.df, function_rank.run, order, keeps_process=False)
 
-    def _newest(self) -> CheckpointInfo | None:
+    def _newest(self, lease: Lease | None) -> CheckpointInfo | None:
         if self.link.checkpoints is None:
             return None
         found = newest(
-            self.link.checkpoints, RUN_KEY, is_wanted=self._is_own, passed_over=self.passed_over
+            self.link.checkpoints,
+            RUN_KEY,
+            is_wanted=self._is_own,
+            passed_over=self.passed_over,
+            lease=lease,
         )
         if found is not None:
             logger.info("going on from checkpoint %d (%s)", found.step, found.path)

@@ -32,6 +32,7 @@ from sparkdl.storage.checkpoint_format import (
     latest,
     read_manifest,
 )
+from sparkdl.storage.lease import Lease
 from sparkdl.storage.storage import Storage, is_definite
 from sparkdl.train.state import TrainState
 
@@ -95,7 +96,10 @@ def _newest_windows(storage: Storage, run_key: str) -> tuple[Windows | None] | N
 
 
 def find_checkpoint(
-    run: Run, storage: Storage, passed_over: Collection[str] = ()
+    run: Run,
+    storage: Storage,
+    passed_over: Collection[str] = (),
+    lease: Lease | None = None,
 ) -> CheckpointInfo | None:
     """The newest whole checkpoint of the run key that is not beyond the run's end, or None.
 
@@ -105,16 +109,17 @@ def find_checkpoint(
         run: whose it is.
         storage: where checkpoints lie.
         passed_over: paths of those that workers could not read; taken only if there is no other.
+        lease: the run's own.
 
     Raises:
-        StorageError: the storage cannot be read.
+        StorageError: the storage cannot be read, or has lost what this run has written.
     """
 
     def fits(shared: Any) -> bool:
         state = TrainState.from_state_dict(shared["state"])
         return not state.exceeds(run.plan.epochs, run.plan.max_steps)
 
-    found = newest(storage, run.run_key, fits, passed_over=passed_over)
+    found = newest(storage, run.run_key, fits, passed_over=passed_over, lease=lease)
     if found is not None:
         logger.info("going on from the checkpoint of step %d (%s)", found.step, found.path)
     elif patiently(
@@ -137,10 +142,13 @@ def newest(
     *,
     is_wanted: Callable[[StepFolder], bool] = lambda _: True,
     passed_over: Collection[str] = (),
+    lease: Lease | None = None,
 ) -> CheckpointInfo | None:
     """What `checkpoint_format.latest` finds, with patience for the storage.
 
-    A checkpoint that still cannot be read when the patience is at its end is passed over.
+    That there is none counts only where the run's own lease is: an empty folder may be a mount
+    point that has lost its file system. A checkpoint that still cannot be read when the patience is
+    at its end is passed over.
 
     Args:
         storage: where checkpoints lie.
@@ -148,17 +156,24 @@ def newest(
         fits: see there.
         is_wanted: which folders to look at.
         passed_over: paths of those that workers could not read; taken only if there is no other.
+        lease: the run's own; None: it has written nothing yet.
 
     Raises:
-        StorageError: the storage cannot be listed.
+        StorageError: the storage cannot be listed, or has lost what this run has written.
     """
 
     def find(among: Callable[[StepFolder], bool]) -> CheckpointInfo | None:
+        def look(*, is_last_try: bool = False) -> CheckpointInfo | None:
+            found = latest(storage, run_key, fits, is_wanted=among, is_last_try=is_last_try)
+            if found is None and lease is not None:
+                lease.require_place()
+            return found
+
         try:
-            return patiently(partial(latest, storage, run_key, fits, is_wanted=among))
+            return patiently(look)
         except StorageError as error:
             logger.warning("%s; looking for an older checkpoint", error)
-            return latest(storage, run_key, fits, is_wanted=among, is_last_try=True)
+            return look(is_last_try=True)
 
     found = find(lambda folder: is_wanted(folder) and folder.path not in passed_over)
     if found is None and passed_over:

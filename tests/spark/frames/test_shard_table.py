@@ -442,10 +442,11 @@ def test_a_result_does_not_wait_for_slots_to_clean_up(
     assert module._left.pop("r") == {"/elsewhere/sparkdl-r/shard-1"}
 
 
-def test_the_next_run_removes_what_an_earlier_one_has_left(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_later_run_removes_what_an_earlier_one_has_left_where_it_meets_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(module._left, "earlier", {"/elsewhere/sparkdl-earlier/shard-0"})
+    here, away = "/elsewhere/sparkdl-earlier/shard-0", "/away/sparkdl-earlier/shard-1"
+    monkeypatch.setitem(module._left, "earlier", {here, away})
     asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def task(run_ids: tuple[str, ...], paths: tuple[str, ...]) -> None:
@@ -455,8 +456,27 @@ def test_the_next_run_removes_what_an_earlier_one_has_left(
     spark = MagicMock()
     table = SpoolTable(spark, run_id="r", num_shards=2)
     table.df = MagicMock()
-    rows = [{"path": "/elsewhere/sparkdl-earlier/shard-0"}]
-    spark.range.return_value.mapInArrow.return_value.collect.return_value = rows
+    collect = spark.range.return_value.mapInArrow.return_value.collect
+    collect.return_value = [{"path": here}]
     table.close()
-    assert asked == [(("earlier", "r"), ("/elsewhere/sparkdl-earlier/shard-0",))]
+    assert asked == [(("earlier", "r"), (away, here))]
+    assert module._left == {"earlier": {away}} and caplog.text == ""
+    collect.return_value = [{"path": away}]
+    table.close()
+    assert asked[1:] == [(("earlier", "r"), (away,))]
     assert module._left == {}
+
+
+def test_what_a_lost_host_has_is_noted_for_later_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_KILL_SECONDS", 0.0)
+    spark = MagicMock()
+    spark.range.return_value.mapInArrow.return_value.collect.return_value = []
+    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table.df = MagicMock()
+    table.note({"/away/sparkdl-r/shard-1"})
+    monkeypatch.setattr(module, "num_slots", lambda _: 2)
+    table.close()
+    assert "until a later fit of this session meets one" in caplog.text
+    assert module._left.pop("r") == {"/away/sparkdl-r/shard-1"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +23,14 @@ from sparkdl.storage.checkpoint_format import (
     write_file,
     write_manifest,
 )
-from sparkdl.storage.storage import failure
+from sparkdl.storage.lease import Lease
+from sparkdl.storage.storage import LocalStorage, Storage, failure
 from sparkdl.storage.tensor_tree import snapshot
 from sparkdl.train.state import TrainState
 from tests.storage.memory import MemoryStorage
 
 
-def write(storage: MemoryStorage, state: TrainState, *, run_key: str = "run") -> None:
+def write(storage: Storage, state: TrainState, *, run_key: str = "run") -> None:
     path = f"{run_key}/a-0/{folder_name(state.step)}"
     files = {}
     for name in (SHARED, rank_file(0)):
@@ -170,6 +173,66 @@ def test_a_checkpoint_that_stays_unreadable_is_passed_over(
     assert found(storage, epochs=9) == 10
     assert sum(pauses) > 250
     assert "looking for an older checkpoint" in caplog.text
+
+
+class Mount:
+    """A folder whose file system goes away, and leaves an empty mount point, and comes back."""
+
+    def __init__(self, root: Path) -> None:
+        self.storage = LocalStorage(root)
+        self._root, self._aside = root, root.with_name("aside")
+
+    def go(self) -> None:
+        self._root.rename(self._aside)
+        self._root.mkdir()
+
+    def come(self) -> None:
+        shutil.rmtree(self._root)
+        self._aside.rename(self._root)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    mount = Mount(tmp_path / "mounted")
+    write(mount.storage, TrainState(epoch=1, step=10))
+    return mount
+
+
+def test_a_mount_that_has_gone_is_waited_for_and_not_taken_for_an_empty_folder(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        made.append(seconds)
+        if len(made) == 3:
+            mount.come()
+
+    monkeypatch.setattr(resume, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: sum(made)))
+    with Lease(mount.storage, "run", "b") as lease:
+        mount.go()
+        assert newest(mount.storage, "run") is None  # another run cannot know
+        info = newest(mount.storage, "run", lease=lease)
+        assert info is not None and info.step == 10
+    assert len(made) == 3
+    assert "has lost run/lease-b.json, which this run has written there" in caplog.text
+    assert "training waits, and tries again in 1 s" in caplog.text
+
+
+def test_a_mount_that_does_not_come_back_ends_the_fit(mount: Mount, pauses: list[float]) -> None:
+    with Lease(mount.storage, "run", "b") as lease:
+        mount.go()
+        with pytest.raises(StorageError, match=r"has lost run/lease-b.json.* bring it back"):
+            newest(mount.storage, "run", lease=lease)
+    assert sum(pauses) > 250
+
+
+def test_what_is_written_after_the_loss_is_gone_on_from(mount: Mount) -> None:
+    with Lease(mount.storage, "run", "b") as lease:
+        mount.go()
+        write(mount.storage, TrainState(epoch=2, step=20))
+        info = newest(mount.storage, "run", lease=lease)
+        assert info is not None and info.step == 20
 
 
 def test_what_workers_could_not_read_is_taken_only_if_there_is_no_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import signal
 import threading
 import time
@@ -35,6 +36,7 @@ from sparkdl.serialization.load import load_module, load_signature
 from sparkdl.storage.storage import open_storage
 from tests import s3
 from tests.cluster import faults
+from tests.s3_proxy import NONE, Proxy, started_proxy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -127,6 +129,46 @@ def test_a_server_that_is_away_for_a_while_changes_no_bit(
     thread.join(30)
     assert paused.is_set() and model.summary.restarts == 0
     assert same_weights(model, fitted(df, "gang"))
+
+
+@pytest.fixture
+def proxy(
+    spark: SparkSession, s3_server: Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Proxy]:
+    """Between S3 and both driver and workers."""
+    environment: dict[str, str] = spark.sparkContext.environment
+    with started_proxy(s3.ENVIRONMENT["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+        monkeypatch.setitem(environment, "AWS_ENDPOINT_URL_S3", proxy.url)
+        yield proxy
+
+
+@pytest.mark.gang
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_requests_that_fail_change_no_bit_and_an_outage_costs_the_checkpoints_only(
+    df: DataFrame, proxy: Proxy, s3_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(name: str) -> TorchClassifierModel:
+        place = f"{s3_url}/{name}"
+        return fitted(df, "gang", checkpointDir=place, checkpointInterval=5)
+
+    undisturbed = train("undisturbed")
+    total = proxy.count
+    proxy.fail("reset", range(total // 8, total, total // 4))
+    model = train("reset")
+    assert proxy.count > total and model.summary.restarts == 0
+    assert same_weights(model, undisturbed)
+    assert "there is no checkpoint" not in caplog.text
+    proxy.fail("503", range(total // 2, 10**6))
+    assert same_weights(train("outage"), undisturbed)
+    proxy.fail("", NONE)
+    for step in ("10", "12-final"):
+        assert re.search(f"there is no checkpoint .*-0/step-000000{step}: ", caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sparkdl"):
+        assert same_weights(train("outage"), undisturbed)
+    assert "going on from the checkpoint of step 5" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""Two fits at once that share a folder, or want the same port, keep out of each other's way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+from sparkdl.config import CheckpointConfig
+from sparkdl.errors import ClusterError
+from sparkdl.report.record.run_folder import RunReader
+from sparkdl.storage.storage import open_storage
+from tests.cluster.faults import Slow
+from tests.cluster.test_recovery import digest
+from tests.faults.cluster import PATIENCE, Cluster
+from tests.faults.oracle import fit_request
+from tests.faults.test_drivers import driver
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from sparkdl.spark.run.run import FitResult
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.gang,
+    pytest.mark.slow,
+    pytest.mark.timeout(300 * PATIENCE),
+]
+
+T = TypeVar("T")
+
+
+def at_once(*calls: Callable[[], T]) -> list[Future[T]]:
+    """All of them in threads of their own, which have ended."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [pool.submit(call) for call in calls]
+
+
+def reports(directory: Path) -> list[str]:
+    """How the runs have ended that left a report."""
+    runs = RunReader(open_storage(str(directory)))
+    found = [runs.read(name) for name in runs.names()]
+    return [report.status for report in found if report is not None]
+
+
+def test_two_drivers_that_share_all_folders(
+    cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Comes first: a session of this process would hold slots that the drivers need."""
+    with (
+        driver(cluster, tmp_path, tmp_path / "tmp-1") as one,
+        driver(cluster, tmp_path, tmp_path / "tmp-2") as other,
+    ):
+        said = [one.end(), other.end()]
+    undisturbed = request.getfixturevalue("undisturbed")
+    for each in said:
+        assert f"restarts 0 digest {undisturbed.digest}" in each, each[-3000:]
+        assert "there is no checkpoint" not in each
+        assert "could not be" not in each
+    assert reports(tmp_path / "reports") == 2 * ["succeeded"]
+    assert not list(tmp_path.glob("checkpoints/*/lease-*"))
+
+
+def train(df: DataFrame, **changes: Any) -> FitResult:
+    """A fit of one worker, so that another has room beside it."""
+    from sparkdl.spark.fit.fit import fit
+
+    return fit(df, fit_request(Slow(0.05), num_workers=1, **changes))
+
+
+def test_two_fits_of_one_session_that_share_all_folders(
+    df: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fitted(name: str) -> FitResult:
+        checkpoint = CheckpointConfig(directory=str(tmp_path / name), interval=2)
+        return train(df, checkpoint=checkpoint, report_dir=str(tmp_path / f"{name}-reports"))
+
+    alone = fitted("alone")
+    both = [each.result() for each in at_once(*2 * [lambda: fitted("shared")])]
+    assert [digest(each) for each in both] == 2 * [digest(alone)]
+    assert [each.summary.restarts for each in both] == [0, 0]
+    assert reports(tmp_path / "shared-reports") == 2 * ["succeeded"]
+    assert "there is no checkpoint" not in caplog.text
+    assert "could not be" not in caplog.text
+    assert not list((tmp_path / "shared").glob("*/lease-*"))
+
+
+def test_of_two_fits_that_want_one_port_one_says_so(
+    df: DataFrame, spark: SparkSession, cluster: Cluster
+) -> None:
+    entry = "spark.sparkdl.channel.port"
+    with socket.create_server((cluster.driver.address, 0)) as server:
+        port = server.getsockname()[1]
+    spark.conf.set(entry, str(port))
+    try:
+        ended = at_once(lambda: train(df), lambda: train(df))
+    finally:
+        spark.conf.unset(entry)
+    (error,) = [each.exception() for each in ended if each.exception() is not None]
+    assert isinstance(error, ClusterError)
+    assert entry in str(error) and "two fits at a time need two" in str(error)
+
+
+def count(name: str, marker: str | None) -> tuple[str, int, int]:
+    """Counts to four, with a checkpoint each; is killed at three if there is no marker yet."""
+    import time
+
+    import sparkdl
+
+    place = sparkdl.context()
+    found = place.checkpoint or {"name": name, "count": 0}
+    for number in range(int(found["count"]) + 1, 5):
+        place.report({"count": number}, checkpoint={"name": found["name"], "count": number})
+        time.sleep(1)
+        if marker is not None and number == 3:
+            try:
+                Path(marker).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+    return str(found["name"]), int(found["count"]), place.num_restarts
+
+
+def test_two_functions_that_share_a_folder_go_on_from_their_own_checkpoints(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    from sparkdl import TorchRunner
+
+    directory, marker = str(tmp_path / "checkpoints"), str(tmp_path / "struck")
+
+    def run(name: str, marker: str | None) -> Any:
+        return TorchRunner(num_workers=1, verbose=0, checkpoint_dir=directory).run(
+            count, name, marker
+        )
+
+    ended = at_once(lambda: run("one", marker), lambda: run("other", None))
+    killed, other = [each.result() for each in ended]
+    assert Path(marker).exists()
+    assert killed[0] == "one" and killed[1] in (2, 3) and killed[2] == 1
+    assert other == ("other", 0, 0)
