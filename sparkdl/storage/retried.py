@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (0.2, 1.0, 4.0)
 """Before the second, third and fourth try."""
+OUTAGE_SECONDS = (0.2, 5.0, 10.0, 20.0)
+"""The same where a failure costs a restart: longer than a network is mostly away."""
 
 
 def again(action: Callable[[], T], pauses: Sequence[float] = PAUSES_SECONDS) -> T:

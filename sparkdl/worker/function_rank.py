@@ -26,6 +26,7 @@ from sparkdl.comm.access import OF_DRIVER
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CheckpointError, CollectiveError, ConfigError
 from sparkdl.runtime.versions import versions
+from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.worker.lifecycle import (
     GangOrder,
     Member,
@@ -151,7 +152,7 @@ def _loaded(order: FunctionOrder, member: Member) -> Callable[[], Any]:
     payload = order.payload
     if not payload:
         assert member.files is not None
-        payload = member.files.read(FUNCTION)
+        payload = again(partial(member.files.read, FUNCTION), OUTAGE_SECONDS)
     try:
         function: Callable[[], Any] = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:

@@ -25,6 +25,7 @@ from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.runtime.process import cpu_model
 from sparkdl.runtime.versions import versions
+from sparkdl.storage.retried import OUTAGE_SECONDS, again
 from sparkdl.storage.storage import Storage
 from sparkdl.worker.lifecycle import (
     GangOrder,
@@ -133,7 +134,8 @@ def initial_module(
 
     if weights is None:
         assert files is not None
-        weights = comm.broadcast_bytes(files.read(INITIAL) if comm.rank == 0 else None)
+        read = again(partial(files.read, INITIAL), OUTAGE_SECONDS) if comm.rank == 0 else None
+        weights = comm.broadcast_bytes(read)
     return unpack(structure, weights)
 
 

@@ -6,7 +6,6 @@ that was lost, so the silence is up to twice as long as the cut.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -53,15 +52,11 @@ CUTS = {"preflight": 8, "train": 40}
 """Seconds of cuts that are not short."""
 
 
-def test_a_cut_in_each_phase(
-    df: DataFrame, undisturbed: Outcome, faults: Faults, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cut_in_each_phase(df: DataFrame, undisturbed: Outcome, faults: Faults) -> None:
     seconds = {phase: CUTS.get(phase, 3) for phase in (*TASKS[:2], *GANG, *TASKS[2:])}
     for number, phase in enumerate(seconds):
         faults.at(phase, number % 2, cut_cable, seconds=seconds[phase])
-    with caplog.at_level(logging.WARNING, "sparkdl"):
-        outcome = trained("cuts of 3, 8 or 40 s in each phase", df, fit_request(), faults)
-    assert caplog.text == ""  # a channel that executors do not reach would be told so
+    outcome = trained("cuts of 3, 8 or 40 s in each phase", df, fit_request(), faults)
     assert len(faults.struck) == len(seconds)
     assert outcome.digest == undisturbed.digest
     assert outcome.restarts == 0

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import sparkdl
-from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.channel import ChannelServer, ChannelStorage, Hub
 from sparkdl.comm.worker_environment import WorkerEnvironment
-from sparkdl.errors import ConfigError
+from sparkdl.errors import CommunicationError, ConfigError
 from sparkdl.runtime.versions import versions
 from sparkdl.storage.checkpoint_format import Writer, folders, latest
 from sparkdl.storage.storage import open_storage
@@ -270,9 +270,21 @@ def test_a_module_that_is_missing_is_named(driver: Driver, foreign: type) -> Non
         unpickled(value)
 
 
-def test_a_large_function_comes_over_the_channel(driver: Driver) -> None:
+def test_a_large_function_comes_over_the_channel(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the network is away for a while."""
     function = cloudpickle.dumps(lambda: "large")
     open_storage(str(driver.folder)).write(function_rank.FUNCTION, function)
+    losses = [CommunicationError("the network is away")]
+    read = ChannelStorage.read
+
+    def read_again(self: ChannelStorage, path: str) -> bytes:
+        if losses:
+            raise losses.pop()
+        return read(self, path)
+
+    monkeypatch.setattr(ChannelStorage, "read", read_again)
     assert call(driver, print, payload=b"") == []
     assert driver.value()["value"] == "large"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import cloudpickle
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.channel import ChannelServer, Hub
+from sparkdl.comm.communicator import LocalCommunicator
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, EarlyStopping, TrainConfig
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan, make_plan
@@ -453,3 +455,11 @@ def test_a_checkpoint_that_a_worker_cannot_read_is_for_a_restart(
         told = failure(list(training.run(environment(driver), later)))
         assert (told["kind"], told["type"]) == ("gang", CheckpointLost.__name__)
         assert f"the checkpoint {found.path} cannot be read: " in told["message"]
+
+
+def test_initial_weights_are_asked_for_again(packed: PackedModule) -> None:
+    """A network that was away for 40 s has cost a restart."""
+    files = MagicMock()
+    files.read.side_effect = [CommunicationError("the network is away"), packed.tensors]
+    module = training.initial_module(None, packed.skeleton, files, LocalCommunicator())
+    assert isinstance(module, nn.Sequential)
