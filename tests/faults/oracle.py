@@ -150,7 +150,8 @@ def left_behind(spark: SparkSession, hosts: Sequence[Host], ports: set[str]) -> 
     for host in hosts:
         pids = host.pids()
         found += [f"{host.name}: {path}" for path in host.files("*") if "sparkdl" in path]
-        still = [pid for pid in pids if state_of(pid) in "TtZ"]
+        # The script that becomes Spark's java may leave its subshell to it, which never asks for it.
+        still = [pid for pid in pids if state_of(pid) in "TtZ" and _name(pid) != "bash"]
         found += [
             f"{host.name}: {state_of(pid)}, child of {_program(parent_of(pid))}" for pid in still
         ]
@@ -178,6 +179,13 @@ def listening(pids: Sequence[int]) -> set[str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _program(pid: int) -> str:
