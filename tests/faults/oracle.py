@@ -150,7 +150,7 @@ def left_behind(spark: SparkSession, hosts: Sequence[Host], ports: set[str]) -> 
     for host in hosts:
         pids = host.pids()
         found += [f"{host.name}: {path}" for path in host.files("*") if "sparkdl" in path]
-        # The script that becomes Spark's java may leave its subshell to it, which never asks for it.
+        # The script that becomes Spark's java may leave a subshell to it, which it never asks for.
         still = [pid for pid in pids if state_of(pid) in "TtZ" and _name(pid) != "bash"]
         found += [
             f"{host.name}: {state_of(pid)}, child of {_program(parent_of(pid))}" for pid in still
