@@ -153,7 +153,7 @@ def left_behind(spark: SparkSession, hosts: Sequence[Host], ports: set[str]) -> 
     for host in hosts:
         pids = host.pids()
         found += [f"{host.name}: {path}" for path in host.files("*") if "sparkdl" in path]
-        # A JVM of Spark's asks bash for its own number, and may leave that for minutes.
+        # The script that becomes Spark's java may leave a subshell to it, which it never asks for.
         still = [pid for pid in pids if state_of(pid) in "TtZ" and _name(pid) != "bash"]
         found += [
             f"{host.name}: {_name(pid)} ({state_of(pid)}), child of {_program(parent_of(pid))}"

@@ -446,7 +446,7 @@ def test_a_later_run_removes_what_an_earlier_one_has_left_where_it_meets_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, away = "/elsewhere/sparkdl-earlier/shard-0", "/away/sparkdl-earlier/shard-1"
-    monkeypatch.setitem(module._left, "earlier", {here, away})
+    monkeypatch.setattr(module, "_left", {"earlier": {here, away}})
     asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def task(run_ids: tuple[str, ...], paths: tuple[str, ...]) -> None:
@@ -471,6 +471,7 @@ def test_what_a_lost_host_has_is_noted_for_later_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_left", {})
     spark = MagicMock()
     spark.range.return_value.mapInArrow.return_value.collect.return_value = []
     table = SpoolTable(spark, run_id="r", num_shards=2)
@@ -479,4 +480,4 @@ def test_what_a_lost_host_has_is_noted_for_later_runs(
     monkeypatch.setattr(module, "num_slots", lambda _: 2)
     table.close()
     assert "until a later fit of this session meets one" in caplog.text
-    assert module._left.pop("r") == {"/away/sparkdl-r/shard-1"}
+    assert module._left == {"r": {"/away/sparkdl-r/shard-1"}}
