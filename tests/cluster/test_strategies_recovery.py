@@ -44,7 +44,7 @@ ALIKE = {
 }
 IN_ROUNDS = {
     "outer momentum": sparkdl.BlockMomentum(averaging_period=3),
-    "outer optimizer": sparkdl.DiLoCo(averaging_period=3),
+    "slow momentum": sparkdl.SlowMo(averaging_period=3),
 }
 DRIVEN_BY_TIME = {
     "bounded staleness": sparkdl.AsyncSGD(staleness_bound=2),
@@ -95,9 +95,9 @@ def test_so_do_those_that_are_alike(df: DataFrame, tmp_path: Path, kept: str) ->
     from sparkdl.spark.fit.fit import fit
 
     strategy = ALIKE[kept]
-    undisturbed = fit(df, under(strategy, epochs=1))
+    undisturbed = fit(df, under(strategy, epochs=1, execution_mode="gang"))
     fault = faults.KillWorker(str(tmp_path / "struck"), 1, 10)
-    disturbed = fit(df, under(strategy, fault, epochs=1))
+    disturbed = fit(df, under(strategy, fault, epochs=1, execution_mode="gang"))
     assert disturbed.summary.restarts == 1
     assert digest(disturbed) == digest(undisturbed)
 

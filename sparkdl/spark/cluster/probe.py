@@ -151,8 +151,6 @@ def probe(
                 f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
                 "there as on the driver, or send it along with --archives or --py-files"
             ) from error
-        except ClusterError:
-            raise
         except Exception as error:
             raise_unless_loss(error)
             raise ClusterError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -116,18 +115,10 @@ class AddTask:
     """Adds up the parts in a partition, in the order of their numbers; passes errors on."""
 
     measures: Measures
-    heartbeat_timeout_seconds: float = 60.0
-    """As of `EvaluateTask`."""
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield one row; none without rows, for which no process need look after this one."""
-        first = next(batches, None)
-        if first is None:
-            return
-        batches = chain([first], batches)
-        with ended_when_hung(self.heartbeat_timeout_seconds):
-            rows = list(_as_row(lambda: united(_parts_in(batches), self.measures)))
-        yield from rows
+        """Yield one row."""
+        yield from _as_row(lambda: united(_parts_in(batches), self.measures))
 
 
 def _parts_in(batches: Iterable[pa.RecordBatch]) -> Iterator[Part]:
@@ -174,7 +165,7 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     # States of metrics may be large: then the driver gets one part.
     for num_tasks in (_ADDING_TASKS, 1) if measures.metrics else (_ADDING_TASKS,):
         together = added.repartition(num_tasks, "part").sortWithinPartitions("part")
-        added = together.mapInArrow(AddTask(measures, seconds), _SCHEMA)
+        added = together.mapInArrow(AddTask(measures), _SCHEMA)
     with interruptible(spark), described(spark, "sparkdl: evaluate"):
         rows = sorted(added.collect(), key=lambda row: int(row["part"]))
     parts = (Part.from_bytes(row["payload"]) for row in rows)
