@@ -107,20 +107,20 @@ def _words(pid: int) -> str:
         return ""
 
 
-ENDS = {
-    signal.SIGTERM: ["checkpoint", "finish"],
-    signal.SIGINT: ["train", "evaluate"],
-    signal.SIGKILL: ["spool", "checkpoint", "finish"],
-}
-"""The phases in which one driver after the other gets a signal."""
+ENDS = [
+    (signal.SIGKILL, "spool"),
+    (signal.SIGTERM, "checkpoint"),
+    (signal.SIGINT, "train"),
+    (signal.SIGKILL, "finish"),
+]
+"""The signals that one driver after the other gets, and the phases in which it gets them."""
 
 
-@pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 def test_driver_after_driver_goes_on(
-    undisturbed: Outcome, cluster: Cluster, tmp_path: Path, number: signal.Signals
+    undisturbed: Outcome, cluster: Cluster, tmp_path: Path
 ) -> None:
     manifests, processes = 0, pids(cluster)
-    for count, phase in enumerate(ENDS[number]):
+    for count, (number, phase) in enumerate(ENDS):
         faults = Faults(cluster.fault_folder, cluster.hosts)
         with driver(cluster, tmp_path, tmp_path / f"tmp-{count}") as one:
             with faults.at(phase, 0, signalled(one.process, number)):
@@ -139,6 +139,6 @@ def test_driver_after_driver_goes_on(
         said = last.end()
     assert f"restarts 0 digest {undisturbed.digest}" in said, said[-3000:]
     # Those of drivers that have ended count no more after ten minutes; on their host at once.
-    assert len(list(tmp_path.glob("checkpoints/*/lease-*"))) <= len(ENDS[number])
+    assert len(list(tmp_path.glob("checkpoints/*/lease-*"))) <= len(ENDS)
     assert list(tmp_path.glob("checkpoints/*/*/step-*-final/manifest.json"))
     await_nothing_left(cluster, processes)
