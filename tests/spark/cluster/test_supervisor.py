@@ -608,12 +608,12 @@ def test_workers_that_say_nothing_from_the_first_are_started_again(
 
     def again() -> Rows:
         context.num_running = 0  # now other jobs hold the slots
-        time.sleep(1.0)
+        time.sleep(0.7)
         return result(0, 1)
 
-    assert stage.run(job, again, start_timeout=0.5, max_restarts=1).restarts == 1
+    assert stage.run(job, again, start_timeout=0.3, max_restarts=1).restarts == 1
     assert (
-        "rank 0 failed with Missing: 2 of 2 workers did not start within 0.5 s since Spark runs "
+        "rank 0 failed with Missing: 2 of 2 workers did not start within 0.3 s since Spark runs "
         "their tasks (spark.sparkdl.startTimeout); restart 1 of 1"
     ) in caplog.text
 
