@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from sparkdl.config import CheckpointConfig
@@ -316,13 +317,14 @@ class CheckpointManager:
         return again(write, self._pauses)
 
     def _tell(self, name: str, record: Mapping[str, Any]) -> None:
-        self._signal.set(_key(name, self._rank), json.dumps(record).encode())
+        value = json.dumps(record).encode()  # if it got lost, rank 0 would wait for its time-out
+        again(partial(self._signal.set, _key(name, self._rank), value), self._pauses)
 
     def _forget_previous(self, save: _Save) -> None:
         """Remove the keys of the save before, or they would grow in number without end."""
         if self._previous is not None:
             for rank in range(1, self._world_size):
-                self._signal.delete(_key(self._previous, rank))
+                again(partial(self._signal.delete, _key(self._previous, rank)), self._pauses)
         self._previous = save.name
 
     def _others(self, save: _Save) -> dict[str, FileRecord]:
@@ -331,7 +333,7 @@ class CheckpointManager:
         self._wait(save, list(keys.values()))
         files = {}
         for rank, key in keys.items():
-            record = json.loads(self._signal.get(key) or _VANISHED)
+            record = json.loads(again(partial(self._signal.get, key), self._pauses) or _VANISHED)
             if "error" in record:
                 kind = CommunicationError if record["is_lost"] else StorageError
                 raise kind(f"rank {rank} could not write {save.name}: {record['error']}")
@@ -343,7 +345,8 @@ class CheckpointManager:
         while not save.abandoned.is_set():
             left = deadline - time.monotonic()
             try:
-                self._signal.wait(keys, max(0.0, min(_POLL_SECONDS, left)))
+                seconds = max(0.0, min(_POLL_SECONDS, left))
+                again(partial(self._signal.wait, keys, seconds), self._pauses)
             except TimeoutError as error:
                 if left <= 0:
                     raise StorageError(

@@ -71,6 +71,7 @@ def make(
     run_id: str = "a",
     attempt: int = 0,
     is_required: bool = True,
+    pauses: Sequence[float] = (),
 ) -> CheckpointManager:
     return CheckpointManager(
         storage,
@@ -82,7 +83,7 @@ def make(
         signal=Keys() if keys is None else keys,
         timeout_seconds=timeout,
         is_required=is_required,
-        pauses=(),
+        pauses=pauses,
     )
 
 
@@ -357,6 +358,55 @@ def test_a_rank_whose_storage_hangs_says_so_to_rank_0(caplog: pytest.LogCaptureF
     assert time.monotonic() - began < 5
     assert "rank 1 could not write step-00000002: step-00000001 is still being" in caplog.text
     slow.go.set()
+
+
+class LossyKeys(Keys):
+    """Loses the first request of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+
+    def lose_first(self, kind: str) -> None:
+        if kind not in self.lost:
+            self.lost.add(kind)
+            raise CommunicationError("connection reset by peer")
+
+    def set(self, key: str, value: bytes) -> None:
+        self.lose_first("set")
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        self.lose_first("get")
+        return super().get(key)
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
+        self.lose_first("wait")
+        super().wait(keys, timeout_seconds)
+
+    def delete(self, key: str) -> bool:
+        self.lose_first("delete")
+        return super().delete(key)
+
+
+def test_what_gets_lost_between_the_ranks_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 0 has waited for ten minutes for a word that was lost once."""
+    storage, keys = MemoryStorage(), LossyKeys()
+    managers = [
+        make(storage, keys=keys, rank=rank, world_size=2, timeout=5, pauses=(0.01,))
+        for rank in (1, 0)
+    ]
+    for step in (1, 2):
+        for manager in managers:
+            manager.save(step, {}, {})
+    for manager in managers:
+        manager.close()
+    assert keys.lost == {"set", "get", "wait", "delete"}
+    info = latest(storage, "run")
+    assert info is not None and info.step == 2
+    assert "there is no checkpoint" not in caplog.text
 
 
 def test_abort_returns_at_once_and_makes_no_checkpoint() -> None:
