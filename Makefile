@@ -21,7 +21,7 @@ SUBMIT := $(BIN)/spark-submit
 .DEFAULT_GOAL := help
 .PHONY: help setup tools train evaluate predict test test-all promises lint format types docs unit plain
 .PHONY: gangs spark pages connect cluster cluster-gpu notebooks test-hdfs standalone petastorm
-.PHONY: package bench lock clean prerequisites faults
+.PHONY: package bench lock clean prerequisites faults soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -133,6 +133,9 @@ faults: tools ## losses in every phase, on three hosts of this machine
 	@rm -f build/faults.jsonl
 	@$(PYTEST) -m "$(FAULTS)" tests/faults
 	@$(BIN)/python -m tests.faults.table
+
+soak: tools ## fits, checkpoints and reports in numbers that would show a leak; make test-all has a fifth
+	@SOAK=1 $(PYTEST) -m "not bench" tests/soak
 
 cluster-gpu: tools ## GPUs that do not exist, on a local cluster
 	@$(PYTEST) -m "$(SELECT)" tests/cluster_gpu

@@ -1,4 +1,4 @@
-"""A run of months: 10^5 checkpoints leave as many as were asked for, and nothing else."""
+"""A run of months: its checkpoints leave as many as were asked for, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sparkdl.config import CheckpointConfig
 from sparkdl.storage.checkpoint_format import Writer, folders, latest, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import Lease
-from tests.soak.usage import Usage, usage
+from tests.soak.usage import SHARE, Usage, usage
 from tests.storage.memory import MemoryStorage
 
-NUM_CHECKPOINTS = 100_000
+NUM_CHECKPOINTS = round(100_000 * SHARE)
 PER_ATTEMPT = 2_000
-MARKS = (20_000, 60_000, 100_000)
+MARKS = (NUM_CHECKPOINTS // 5, NUM_CHECKPOINTS * 3 // 5, NUM_CHECKPOINTS)
 KEEP = 3
 MEMORY_MIB = 1.0
-"""May come to more between two marks, which is 26 bytes a checkpoint. In one of the spans it may be
-more: Python's table of interned strings, which paths are, doubles at some time."""
+"""May come to more between two marks, 26 bytes for each of 40,000 checkpoints. In one of the spans
+it may be more: Python's table of interned strings, which paths are, doubles at some time."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two hundred fits in one session: the last one finds what the first one found."""
+"""Fits without end in one session: the last one finds what the first one found."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from sparkdl import TorchRegressor
 from tests.cluster.processes import descendants
-from tests.soak.usage import Usage, own_threads, usage
+from tests.soak.usage import SHARE, Usage, own_threads, usage
 from tests.test_multiplefits import make_net, weights
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-NUM_FITS, WARM = 200, 50
+NUM_FITS, WARM = round(200 * SHARE), round(50 * SHARE)
 MEMORY_MIB = 12.0
-"""May come to more on the driver from the 50th fit to the 200th: 80 KiB a fit."""
+"""May come to more on the driver from then on: 80 KiB a fit, of 200."""
 HEAP_MIB = 32.0
 """Likewise in the JVM, which keeps what its UI shows of the last thousand jobs and stages."""
 

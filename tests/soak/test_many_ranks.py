@@ -1,4 +1,4 @@
-"""Five hundred ranks that report for a minute: no report is lost, and the driver does not grow."""
+"""Five hundred ranks that report: no report is lost, and the driver does not grow."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from sparkdl.comm.channel import ChannelServer, Hub
-from tests.soak.usage import usage
+from tests.soak.usage import SHARE, usage
 
 NUM_PROCESSES, NUM_RANKS = 4, 500
-SECONDS = 60.0
+SECONDS = max(60.0 * SHARE, 30.0)
 PAUSE_SECONDS = 1.0
 """A report of each rank a second; workers send four, where the cores of a driver allow it."""
 MEMORY_MIB = 16.0
@@ -92,7 +92,7 @@ def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
         driver.end()
         assert driver.counts == sent and len(sent) == NUM_RANKS
         assert driver.out_of_order == 0
-    assert warm.files > NUM_RANKS  # a connection each
+    assert min(warm.files, late.files) > NUM_RANKS  # a connection each
     assert warm.ports == 1
     assert late.grown(warm, memory_mib=MEMORY_MIB) == []
     print(

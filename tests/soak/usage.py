@@ -14,6 +14,9 @@ from pathlib import Path
 
 from tests.faults.oracle import listening
 
+SHARE = float(os.environ.get("SOAK", "0.2"))
+"""How much is repeated: 1 in `make soak`, less where other tests wait."""
+
 
 @dataclass(frozen=True)
 class Usage:
