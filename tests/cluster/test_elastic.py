@@ -7,10 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.cluster.standalone import standalone
+from tests.cluster.test_recovery import digest, training_rows
+from tests.cluster.train_in_rounds import in_rounds
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,12 +66,11 @@ def second_copies(folder: Path) -> list[str]:
 
 
 def test_dynamic_allocation_and_speculation_change_no_bit(
-    master: str, folder: Path, tmp_path: Path
+    cluster: SparkSession, master: str, folder: Path, tmp_path: Path
 ) -> None:
-    never = tmp_path / "never"
-    never.touch()  # the worker that would take long believes that it has done so
-    expected = train(master, never)
-    assert second_copies(folder) == []
+    from sparkdl.spark.fit.fit import fit
+
+    expected = digest(fit(training_rows(cluster), in_rounds()))
     marker = tmp_path / "struck"
     assert train(master, marker, *DYNAMIC, *SPECULATION) == expected
     assert marker.exists()

@@ -7,11 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cli.images.trees import digit_files
+from tests.cli.images.trees import digit_files, job
+from tests.cluster.prepare_files import OPTIONS
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -28,12 +33,6 @@ def start(data: Path, output: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err[-3000:]
-    return err
 
 
 def rows_by_file(output: Path) -> dict[str, object]:
@@ -53,9 +52,13 @@ def wait_for_records(output: Path, count: int, process: subprocess.Popen[str]) -
 
 
 @pytest.mark.timeout(400)
-def test_after_kill_9_a_second_run_goes_on_and_ends_with_the_same_rows(tmp_path: Path) -> None:
+def test_after_kill_9_a_second_run_goes_on_and_ends_with_the_same_rows(
+    cluster: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sparkdl.cli.images.prepare import prepare
+
     digit_files(tmp_path / "files", NUM_FILES)
-    finish(start(tmp_path / "files", tmp_path / "undisturbed"))
+    prepare(cluster, job(tmp_path / "files", tmp_path / "undisturbed", **OPTIONS))
     whole = rows_by_file(tmp_path / "undisturbed")
     output = tmp_path / "killed"
     for count in (3, 9):
@@ -65,7 +68,9 @@ def test_after_kill_9_a_second_run_goes_on_and_ends_with_the_same_rows(tmp_path:
         killed.communicate(timeout=60)
         assert len(done) < len(whole)
         times = {name: (output / path_of(name)).stat().st_mtime_ns for name in done}
-    err = finish(start(tmp_path / "files", output))
+    capsys.readouterr()
+    prepare(cluster, job(tmp_path / "files", output, **OPTIONS))
+    err = capsys.readouterr().err
     assert rows_by_file(output) == whole
     assert not (output / "_prepare").exists()
     # What was recorded is not written again, and the bar begins where the run was killed.

@@ -11,24 +11,29 @@ from dataclasses import replace
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.fit.fit import fit
+from sparkdl.spark.run.run import FitRequest
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from tests.cluster import faults
 from tests.cluster.test_recovery import digest, request, training_rows
+
+
+def in_rounds(*callbacks: faults.Fault) -> FitRequest:
+    """More shards than slots, in three rounds."""
+    wanted = request(*callbacks, num_workers=5)
+    strategy = ParameterAveraging(averaging_period=8)
+    return replace(wanted, config=replace(wanted.config, sync_strategy=strategy))
 
 
 def main(master: str, marker: str, *settings: str) -> None:
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
     builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.cores.max", "2")
     builder = builder.config("spark.executor.memory", "600m").config("spark.executor.cores", "1")
+    builder = builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
     for setting in settings:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
-    wanted = request(faults.Straggle(marker, 3, 8), num_workers=5)
-    strategy = ParameterAveraging(averaging_period=3)
-    result = fit(
-        training_rows(spark), replace(wanted, config=replace(wanted.config, sync_strategy=strategy))
-    )
+    result = fit(training_rows(spark), in_rounds(faults.Straggle(marker, 3, 10)))
     print("restarts", result.summary.restarts)
     print("digest", digest(result), flush=True)
     spark.stop()

@@ -23,11 +23,11 @@ pytestmark = [
     pytest.mark.spark,
     pytest.mark.gang,
     pytest.mark.slow,
-    pytest.mark.timeout(400 * PATIENCE),
+    pytest.mark.timeout(900 * PATIENCE),
 ]
 
 ROOT = Path(__file__).parent.parent.parent
-_SECONDS = 120 * PATIENCE
+_SECONDS = 240 * PATIENCE
 _END_SECONDS = 30 * PATIENCE
 """After the end of a driver: for its executors and their files."""
 

@@ -366,13 +366,14 @@ def test_spark_names_our_jobs_and_keeps_the_users_name(
     store = context_._jsc.sc().statusStore()
     context_.setJobDescription("the user's own")
     try:
-        before, earlier = store.jobsList(None).size(), set(stages_of(context_).items())
+        before = store.jobsList(None)  # the newest first; the oldest are forgotten
+        newest, earlier = before.apply(0).jobId(), set(stages_of(context_).items())
         strategy = "allreduce" if mode == "gang" else "parameter_averaging"
         classifier(None, syncStrategy=strategy, executionMode=mode).fit(df)
         spark.range(3).collect()  # one job
         jobs = store.jobsList(None)
-        new = [jobs.apply(k) for k in range(jobs.size() - before)]  # the newest first
-        described = [job.description().get() for job in new]
+        new = [jobs.apply(k) for k in range(jobs.size())]
+        described = [job.description().get() for job in new if job.jobId() > newest]
         stages = set(stages_of(context_).items()) - earlier
     finally:
         context_.setJobDescription(None)
