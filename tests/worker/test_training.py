@@ -309,13 +309,14 @@ def test_windows_change_the_run_and_it_goes_on_in_them_with_the_same_bits(
         return (driver.folder / training.FINAL).read_bytes()
 
     whole = weights(order(plan, packed, config))
-    assert whole != weights(order(dataclasses.replace(plan, windows=None), packed, config))
+    other = order(dataclasses.replace(plan, windows=None), packed, config, attempt=1)
+    assert whole != weights(other)
     breaks = dataclasses.replace(breaking(OSError("gone"), step=11), checkpoint=config.checkpoint)
-    failure(list(run(driver, order(plan, packed, breaks, storage_url=url))))
+    failure(list(run(driver, order(plan, packed, breaks, storage_url=url, attempt=2))))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None and found.step % plan.steps_per_epoch > 0
     assert found.environment[WINDOWS] == "3x4"
-    later = order(plan, packed, config, storage_url=url, attempt=1, resume_path=found.path)
+    later = order(plan, packed, config, storage_url=url, attempt=3, resume_path=found.path)
     assert weights(later) == whole
 
 
@@ -448,9 +449,10 @@ def test_a_checkpoint_that_a_worker_cannot_read_is_for_a_restart(
     list(training.run(environment(driver), order(plan, packed, storage_url=url)))
     found = latest(open_storage(url), "0123456789abcdef")
     assert found is not None
-    for name in ("shared.safetensors", "rank-00000.safetensors", "manifest.json"):
+    names = ("shared.safetensors", "rank-00000.safetensors", "manifest.json")
+    for attempt, name in enumerate(names, start=1):
         open_storage(url).remove(f"{found.path}/{name}")
-        later = order(plan, packed, storage_url=url, attempt=1, resume_path=found.path)
+        later = order(plan, packed, storage_url=url, attempt=attempt, resume_path=found.path)
         driver.hub.begin(later.attempt)
         told = failure(list(training.run(environment(driver), later)))
         assert (told["kind"], told["type"]) == ("gang", CheckpointLost.__name__)
