@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyspark
+import pytest
 
 from tests.faults.daemon import FOLDER
 from tests.faults.hosts import Host, wait_until
@@ -34,6 +35,14 @@ _MASTER_GIVES_UP_SECONDS = round(75 * PATIENCE)
 """Silence after which Spark's master takes a host for lost; it hears from each every 19 s."""
 HEARTBEAT_SECONDS = round(12 * PATIENCE)
 """Silence after which sparkdl takes a worker for hung, unless a test says otherwise."""
+
+
+def marks(seconds: float) -> list[pytest.MarkDecorator]:
+    """Of tests on the cluster, which may take so long on a quiet machine."""
+    timeout = pytest.mark.timeout(seconds * PATIENCE)
+    return [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, timeout]
+
+
 DEFAULT_PATIENCE = {
     "spark.network.timeout": f"{round(120 * PATIENCE)}s",
     "spark.sparkdl.heartbeatTimeout": str(round(60 * PATIENCE)),

@@ -36,9 +36,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def spark(cluster: Cluster) -> Iterator[SparkSession]:
-    """A session of two executors; the other slots replace what is lost."""
-    session_ = session(cluster.url, cluster.driver.address, cluster.folder)
+def spark(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[SparkSession]:
+    """A session of two executors, with the module's entries; other slots replace what is lost."""
+    entries = getattr(request.module, "ENTRIES", {})
+    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **entries)
     yield session_
     session_.stop()
 

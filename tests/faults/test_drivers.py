@@ -12,19 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.processes import state_of
-from tests.faults.cluster import PATIENCE, Cluster
+from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Fault, Faults, Victim
 from tests.faults.oracle import Outcome
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(900 * PATIENCE),
-]
+pytestmark = marks(900)
 
 ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 240 * PATIENCE

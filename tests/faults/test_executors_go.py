@@ -17,7 +17,7 @@ import sparkdl
 from sparkdl.errors import ClusterError
 from sparkdl.spark.fit import fit as fit_module
 from tests.cluster.processes import state_of
-from tests.faults.cluster import PATIENCE, Cluster, session
+from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
 from tests.faults.hosts import wait_until
 from tests.faults.oracle import Outcome, fit_request, trained
@@ -27,31 +27,19 @@ if TYPE_CHECKING:
 
     from sparkdl.spark.run.run import FitRequest
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(300 * PATIENCE),
-]
+pytestmark = marks(300)
+ENTRIES = {
+    "spark.executor.cores": "2",
+    "spark.task.cpus": "2",
+    "spark.cores.max": "4",
+    "spark.decommission.enabled": "true",
+}
+"""Two executors of two cores, with a slot each."""
 
 START_SECONDS = 20 * PATIENCE
 LATE_SECONDS = START_SECONDS + 10
 """A host that comes back after more than startTimeout: it has ended the fit."""
 QUEUE_SECONDS = 15
-
-
-@pytest.fixture(scope="module")
-def spark(cluster: Cluster) -> Iterator[SparkSession]:
-    """A session of two executors of two cores, with a slot each."""
-    entries = {
-        "spark.executor.cores": "2",
-        "spark.task.cpus": "2",
-        "spark.cores.max": "4",
-        "spark.decommission.enabled": "true",
-    }
-    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **entries)
-    yield session_
-    session_.stop()
 
 
 def decommission(drained: list[int]) -> Fault:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import pytest
 
 from sparkdl.config import CheckpointConfig
 from sparkdl.errors import StorageError, TrainingFailed
-from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, session
+from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, marks
 from tests.faults.faults import (
     EatMemory,
     Fault,
@@ -32,21 +31,10 @@ from tests.faults.oracle import Outcome, fit_request, trained
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(300 * PATIENCE),
-]
+pytestmark = marks(300)
+ENTRIES = DEFAULT_PATIENCE
 _SECONDS = 60 * PATIENCE
 _HEARTBEAT = "spark.sparkdl.heartbeatTimeout"
-
-
-@pytest.fixture(scope="module")
-def spark(cluster: Cluster) -> Iterator[SparkSession]:
-    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **DEFAULT_PATIENCE)
-    yield session_
-    session_.stop()
 
 
 def skip_without(controller: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.cluster import PATIENCE
+from tests.faults.cluster import PATIENCE, marks
 from tests.faults.faults import (
     Fault,
     Faults,
@@ -20,12 +20,7 @@ from tests.faults.oracle import Outcome, fit_request, trained
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(300 * PATIENCE),
-]
+pytestmark = marks(300)
 
 GANG = ["setup", "train", "checkpoint", "evaluate", "finish"]
 """The phases in which the workers of a gang are."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 import sparkdl
-from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, session
+from tests.faults.cluster import DEFAULT_PATIENCE, PATIENCE, Cluster, marks
 from tests.faults.faults import (
     Faults,
     Victim,
@@ -29,23 +28,12 @@ from tests.faults.oracle import Outcome, fit_request, trained
 from tests.faults.test_killed import GANG, TASKS
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(400 * PATIENCE),
-]
+pytestmark = marks(400)
+ENTRIES = DEFAULT_PATIENCE
 _SECONDS = 60 * PATIENCE
 """Longest time of a fit, besides that of its cuts and of TCP's waiting after them."""
-
-
-@pytest.fixture(scope="module")
-def spark(cluster: Cluster) -> Iterator[SparkSession]:
-    session_ = session(cluster.url, cluster.driver.address, cluster.folder, **DEFAULT_PATIENCE)
-    yield session_
-    session_.stop()
 
 
 CUTS = {"preflight": 8, "train": 40}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.processes import parent_of
 from tests.cluster.test_recovery import digest
-from tests.faults.cluster import PATIENCE, Cluster
+from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Faults, Victim, send
 from tests.faults.hosts import Host, wait_until
 from tests.faults.oracle import Outcome, fit_request
@@ -21,12 +21,7 @@ from tests.faults.oracle import Outcome, fit_request
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(300 * PATIENCE),
-]
+pytestmark = marks(300)
 _SECONDS = 60 * PATIENCE
 
 

@@ -18,7 +18,7 @@ from sparkdl.report.record.run_folder import RunReader
 from sparkdl.storage.storage import open_storage
 from tests.cluster.faults import Slow
 from tests.cluster.test_recovery import digest
-from tests.faults.cluster import PATIENCE, Cluster
+from tests.faults.cluster import Cluster, marks
 from tests.faults.oracle import fit_request
 from tests.faults.test_drivers import driver
 
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
     from sparkdl.spark.run.run import FitResult
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.gang,
-    pytest.mark.slow,
-    pytest.mark.timeout(300 * PATIENCE),
-]
+pytestmark = marks(300)
 
 T = TypeVar("T")
 

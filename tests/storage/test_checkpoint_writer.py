@@ -506,19 +506,21 @@ def test_every_prefix_of_the_writes_leaves_a_whole_checkpoint(
         assert info is not None and info.step == 1
 
 
-class FailsAt(MemoryStorage):
-    """One request fails, as a busy server has it: the one of a given number."""
+class Counting(MemoryStorage):
+    """Something happens at the request of a given number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
         self.num_requests = 0
 
+    def happen(self) -> None:
+        raise NotImplementedError
+
     def _count(self) -> None:
         self.num_requests += 1
         if self.num_requests - 1 == self.number:
-            cause = OSError(errno.EIO, "503 Slow Down")
-            raise failure("ask", "memory", cause) from cause
+            self.happen()
 
     def write(self, path: str, data: Data) -> None:
         content = b"".join(pieces(data))  # so that a test sees whether they are made anew
@@ -536,6 +538,18 @@ class FailsAt(MemoryStorage):
     def remove(self, path: str) -> None:
         self._count()
         super().remove(path)
+
+    def exists(self, path: str) -> bool:
+        self._count()
+        return super().exists(path)
+
+
+class FailsAt(Counting):
+    """One request fails, as a busy server has it."""
+
+    def happen(self) -> None:
+        cause = OSError(errno.EIO, "503 Slow Down")
+        raise failure("ask", "memory", cause) from cause
 
 
 def small_run(storage: Storage, *, attempt: int = 0, first: int = 1) -> None:
@@ -607,39 +621,11 @@ def test_whichever_request_fails_while_looking_for_the_newest() -> None:
             latest(storage, "run")
 
 
-class Vanishes(MemoryStorage):
-    """All of it is gone when the request of a given number comes."""
+class Vanishes(Counting):
+    """All of it is gone."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-        self.num_requests = 0
-
-    def _count(self) -> None:
-        self.num_requests += 1
-        if self.num_requests - 1 == self.number:
-            super().remove("")
-            self._files.clear()
-
-    def write(self, path: str, data: Data) -> None:
-        self._count()
-        super().write(path, data)
-
-    def read(self, path: str) -> bytes:
-        self._count()
-        return super().read(path)
-
-    def list(self, path: str) -> list[str]:
-        self._count()
-        return super().list(path)
-
-    def remove(self, path: str) -> None:
-        self._count()
-        super().remove(path)
-
-    def exists(self, path: str) -> bool:
-        self._count()
-        return super().exists(path)
+    def happen(self) -> None:
+        self._files.clear()
 
 
 def test_a_folder_that_vanishes_at_whichever_request_ends_no_run() -> None:

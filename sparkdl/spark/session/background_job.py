@@ -50,7 +50,7 @@ class BackgroundJob(Generic[T]):
         self.is_cancelled = False
         """True if we ended it, so that Spark's error says nothing new; work that has not begun by
         then never does."""
-        self.progress = Progress(spark, tag)
+        self.progress = TaskProgress(spark, tag)
         """How its tasks get on."""
         self._spark, self._work, self._tag, self._name = spark, work, tag, name
         self._has_begun = False
@@ -121,7 +121,7 @@ class BackgroundJob(Generic[T]):
         return self.result()
 
 
-class Progress:
+class TaskProgress:
     """How the tasks of a tagged job get on, as Spark says it."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
