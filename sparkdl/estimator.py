@@ -24,7 +24,9 @@ from torch import nn
 from sparkdl.config import ExplainOptions, Task
 from sparkdl.errors import TrainingFailed
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.shared_spools import Spools
+from sparkdl.spark.frames.user_data import spark_frame
 from sparkdl.spark.params.accessors import (
     ClassifierAccessors,
     LabelsAccessors,
@@ -83,8 +85,10 @@ class _TorchEstimator(
             An iterator of ``(index of the map, model)``, in the order in which they are ready. It
             may be used by several threads; each fit waits until the others leave it slots.
         """
+        dataset = spark_frame(dataset)
         return Fits([partial(self.copy(values).fit_sharing, dataset) for values in paramMaps])
 
+    @plainly
     def fit_sharing(
         self,
         dataset: DataFrame | Source,
@@ -103,6 +107,7 @@ class _TorchEstimator(
 
         return self._model(fit(dataset, replace(self._request(), on_epoch=on_epoch), spools))
 
+    @plainly
     def explain(
         self,
         dataset: DataFrame | Source,

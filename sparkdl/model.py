@@ -29,11 +29,13 @@ from sparkdl.inference.outputs import Forward, Output
 from sparkdl.inference.scores import Evaluation
 from sparkdl.inputs import Named, Tensor
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization import packed_module
 from sparkdl.spark.frames.columns import find, quoted, require
 from sparkdl.spark.frames.prepare_columns import prepare_labels, prepare_trained, specification_of
 from sparkdl.spark.frames.row_table import spool_columns
-from sparkdl.spark.inference import evaluate_model
+from sparkdl.spark.frames.user_data import rows_of
+from sparkdl.spark.inference import evaluate_model, evaluate_task
 from sparkdl.spark.inference.arrow_udf import with_columns
 from sparkdl.spark.inference.output_columns import Wanted, plan_outputs
 from sparkdl.spark.inference.send_module import Sender
@@ -123,7 +125,9 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             raise SparkDLError(f"No training summary available for this {type(self).__name__}")
         return self._summary
 
+    @plainly
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        dataset = rows_of(dataset)
         wanted = self._wanted()
         if not wanted:
             logger.warning("%s: all output columns are off; transform does nothing", self.uid)
@@ -222,6 +226,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         }
         return fields, [entry.expression for entry in prepared]
 
+    @plainly
     def evaluate(
         self,
         dataset: DataFrame,
@@ -256,10 +261,11 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             DataError: a column is missing, or its values cannot be used.
             ConfigError: loss, metrics or curves do not fit the model.
         """
-        model = self.copy()._set(**params)
+        model, dataset = self.copy()._set(**params), rows_of(dataset)
         task, columns = model._evaluate_task(dataset, to_metrics(metrics or {}), curves)
         return evaluate_model.evaluate(task, dataset, columns)
 
+    @plainly
     def scores(
         self, dataset: DataFrame, *keys: str, scoreCol: str = "loss", **params: Any
     ) -> DataFrame:
@@ -279,7 +285,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             DataError: a column is missing.
             ConfigError: the loss does not fit the model.
         """
-        model = self.copy()._set(**params)
+        model, dataset = self.copy()._set(**params), rows_of(dataset)
         model.clear(model.getParam("weightCol"))
         case = is_case_sensitive(dataset.sparkSession)
         for key in keys:
@@ -293,7 +299,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     def _evaluate_task(
         self, dataset: DataFrame, metrics: Mapping[str, Any], curves: bool | Sequence[int] | None
-    ) -> tuple[evaluate_model.EvaluateTask, list[SparkColumn]]:
+    ) -> tuple[evaluate_task.EvaluateTask, list[SparkColumn]]:
         """What the tasks of an evaluation do, and the columns that they get."""
         if self.getOrDefault("loss") == UNKNOWN_LOSS:
             raise ConfigError(f"the loss of {self.uid} could not be saved with it; pass loss=...")
@@ -320,7 +326,7 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             self._module, example_arguments(self._columns), forward, predicted, self._task
         )
         common, inputs = self._module_task(dataset, forward)
-        task = evaluate_model.EvaluateTask(
+        task = evaluate_task.EvaluateTask(
             **common,
             measures=Measures(
                 task=self._task,

@@ -15,12 +15,14 @@ from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, StorageError, TrainingFailed
 from sparkdl.inputs import check_names, named
 from sparkdl.report.listeners.listener import Listener
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.spark.frames.user_data import (
     Data,
     active_session,
     described,
     require_data,
     session_of,
+    spark_frame,
 )
 from sparkdl.spark.functions.run_function import FunctionRequest, run_function
 from sparkdl.spark.functions.run_in_driver import run_here
@@ -122,6 +124,7 @@ class TorchRunner:
         )
         self._in_driver = num_workers == 0
 
+    @plainly
     def run(self, train: Callable[..., Any] | str | Path, *args: Any, **kwargs: Any) -> Any:
         """Call ``train(*args, **kwargs)`` on every rank, or run a script with ``args``.
 
@@ -189,7 +192,8 @@ def _arguments_named() -> Iterator[None]:
 def _by_name(data: Any) -> dict[str, Data]:
     if data is None:
         return {}
-    sets = dict(data) if isinstance(data, Mapping) else {"train": data}
+    given = data if isinstance(data, Mapping) else {"train": data}
+    sets = {name: spark_frame(value) for name, value in given.items()}
     for value in sets.values():
         require_data(value)
     return sets

@@ -30,7 +30,8 @@ PROMISES = {
         "tests/cluster/test_rounds_recovery.py::test_spark_runs_a_lost_task_alone[KillExecutor-2-11]",
     # Plain Spark
     "the twenty lines: fit in a gang, summary, transform, save":
-        "tests/docs/test_python_blocks.py::test_the_blocks_of_a_page_run[README.md]",
+        "tests/docs/test_python_blocks.py::"
+        "test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for",
     "an estimator goes into a Pipeline, and is saved and loaded with it":
         "tests/test_estimator.py::test_pipeline_with_save_and_load",
     "an estimator goes into a CrossValidator":

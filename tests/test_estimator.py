@@ -68,6 +68,22 @@ def test_fit_and_transform(points: DataFrame) -> None:
 
 
 @pytest.mark.slow
+def test_a_pandas_frame_is_taken(points: DataFrame) -> None:
+    rows = points.toPandas()
+    model = classifier().fit(rows)
+    assert model.summary.rows == 200
+    out = model.transform(rows)
+    assert out.columns[: len(rows.columns)] == list(rows.columns)
+    assert out.where("prediction = label").count() > 150
+    assert model.evaluate(rows)["accuracy"] > 0.75
+    rows["features"] = [1, "two"] * 100
+    with pytest.raises(DataError, match="values of one type that Arrow knows"):
+        model.transform(rows)
+    with pytest.raises(ConfigError, match="a model takes a DataFrame of Spark or pandas; received"):
+        model.transform([1.0])
+
+
+@pytest.mark.slow
 def test_the_model_takes_over_columns_but_not_the_training_batch(points: DataFrame) -> None:
     estimator = classifier(epochs=1, predictionCol="p", probabilityCol="", inputCols=["features"])
     model = estimator.fit(points)

@@ -410,7 +410,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(spark: SparkSession
         ({"keep_checkpoints": 0}, "keep_checkpoints"),
         ({"results": "last"}, "results"),
         ({"resume": True}, "checkpoint_dir"),
-        ({"data": [1, 2]}, "DataFrame or a source"),
+        ({"data": [1, 2]}, "DataFrame of Spark or pandas, or a source"),
         ({"inputs": ["x"]}, "mapping by name"),
         ({"inputs": {"x": 3}}, "a column's name or"),
         ({"inputs": {"m": Tensor("x"), "s": Sequence("y", mask="m")}}, "twice"),

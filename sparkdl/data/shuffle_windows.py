@@ -104,7 +104,7 @@ def from_text(text: str) -> Windows | None:
     """
     if text == "whole":
         return None
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    match = re.fullmatch(r"([1-9]\d{0,17})x([1-9]\d{0,17})", text)
     if match is None:
         raise CheckpointError(f"a checkpoint's manifest says {text!r} of the order of rows")
     return Windows(group_rows=int(match[1]), groups_together=int(match[2]))

@@ -32,7 +32,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inference.outputs import Forward, Output, check_rows, pick
 from sparkdl.inputs import Image
 from sparkdl.runtime.hardware import choose_device
-from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
 from sparkdl.serialization.packed_module import PackedModule, unpack
 
 Make = Literal["value", "array", "nested", "number", "class", "logits", "probability"]
@@ -145,7 +145,8 @@ def ready(task: ModuleTask) -> Iterator[tuple[nn.Module, torch.device]]:
     partition = context.partitionId() if context else 0
     device = choose_device(task.device, gpu.addresses if gpu else [], partition, os.environ)
     cpus = context.cpus() if context else torch.get_num_threads()
-    with torch_threads(cpus), tuned_allocator(), torch.inference_mode():
+    spared = spared_collector() if context else contextlib.nullcontext()
+    with spared, torch_threads(cpus), tuned_allocator(), torch.inference_mode():
         yield load(task, device), device
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.runtime.public_names import import_object, public_module
 from sparkdl.serialization.compare_modules import find_attribute, find_difference
@@ -106,9 +106,9 @@ def restore(description: Any, trust: Trust = USUAL) -> Any:
         raise ConfigError(f"not a description of an object: {_short(description)}")
     try:
         return _RESTORERS[kind](description, trust)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except SparkDLError:
+        raise
+    except Exception as error:  # constructors raise whatever they like
         raise ConfigError(
             f"cannot make the object described by {_short(description)}: "
             f"{type(error).__name__}: {error}"

@@ -3,7 +3,8 @@
 The names in a saved file are those that somebody has written there. So none is looked up unless it
 is in code that the user trusts: in the user's own files, in those parts of torch, torchvision,
 torchmetrics and sparkdl that only compute, or in a package that the user has named. A name counts
-by where its object is defined: ``torch:os.system`` is a function of ``posix``.
+by where its object is defined: ``torch:os.system`` is a function of ``posix``. Of installed
+packages a method never counts: the file would also choose the object that it works on.
 
 This keeps a file from running what it likes. It is no sandbox: trusted code is called with the
 arguments that the file holds.
@@ -25,12 +26,16 @@ from sparkdl.runtime.public_names import current_path, import_object
 _COMPUTING = (
     "math", "torch.nn.functional", "torch.nn.init", "torch._C._nn", "torch._C._special",
     "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics",
-    "sparkdl.comm.compression", "sparkdl.config", "sparkdl.data", "sparkdl.inference.outputs",
-    "sparkdl.inputs", "sparkdl.models", "sparkdl.report.listeners", "sparkdl.sync",
+    "sparkdl.models", "sparkdl.train.optimizers.warmup",
+)  # fmt: skip
+_CLASSES = (
+    "torch.nn.modules", "torch.optim", "sparkdl.comm.compression", "sparkdl.config",
+    "sparkdl.data.kinds", "sparkdl.data.sources", "sparkdl.inference.outputs", "sparkdl.inputs",
+    "sparkdl.report.listeners", "sparkdl.serialization.initial_weights", "sparkdl.sync",
     "sparkdl.train",
 )  # fmt: skip
-_CLASSES = ("torch.nn.modules", "torch.optim", "sparkdl.serialization.initial_weights")
-"""Of these the classes alone: their functions change what all modules of a process do, or read."""
+"""Of these the classes alone: their functions change what all modules of a process do, or read and
+write files."""
 _BY_NAME = ("sparkdl", "torch", "pyspark")
 """Packages whose code counts as installed wherever it lies."""
 
@@ -61,7 +66,7 @@ class Trust:
         where = _defined_in(found)
         if where is None:
             raise ConfigError(f"'{path}' in a saved file is no class and no function: {found!r}")
-        if not self._admits(where, is_class=isinstance(found, type)):
+        if not self._admits(where, found):
             raise _refusal(path, where)
         return found
 
@@ -69,16 +74,20 @@ class Trust:
         """True if the user has named what ``name`` stands for, or a package that it is in."""
         return self.in_all or _is_within(name, self.packages)
 
-    def _admits(self, module: str, *, is_class: bool) -> bool:
+    def _admits(self, module: str, found: Any) -> bool:
         return (
             self.names(module)
-            or _is_within(module, _COMPUTING)
-            or (is_class and _is_within(module, _CLASSES))
+            or (_is_within(module, _COMPUTING) and not _is_method(found))
+            or (_is_within(module, _CLASSES) and isinstance(found, type))
             or is_users_own(module)
         )
 
     def _admits_module(self, module: str) -> bool:
-        return self._admits(module, is_class=True) or module.partition(".")[0] == "sparkdl"
+        return (
+            self.names(module)
+            or _is_within(module, (*_COMPUTING, *_CLASSES, "sparkdl"))
+            or is_users_own(module)
+        )
 
 
 USUAL = Trust()
@@ -149,6 +158,12 @@ def _defined_in(found: Any) -> str | None:
         return None
     where = owner.__module__
     return where if isinstance(where, str) else None
+
+
+def _is_method(found: Any) -> bool:
+    """True for a function that a class holds, bound to the class or not."""
+    is_function = isinstance(found, types.FunctionType | types.MethodType)
+    return is_function and "." in found.__qualname__
 
 
 def _refusal(path: Any, where: str) -> ConfigError:

@@ -5,13 +5,17 @@ compiler's modules with its first optimizer. Opt-in, when the session is built::
 
     SparkSession.builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
 
-Nothing here may start a thread or use the channel: neither survives a fork.
+What is loaded is left out of the garbage collections that Spark's workers make after every task,
+which would take 0.2 s each. Nothing here may start a thread or use the channel: neither survives
+a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+
+from sparkdl.runtime.process import freeze_once
 
 PRELOADED = (
     "pyarrow.flight",
@@ -22,6 +26,7 @@ PRELOADED = (
     "sparkdl.spark.cluster.gang",
     "sparkdl.spark.cluster.probe",
     "sparkdl.spark.frames.shard_table",
+    "sparkdl.spark.inference.evaluate_task",
     "sparkdl.train.loop",
     "sparkdl.worker.training",
 )
@@ -32,6 +37,7 @@ def preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    freeze_once()
 
 
 if __name__ == "__main__":

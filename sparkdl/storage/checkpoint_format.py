@@ -264,7 +264,7 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
             raise CheckpointError(
                 f"{path} has format version {manifest['version']}; this sparkdl reads {VERSION}"
             )
-        return CheckpointInfo(
+        info = CheckpointInfo(
             storage=storage,
             path=path,
             step=int(manifest["step"]),
@@ -274,7 +274,14 @@ def read_manifest(storage: Storage, path: str) -> CheckpointInfo:
             environment=dict(manifest["environment"]),
             files={name: FileRecord(**record) for name, record in manifest["files"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if info.step < 0 or info.world_size < 1:
+            raise ValueError(f"step {info.step} of {info.world_size} ranks")
+        if not all(isinstance(text, str) for text in info.environment.values()):
+            raise ValueError(f"environment {info.environment}")
+        return info
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{place} is damaged: {error!r}") from error
 
 

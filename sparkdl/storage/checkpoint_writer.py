@@ -23,9 +23,9 @@ from sparkdl.config import CheckpointConfig
 from sparkdl.errors import CommunicationError, GangError, StorageError
 from sparkdl.storage import checkpoint_format as layout
 from sparkdl.storage.checkpoint_format import CheckpointInfo, FileRecord, StepFolder, Writer
-from sparkdl.storage.pruning import prune
+from sparkdl.storage.pruning import prune, remove
 from sparkdl.storage.retried import PAUSES_SECONDS, again
-from sparkdl.storage.storage import Storage
+from sparkdl.storage.storage import Storage, is_full
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 
 logger = logging.getLogger(__name__)
@@ -262,6 +262,15 @@ class CheckpointManager:
             logger.debug("abandoned checkpoint %s", save.name)
         except Exception as error:
             save.failure = error
+            if self._rank == 0 and is_full(error):
+                self._make_room(save.folder)
+
+    def _make_room(self, wreck: StepFolder) -> None:
+        """Remove what was written of a save that has not found space, or the next finds less."""
+        try:
+            remove(self._storage, wreck)
+        except (StorageError, GangError) as error:
+            logger.debug("%s is left: %s", wreck.path, error)
 
     def _write(self, save: _Save) -> None:
         began = time.perf_counter()

@@ -155,17 +155,30 @@ def read_leases(storage: Storage, run_key: str, names: Iterable[str]) -> dict[st
     for match in filter(None, map(_NAME.fullmatch, names)):
         run_id = match[1]
         try:
-            found[run_id] = note = Note(**json.loads(storage.read(f"{run_key}/{match[0]}")))
-            note.is_alive()  # which damaged ones do not tell
+            found[run_id] = _parsed(storage.read(f"{run_key}/{match[0]}"))
         except StorageError as error:
             if not is_definite(error):
                 raise  # else the run has ended meanwhile
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, RecursionError):
             found[run_id] = Note(
                 run_id=run_id, host="?", process="", attempt=0, begun_from=None,
                 renewed=time.time(),
             )  # fmt: skip
     return found
+
+
+def _parsed(data: bytes) -> Note:
+    """What the file of a lease says.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is damaged.
+    """
+    note = Note(**json.loads(data))
+    texts = (note.run_id, note.host, note.process, note.begun_from or "")
+    if not all(type(text) is str for text in texts) or type(note.attempt) is not int:
+        raise TypeError(f"values of wrong types: {note}")
+    note.is_alive()  # raises where the time or the process is malformed
+    return note
 
 
 def process_identity(pid: int) -> str | None:

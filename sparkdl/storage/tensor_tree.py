@@ -73,7 +73,9 @@ def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """
     try:
         return _unpack(value, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+    except (
+        LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error,
+    ) as error:  # fmt: skip
         raise CheckpointError(
             f"the JSON half of a checkpoint is malformed ({type(error).__name__}: {error}); "
             f"resume from an older checkpoint"

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,8 @@ from sparkdl.errors import (
     StorageError,
 )
 from sparkdl.runtime.hardware import hardware
-from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
+from sparkdl.runtime.tracebacks import formatted
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.storage.mounted import Subfolder
 from sparkdl.storage.retried import Retried, again
@@ -144,6 +144,7 @@ def _work(rank: GangRank, work: Callable[[Member], Results], reporter: Reporter)
     environment, order = rank.environment, rank.order
     nodes = rank.meet()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(spared_collector())
         stack.enter_context(tuned_allocator())
         import torch  # after the allocator, so that torch's first blocks are tuned too
 
@@ -298,7 +299,7 @@ def describe_failure(
         "kind": kind,
         "type": type(error).__name__,
         "message": message[:_MOST_CHARACTERS],
-        "traceback": "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:],
+        "traceback": formatted(error)[-_MOST_CHARACTERS:],
     }
 
 

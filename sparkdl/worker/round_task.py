@@ -26,7 +26,7 @@ from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.errors import DataError, ShardLost
 from sparkdl.runtime.hardware import hardware
-from sparkdl.runtime.process import torch_threads, tuned_allocator
+from sparkdl.runtime.process import spared_collector, torch_threads, tuned_allocator
 from sparkdl.worker.kept import KEPT
 from sparkdl.worker.lifecycle import Results, reported, require_same_versions
 from sparkdl.worker.reporter import Reporter
@@ -134,7 +134,7 @@ def _work(place: RoundPlace, order: RoundOrder, state: bytes, reporter: Reporter
     if place.shard.shard_id not in warm.seen:
         warm.seen.add(place.shard.shard_id)
         reporter.send({"kind": "hardware", "hardware": warm.hardware})
-    with torch_threads(order.threads):
+    with spared_collector(), torch_threads(order.threads):
         return order.work(warm, place.shard, order.part, state, reporter)
 
 

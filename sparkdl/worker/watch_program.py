@@ -146,7 +146,8 @@ def end(pid: int, timeout_seconds: float) -> None:
 
     sys.stderr.write(
         f"sparkdl: process {pid} has not run for {timeout_seconds:g} s "
-        "(spark.sparkdl.heartbeatTimeout), so it is ended; Spark runs its task again\n"
+        "(spark.sparkdl.heartbeatTimeout), so it is ended; Spark runs its task again "
+        "unless spark.task.maxFailures forbids it\n"
     )
     sys.stderr.flush()
     if os.getppid() == pid:  # else it has ended meanwhile, and the number may be another's

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import sparkdl
 from sparkdl.comm.access import Address
 from sparkdl.worker import watch_program
 
@@ -55,7 +56,8 @@ class Watcher:
             "address": None if address is None else pickle.dumps(address),
             "attempt": attempt,
             "rank": rank,
-            "path": list(sys.path),
+            # An editable install is not on the path: its finder is part of site-packages.
+            "path": [*sys.path, str(Path(sparkdl.__file__).parent.parent)],
             "crash_file": None,
         }
         self._resources = contextlib.ExitStack()

@@ -79,22 +79,6 @@ class LeaveQuietly(Fault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KillingSpoolTask(SpoolTask):
-    """Spools, but the first worker to write is killed, once."""
-
-    marker: str
-
-    def _write(self, *arguments: Any) -> Any:
-        summary = super()._write(*arguments)
-        try:
-            Path(self.marker).touch(exist_ok=False)
-        except FileExistsError:
-            return summary
-        os.kill(os.getpid(), signal.SIGKILL)
-        return summary
-
-
-@dataclass(frozen=True, kw_only=True)
 class StoppingSpoolTask(SpoolTask):
     """Spools, but the first worker to write is stopped, once."""
 

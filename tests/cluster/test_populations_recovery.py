@@ -29,7 +29,6 @@ __all__ = ["nothing_is_left"]  # a fixture for every test here
 CASES = {
     "tournament": (sparkdl.Tournament(period=4), faults.KillWorker),
     "population-based": (sparkdl.PopulationBasedTraining(period=4), faults.KillExecutor),
-    "one shot": (sparkdl.OneShotAveraging(), faults.KillWorker),
 }
 
 

@@ -46,11 +46,7 @@ def undisturbed(df: DataFrame) -> str:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("fault", "rank", "step"),
-    [
-        (faults.KillWorker, 3, 8),
-        (faults.LeaveQuietly, 0, 1),
-        (faults.KillExecutor, 2, 11),
-    ],
+    [(faults.KillWorker, 3, 8), (faults.KillExecutor, 2, 11)],
 )
 def test_spark_runs_a_lost_task_alone(
     df: DataFrame,

@@ -5,6 +5,7 @@ Usage: train_in_rounds.py MASTER MARKER [KEY=VALUE ...]
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 
@@ -29,6 +30,8 @@ def main(master: str, marker: str, *settings: str) -> None:
     builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.cores.max", "2")
     builder = builder.config("spark.executor.memory", "600m").config("spark.executor.cores", "1")
     builder = builder.config("spark.python.daemon.module", "sparkdl.spark.daemon")
+    options = os.environ.get("SPARK_SUBMIT_OPTS", "")
+    builder = builder.config("spark.executor.extraJavaOptions", options)
     for setting in settings:
         builder = builder.config(*setting.split("=", 1))
     spark = builder.getOrCreate()

@@ -76,7 +76,7 @@ def test_windows_as_text(windows: Windows | None) -> None:
     assert from_text(as_text(windows)) == windows
 
 
-@pytest.mark.parametrize("text", ["", "3", "0x4", "3x", "whole?"])
+@pytest.mark.parametrize("text", ["", "3", "0x4", "3x", "whole?", "9" * 5000 + "x1"])
 def test_text_that_is_none(text: str) -> None:
     with pytest.raises(CheckpointError, match="order of rows"):
         from_text(text)

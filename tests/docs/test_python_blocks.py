@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +18,7 @@ from tests.docs.blocks import Block, blocks, blocks_of
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PAGES = sorted({block.page for block in blocks("python") if block.excuse is None})
+PAGES = sorted({block.page for block in blocks("python") if block.excuse is None} - {"README.md"})
 
 
 def setup_of(page: str) -> ModuleType | None:
@@ -49,6 +52,31 @@ def test_a_traceback_names_the_line_of_the_page() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run(block, {})
     assert caught.traceback[-1].lineno + 1 == 8
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_twenty_lines_are_a_program_that_prints_what_it_is_asked_for(clone: Path) -> None:
+    """Nobody has told Spark which Python to use, and the first of the PATH has no packages."""
+    (block,) = [block for block in blocks_of("README.md") if block.language == "python"]
+    (clone / "first.py").write_text(block.text)
+    other = clone / "bin" / "python3"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    hidden = ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_CONF_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["PATH"] = os.pathsep.join([str(other.parent), environment["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "probability" in done.stdout
+    stacks = ("\tat ", "Traceback")
+    assert not [line for line in done.stderr.splitlines() if line.startswith(stacks)]
+    assert (clone / "models" / "net" / "metadata").is_dir()
 
 
 # One namespace for a page, from top to bottom. Its name is that of a program, so that what the

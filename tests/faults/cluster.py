@@ -143,8 +143,11 @@ def session(url: str, address: str, folder: Path, **entries: str) -> SparkSessio
         folder: of the cluster.
         entries: of its configuration, besides those of all tests.
     """
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
+    # A JVM that starts with the entries of one session hands them to all later ones.
+    SparkContext._ensure_initialized()
     builder = SparkSession.builder.master(url).appName("sparkdl fault suite")
     known = {
         "spark.ui.enabled": "false",

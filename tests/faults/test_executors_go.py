@@ -16,7 +16,7 @@ import pytest
 import sparkdl
 from sparkdl.errors import ClusterError
 from sparkdl.spark.fit import fit as fit_module
-from tests.cluster.processes import state_of
+from tests.cluster.processes import parent_of, state_of
 from tests.faults.cluster import PATIENCE, Cluster, marks
 from tests.faults.faults import Fault, Faults, Victim, kill_worker, send
 from tests.faults.hosts import wait_until
@@ -62,7 +62,7 @@ def lose_host_of(cluster: Cluster) -> Fault:
 
     @contextmanager
     def lose(victim: Victim) -> Iterator[None]:
-        for pid in victim.host.pids():
+        for pid in (parent_of(victim.executor), *victim.host.pids()):  # so none is started anew
             with suppress(ProcessLookupError):  # it has ended with another one
                 send(pid, signal.SIGKILL)
         disk = victim.host.disk

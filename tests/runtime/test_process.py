@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from sparkdl.runtime.process import (
     borrowed_generator,
     cpu_model,
     free_memory_bytes,
+    freeze_once,
     memory_bytes,
     memory_groups,
+    spared_collector,
     torch_threads,
     tuned_allocator,
 )
@@ -214,3 +217,21 @@ def test_files_that_the_kernel_keeps_count_as_free_memory(
     monkeypatch.setattr(process, "_GROUP_ROOT", tmp_path / "root")
     monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
     assert free_memory_bytes() == free
+
+
+def test_what_a_worker_has_loaded_leaves_the_garbage_collector_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: called.append(name))
+    freeze_once.cache_clear()
+    try:
+        with pytest.raises(ArithmeticError), spared_collector():
+            assert called == []
+            raise ArithmeticError
+        with spared_collector():
+            assert called == ["collect", "freeze"]
+        assert called == ["collect", "freeze"]
+    finally:
+        freeze_once.cache_clear()

@@ -133,6 +133,14 @@ def test_a_dataclass_that_was_changed_by_force_is_refused() -> None:
         ({"dataclass": "sparkdl.config:EarlyStopping", "fields": {"patience": 0}}, "patience"),
         ({"module": "tests.describable:add", "args": {}, "frozen": []}, "not a class of modules"),
         ({"module": "torch.nn:Linear", "args": {}, "frozen": []}, "missing 2 required"),
+        (
+            {
+                "module": "torch.nn:MultiheadAttention",
+                "args": {"embed_dim": 5, "num_heads": 2},
+                "frozen": [],
+            },
+            "AssertionError: embed_dim must be divisible",
+        ),
         ({"dtype": "system"}, "no dtype 'system'"),
         ({"tensor": "!", "dtype": "float32", "shape": []}, "cannot make"),
     ],

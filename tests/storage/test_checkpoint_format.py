@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
+import math
 import struct
 from collections.abc import Callable
 from random import Random
@@ -138,6 +140,29 @@ def test_a_damaged_one_is_passed_over_with_a_line_in_the_log(
     with pytest.raises(CheckpointError, match="step-00000020"):
         load_shared(read_manifest(storage, newest.path))
         load_rank(newest, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": math.inf},
+        {"step": -1},
+        {"world_size": 0},
+        {"world_size": math.inf},
+        {"environment": {"windows": 7}},
+        {"environment": [["windows", ["whole"]]]},
+    ],
+)
+def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(damage: dict[str, Any]) -> None:
+    storage = MemoryStorage()
+    write(storage, 10)
+    newest = write(storage, 20)
+    place = f"{newest.path}/manifest.json"
+    storage.write(place, json.dumps(json.loads(storage.read(place)) | damage).encode())
+    with pytest.raises(CheckpointError, match=r"step-00000020/manifest\.json is damaged"):
+        read_manifest(storage, newest.path)
+    found = latest(storage, "run")
+    assert found is not None and found.step == 10
 
 
 def test_a_rank_that_did_not_write_is_named() -> None:

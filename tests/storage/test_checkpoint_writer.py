@@ -239,6 +239,27 @@ def test_a_place_that_is_of_no_use_ends_training_where_the_user_has_chosen_it(
     assert caplog.text.count("there is no checkpoint") == MAX_FAILURES
 
 
+def test_a_save_that_finds_no_space_leaves_nothing_that_takes_some() -> None:
+    class Small(MemoryStorage):
+        """Has room for 3300 bytes."""
+
+        def write(self, path: str, data: Data) -> None:
+            held = sum(map(len, self._files.values()))
+            found = b"".join(map(bytes, pieces(data)))
+            if held + len(found) > 3300:
+                full = OSError(errno.ENOSPC, "No space left on device")
+                raise failure("write", path, full) from full
+            super().write(path, found)
+
+    storage = Small()
+    with make(storage) as manager:
+        for step, size in ((1, 1000), (2, 250)):  # the first finds room for its rank's file only
+            manager.save(step, {"w": torch.zeros(size)}, {"r": torch.zeros(250)})
+    assert steps(storage) == [2]
+    found = latest(storage, "run")
+    assert found is not None and found.step == 2
+
+
 def test_failures_are_counted_anew_after_a_success() -> None:
     storage = FullStorage(lambda path: "-00000005/" not in path)
     manager = make(storage)

@@ -85,20 +85,30 @@ def test_a_process_of_this_host_that_has_ended_holds_none() -> None:
     assert not dataclasses.replace(note, process=again).is_alive()
 
 
-@pytest.mark.parametrize("text", ['{"run_', "{}", "[]", '{"run_id": 1}', "", "text"])
+@pytest.mark.parametrize("text", ['{"run_', "{}", "[]", '{"run_id": 1}', "", "text", "[" * 99_999])
 def test_one_that_is_just_being_written_counts(text: str) -> None:
     storage = MemoryStorage()
     storage.write("run/lease-a.json", text.encode())
     assert leases(storage)["a"].is_alive()
 
 
-@pytest.mark.parametrize("damage", [{"renewed": "now"}, {"process": 7}, {"process": "/x/y"}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"renewed": "now"},
+        {"process": 7},
+        {"process": "/x/y"},
+        {"attempt": "2"},
+        {"begun_from": ["run/b-0/step-00000004"]},
+    ],
+)
 def test_one_that_is_damaged_fails_nothing(damage: dict[str, Any]) -> None:
     storage = MemoryStorage()
     note = Note(run_id="a", host="h", process="", attempt=0, begun_from=None, renewed=time.time())
     text = json.dumps(dataclasses.asdict(note) | damage)
     storage.write("run/lease-a.json", text.encode())
-    assert leases(storage)["a"].is_alive()
+    found = leases(storage)["a"]
+    assert found.is_alive() and found.attempt == 0 and found.begun_from is None
 
 
 def test_a_place_that_has_lost_the_lease_is_told_and_gets_no_other(

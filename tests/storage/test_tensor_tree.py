@@ -136,7 +136,16 @@ def test_other_kinds_are_refused_with_path_and_type(tree: Any, words: str) -> No
 
 
 @pytest.mark.parametrize(
-    "value", [{"tensor": "absent"}, {"nothing": 1}, {}, {"tuple": 3}, {"float": "zz"}, 1j]
+    "value",
+    [
+        {"tensor": "absent"},
+        {"nothing": 1},
+        {},
+        {"tuple": 3},
+        {"float": "zz"},
+        {"scalar": "", "dtype": "<f8"},
+        1j,
+    ],
 )
 def test_malformed_json_is_a_checkpoint_error(value: Any) -> None:
     with pytest.raises(CheckpointError, match="malformed"):

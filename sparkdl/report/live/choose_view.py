@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
-from sparkdl.report.live.progress import ConsoleView, SilentView, View, on_terminal
+from sparkdl.report.live.progress import ConsoleView, SilentView, View, terminal_columns
 
 
 def choose_view(plan: TrainPlan | None, verbose: int) -> View:
@@ -19,7 +19,7 @@ def choose_view(plan: TrainPlan | None, verbose: int) -> View:
     shows_logs = shows_lines(verbose)
     if in_notebook():
         return NotebookView(board_of_cell(), plan, shows_logs=shows_logs)
-    has_bar = plan is not None and on_terminal()
+    has_bar = plan is not None and terminal_columns() is not None
     return ConsoleView(plan, has_bar=has_bar, shows_logs=shows_logs)
 
 

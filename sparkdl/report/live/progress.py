@@ -7,6 +7,7 @@ epoch. Warnings of the workers are always shown. Notebooks have a view of their 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -21,6 +22,9 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.report.record.run_record import curve_names
 
 logger = logging.getLogger(__name__)
+
+_USUAL_COLUMNS = 80
+"""Of a terminal that does not say how many it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,22 +171,29 @@ def record_text(record: Mapping[str, float]) -> str:
     return f"{unit} {int(record[unit])}: {values}"
 
 
-def on_terminal() -> bool:
-    """True if what this process writes to stderr appears on a terminal at once.
+def terminal_columns() -> int | None:
+    """Columns of the terminal on which what this process writes to stderr appears at once, if any.
 
     spark-submit starts the driver's Python with a pipe for its output, and copies that to its own,
     so there the JVM's counts, which is the parent process.
     """
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        return sys.stderr.isatty()
+    if "PYSPARK_GATEWAY_PORT" in os.environ:
+        way = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
+        # Not of a socket, of another user's process, or where there is no /proc.
+        with contextlib.suppress(OSError):
+            output = os.open(f"/proc/{os.getppid()}/fd/1", way)
+            try:
+                return _columns(output)
+            finally:
+                os.close(output)
+    return _columns(sys.stderr.fileno()) if sys.stderr.isatty() else None
+
+
+def _columns(output: int) -> int | None:
     try:
-        output = os.open(f"/proc/{os.getppid()}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:  # a socket, another user's process, or a system without /proc
-        return sys.stderr.isatty()
-    try:
-        return os.isatty(output)
-    finally:
-        os.close(output)
+        return os.get_terminal_size(output).columns or _USUAL_COLUMNS
+    except OSError:  # it is no terminal
+        return None
 
 
 class ConsoleView(View):
@@ -202,11 +213,12 @@ class ConsoleView(View):
             self._bar = tqdm(
                 total=self._status.total_steps,
                 unit="step",
-                dynamic_ncols=True,
+                ncols=terminal_columns(),
+                dynamic_ncols=sys.stderr.isatty(),
                 file=sys.stderr,
                 mininterval=0.2,
-                bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps "
-                "[{elapsed}<{remaining}{postfix}]",
+                # 80 columns have room for it.
+                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
                 desc=self._status.state,
             )
 

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
+from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
 
@@ -287,10 +288,11 @@ def wait_for_slots(
         True if they had not been there from the beginning.
 
     Raises:
-        ClusterError: they have not in time.
+        ClusterError: they have not in time, or the session has ended.
     """
     if is_connect(spark):
         return False
+    raise_if_ended(spark)
     context: Any = spark.sparkContext
     scala = context._jsc.sc()
     manager = scala.resourceProfileManager()
@@ -306,6 +308,7 @@ def wait_for_slots(
     times_said = 0
     while (slots := int(scala.maxNumConcurrentTasks(java_profile))) < workers:
         raise_if_asked()
+        raise_if_ended(spark)
         waited = time.monotonic() - began
         if waited > seconds:
             since = "" if restarts_left is None else " of a loss"

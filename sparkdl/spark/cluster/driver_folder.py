@@ -27,7 +27,7 @@ _REMEDY = "set checkpointDir, or TMPDIR to a folder with more space"
 
 @contextlib.contextmanager
 def driver_folder() -> Iterator[DriverFolder]:
-    """A new one, which is removed in the end, also by SIGTERM."""
+    """A new one, which is removed in the end, also by SIGTERM and SIGHUP."""
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as path, removed_at_termination(path):
         yield DriverFolder(open_storage(path))
 

@@ -144,7 +144,9 @@ def probe(
             name=f"sparkdl {run_id}: check the executors",
         )
         try:
-            rows = job.watched(settings.start_timeout_seconds)
+            rows = job.watched(
+                settings.start_timeout_seconds, queue_seconds=settings.queue_timeout_seconds
+            )
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(

@@ -28,6 +28,7 @@ from sparkdl.spark.session.failures import (
     LOST_REMEDY,
     has_crashed,
     loss_reason,
+    raise_if_ended,
     raise_unless_loss,
 )
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -80,6 +81,7 @@ def supervise(
         TrainingFailed: workers were lost more than ``max_restarts`` times without progress, or the
             job was cancelled by hand.
         DataError: the source of the DataFrame can no longer be read.
+        ClusterError: no slots became free, or the session has ended.
         SparkDLError: what a worker raised on purpose, such as a version mismatch.
     """
     failed, furthest = 0, -1
@@ -108,6 +110,7 @@ def supervise(
             failed, furthest = 0, attempt.start
         failed += 1
         run.view.failure(reason)
+        raise_if_ended(run.spark, attempt.spark_error)
         if failed > run.max_restarts:
             raise _given_up("training", failed, reason, run.max_restarts)
         logger.warning("%s; restart %d of %d", reason, failed, run.max_restarts)

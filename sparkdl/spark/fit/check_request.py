@@ -32,6 +32,7 @@ from sparkdl.spark.session.compat import (
     conf,
     driver_heap_bytes,
     is_case_sensitive,
+    run_workers_here,
     shares_console,
 )
 from sparkdl.spark.session.settings import Settings, read_settings
@@ -104,6 +105,7 @@ class CheckedRequest:
             is_gang=self.slots.is_gang,
             profile=self.slots.profile,
             heartbeat_timeout_seconds=self.settings.heartbeat_timeout_seconds,
+            queue_timeout_seconds=self.settings.queue_timeout_seconds,
         )
 
     @property
@@ -140,6 +142,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
             of rounds.
         StorageError: the initial weights or the source cannot be read.
     """
+    run_workers_here(data.spark)
     settings = read_settings(partial(conf, data.spark))
     data.check_files(settings)
     check_travels(
@@ -276,9 +279,15 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
             with borrowed_generator(request.config.seed):
                 module = request.module()
         except Exception as error:  # whatever the user's class or function raises
+            remedy = "correct the arguments (model.args in a job file), or what makes it"
+            if isinstance(request.module, type):
+                name = request.module.__name__
+                remedy = (
+                    f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
+                )
             raise ConfigError(
                 f"module cannot be made: {request.module!r} raised {type(error).__name__}: "
-                f"{error}; correct the arguments (model.args in a job file), or what makes it"
+                f"{error}; {remedy}"
             ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(

@@ -6,6 +6,7 @@ describes what workers read by themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,8 @@ class TableSpec:
     """Resources of a task."""
     heartbeat_timeout_seconds: float = 60.0
     """How long a task that spools may neither run Python nor use the CPU."""
+    queue_timeout_seconds: float = math.inf
+    """Longest wait for the first task that spools, while other jobs hold the slots."""
 
 
 class RowTable(Protocol):

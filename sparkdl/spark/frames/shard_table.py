@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 import uuid
@@ -35,7 +36,7 @@ from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
-from sparkdl.spark.session.compat import conf, described, num_slots
+from sparkdl.spark.session.compat import conf, described, has_ended, num_slots
 from sparkdl.spark.session.interrupts import is_hurried
 
 if TYPE_CHECKING:
@@ -73,11 +74,13 @@ class SpoolTable:
         self._seen: set[str] = set()
         self._spooling = threading.RLock()
         self._stragglers = False
+        self._queue_timeout_seconds = math.inf
 
     def _describe(self, rows: DataFrame, task: SpoolTask, spec: TableSpec) -> None:
         """Have Spark keep what the task yields of each partition of the rows."""
         table = rows.mapInArrow(task, TABLE_SCHEMA, barrier=spec.is_gang, profile=spec.profile)
         self.df = table.persist()
+        self._queue_timeout_seconds = spec.queue_timeout_seconds
 
     def _spooled(self, num_sets: int = 1) -> list[tuple[SpooledShard, ...]]:
         """Spool what is not there (everything at first, then what was lost).
@@ -87,10 +90,16 @@ class SpoolTable:
         Returns:
             Of each data set its shards in their order.
         """
-        with self._spooling, described(self._spark, f"sparkdl {self._run_id}: spool"):
-            try:
+        with self._spooling:
+            job = BackgroundJob(
+                self._spark,
                 # A new query each time: one that has failed gives its failure again, from memory.
-                rows = self.df.select("shard_id", "payload").collect()
+                lambda: self.df.select("shard_id", "payload").collect(),
+                tag=f"sparkdl-{self._run_id}-spool-{uuid.uuid4().hex[:4]}",
+                name=f"sparkdl {self._run_id}: spool",
+            )
+            try:
+                rows = job.watched(math.inf, queue_seconds=self._queue_timeout_seconds)
             except BaseException:
                 self._stragglers = True
                 raise
@@ -119,6 +128,8 @@ class SpoolTable:
         """
         # What is here needs no job, but for what the driver has not heard of.
         self._seen -= {path for path in self._seen if _removed_here(Path(path))}
+        if has_ended(self._spark):
+            return  # which has removed its own directories
         try:
             self.df.unpersist()
         except Exception as error:
@@ -128,13 +139,15 @@ class SpoolTable:
             self._remove_spools,
             tag=f"sparkdl-{self._run_id}-clean-{uuid.uuid4().hex[:4]}",
             name=f"sparkdl {self._run_id}: clean up",
+            cleans_up=True,
         )
         job.begin()
         if job.wait(_WAIT_SECONDS, until=is_hurried):
             return
-        logger.warning(
-            "the spools of run %s are not all removed yet, mostly because other jobs hold the "
-            "slots; a job in the background removes them when it gets some, within %.0f s: %s",
+        logger.log(
+            logging.WARNING if self._seen else logging.INFO,
+            "the job that removes the spools of run %s has not ended yet, mostly because other "
+            "jobs hold the slots; it goes on in the background, for at most %.0f s: %s",
             *(self._run_id, _LIMIT_SECONDS, self._places()),
         )
         limit = 0.0 if is_hurried() else _LIMIT_SECONDS
@@ -160,6 +173,8 @@ class SpoolTable:
                 time.sleep(_KILL_SECONDS)
                 self._clean(max(num_slots(self._spark), _PASSES * self.num_shards))
         except Exception as error:
+            if has_ended(self._spark):
+                return
             self._warn(error)
         if self._seen:
             _left[self._run_id] = set(self._seen)  # a lost host may come back, with its disk
@@ -173,7 +188,7 @@ class SpoolTable:
         logger.warning("could not clean up after run %s: %s", self._run_id, error)
 
     def _places(self) -> str:
-        return ", ".join(sorted(self._seen.copy())) or "none that the driver knows of"
+        return ", ".join(sorted(self._seen.copy())) or "the driver has not heard where they are"
 
     def _clean(self, num_tasks: int) -> None:
         left = dict(_left)
@@ -272,6 +287,7 @@ class ShardTable(SpoolTable, SpooledRows):
         Raises:
             SparkDLError: a task could not spool.
             DataError: rows cannot be used, or the source has changed since the first call.
+            ClusterError: other jobs held the slots for too long.
         """
         with self._spooling:
             (shards,) = self._spooled()

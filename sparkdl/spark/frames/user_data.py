@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pyspark.sql.pandas.types import from_arrow_type
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.data.source import Source
-from sparkdl.errors import ClusterError, ConfigError
+from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
 from sparkdl.spark.cluster.cluster_info import require_plain_files
 from sparkdl.spark.frames.frame_sample import Sample, take_sample
@@ -31,6 +32,7 @@ from sparkdl.spark.frames.row_table import RowTable, TableSpec
 from sparkdl.spark.frames.shard_table import LocalTable, ShardTable
 from sparkdl.spark.frames.source_table import SourceTable
 from sparkdl.spark.session.compat import conf
+from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.settings import Settings
 from sparkdl.sync.population.population import Competition
 from sparkdl.sync.strategy import SyncStrategy
@@ -129,12 +131,50 @@ def user_data(data: Any) -> UserData:
         ConfigError: it is neither.
         ClusterError: a source needs an active session, and there is none.
     """
+    data = spark_frame(data)
     # DataFrames first: they have an attribute for each column, whatever its name.
     if isinstance(data, DataFrame):
         return UserData(spark=data.sparkSession, frame=data)
     require_data(data)
     spark = active_session()
     return UserData(spark=spark, frame=empty_frame(spark, data), source=data)
+
+
+def spark_frame(data: Any) -> Any:
+    """A pandas DataFrame as one of the active session's; anything else as it is.
+
+    Raises:
+        DataError: a column's values have no type that Arrow knows.
+        ClusterError: there is no active session.
+    """
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(data, pandas.DataFrame):
+        return data
+    try:
+        table = pa.Table.from_pandas(data, preserve_index=False)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"a column of the pandas DataFrame cannot be read: {error}; give each column values of "
+            "one type that Arrow knows"
+        ) from error
+    return active_session().createDataFrame(table)
+
+
+def rows_of(data: Any) -> DataFrame:
+    """The rows to which a model is applied, of a DataFrame of Spark or pandas.
+
+    Raises:
+        ConfigError: it is neither.
+        DataError: a column's values have no type that Arrow knows.
+        ClusterError: the Spark session has ended, or there is none.
+    """
+    frame = spark_frame(data)
+    if not isinstance(frame, DataFrame):
+        raise ConfigError(
+            f"a model takes a DataFrame of Spark or pandas; received {type(data).__name__}"
+        )
+    raise_if_ended(frame.sparkSession)
+    return frame
 
 
 def require_data(data: Any) -> None:
@@ -145,8 +185,8 @@ def require_data(data: Any) -> None:
     """
     if not isinstance(data, DataFrame) and not isinstance(data, Source):
         raise ConfigError(
-            "fit takes a DataFrame or a source, such as sparkdl.ParquetSource; received "
-            f"{type(data).__name__}"
+            "fit takes a DataFrame of Spark or pandas, or a source such as sparkdl.ParquetSource; "
+            f"received {type(data).__name__}"
         )
 
 

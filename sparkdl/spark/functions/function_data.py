@@ -130,13 +130,15 @@ class DataSets(SpoolTable):
         super().__init__(spark, run_id=run_id, num_shards=slots.num_workers)
         self._slots = slots
         self._has_warned = False
-        seconds = read_settings(partial(conf, spark)).heartbeat_timeout_seconds
+        settings = read_settings(partial(conf, spark))
+        seconds = settings.heartbeat_timeout_seconds
         specs = {
             name: TableSpec(
                 columns=columns,
                 num_shards=slots.num_workers,
                 profile=slots.profile,
                 heartbeat_timeout_seconds=seconds,
+                queue_timeout_seconds=settings.queue_timeout_seconds,
             )
             for name, columns in prepared.items()
         }

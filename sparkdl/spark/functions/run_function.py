@@ -31,7 +31,7 @@ from sparkdl.spark.functions.function_data import DataSets, prepare_sets
 from sparkdl.spark.run.resume import newest, patiently
 from sparkdl.spark.run.run import Request
 from sparkdl.spark.run.run_facts import record_run
-from sparkdl.spark.session.compat import conf, shares_console
+from sparkdl.spark.session.compat import conf, run_workers_here, shares_console
 from sparkdl.spark.session.interrupts import Cleanup
 from sparkdl.spark.session.settings import read_settings
 from sparkdl.storage.checkpoint_format import StepFolder, folders
@@ -96,6 +96,7 @@ def _run(
     spark: SparkSession, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_function`."""
+    run_workers_here(spark)
     settings = read_settings(partial(conf, spark))
     payload = _pickled(request.function)
     data = {name: user_data(one) for name, one in request.data.items()}

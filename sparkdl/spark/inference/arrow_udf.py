@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas import functions as python_functions
+
+from sparkdl.spark.session.compat import conf, run_workers_here
+from sparkdl.spark.session.settings import read_settings
+from sparkdl.worker.watcher import ended_when_hung
 
 Function = Callable[[Iterator[Sequence[pa.Array]]], Iterator[pa.Array]]
 """From batches, one array per input, to arrays with as many rows in all."""
@@ -48,11 +53,20 @@ def with_columns(
     packed, marker = f"{prefix}_output", f"{prefix}_partition"
     is_plain = all(_is_convertible(field.dataType) for field in df.schema.fields)
     rows = df if is_plain else df.withColumn(marker, F.spark_partition_id())
-    computed = with_column(rows, packed, inputs, function, data_type)
+    seconds = read_settings(partial(conf, df.sparkSession)).heartbeat_timeout_seconds
+    computed = with_column(rows, packed, inputs, partial(_watched, function, seconds), data_type)
     columns = {name: make(F.col(packed)) for name, make in made.items()}
     if not is_plain:
         columns = {name: F.when(F.col(marker) >= 0, c) for name, c in columns.items()}
     return computed.withColumns(columns).drop(packed, marker)
+
+
+def _watched(
+    function: Function, timeout_seconds: float, batches: Iterator[Sequence[pa.Array]]
+) -> Iterator[pa.Array]:
+    """What the function gives, in a process that is ended if it hangs."""
+    with ended_when_hung(timeout_seconds):
+        yield from function(batches)
 
 
 def _is_convertible(data_type: T.DataType) -> bool:
@@ -74,6 +88,7 @@ def with_column(
     data_type: T.DataType,
 ) -> DataFrame:
     """``df`` with column ``name`` of ``data_type``, which ``function`` computes from ``inputs``."""
+    run_workers_here(df.sparkSession)
     arrow_udf: Any = getattr(python_functions, "arrow_udf", None)
     if arrow_udf is not None:
         # Spark tells the kind of a UDF by its type hints.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sparkdl import __version__
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
@@ -69,6 +70,7 @@ class ParamsWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
+    @plainly
     def save(self, path: str) -> None:
         """Save to ``path``, which must not exist unless ``overwrite()`` was called.
 
@@ -208,6 +210,7 @@ class ParamsReader(MLReader[P]):
         settings = read_settings(partial(conf, self.sparkSession))
         return trusting((*settings.trusted_packages, *self._trusted))
 
+    @plainly
     def load(self, path: str) -> P:
         """Load from ``path``.
 

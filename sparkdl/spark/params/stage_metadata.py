@@ -47,7 +47,7 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
     """Delete what is at ``path``, or refuse if that was not asked for, as Spark ML does.
 
     Raises:
-        StorageError: something is there, and Spark does not know the place.
+        StorageError: something is there (on Spark Connect Spark says so itself).
     """
     if is_connect(spark):
         from pyspark.ml.connect.readwrite import RemoteMLWriter
@@ -62,6 +62,10 @@ def make_way(path: str, overwrite: bool, spark: SparkSession) -> None:
     else:
         from pyspark.ml.wrapper import JavaWrapper
 
+        if not overwrite and is_there(path, spark):
+            raise StorageError(
+                f"{without_password(path)} already exists; use write().overwrite().save(...)"
+            )
         java = JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite")
         helper: Any = JavaWrapper(java)
         helper._call_java("handleOverwrite", path, overwrite, spark._jsparkSession)
@@ -143,6 +147,8 @@ def read_metadata(path: str, spark: SparkSession) -> dict[str, Any]:
         StorageError: it is not there, cannot be read, is damaged or of a later format.
     """
     try:
+        if not is_connect(spark) and not is_there(path, spark):
+            raise StorageError(f"nothing is saved at {without_password(path)}; check the path")
         if _is_ours(path, spark):
             text = open_storage(path).read(_METADATA).decode()
             metadata = DefaultParamsReader._parseMetaData(text)
@@ -188,6 +194,8 @@ def is_there(path: str, spark: SparkSession) -> bool:
     """Whether there is something at ``path``, on whatever file system Spark or Python reaches."""
     if _is_ours(path, spark):
         return bool(open_storage(path).list(""))
+    if not is_connect(spark):
+        return HadoopStorage(spark, path).exists("")
     try:
         spark.read.format("binaryFile").load(path).schema  # noqa: B018
     except AnalysisException as error:

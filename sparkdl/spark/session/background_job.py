@@ -7,6 +7,8 @@ other jobs hold all slots.
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +18,18 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
 from sparkdl.spark.session.cancel import end_job
-from sparkdl.spark.session.compat import described, is_connect, tag_jobs
+from sparkdl.spark.session.compat import described, is_connect, tag_jobs, thread_properties
 from sparkdl.spark.session.interrupts import raise_if_asked
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 1.0
 """How often Spark is asked about the tasks of a job."""
+_SAY_SECONDS = 60.0
+"""How often a wait for slots is mentioned."""
 _MOST_TASKS = 1000
 """Of a stage, that are looked at to find the hosts of those that run."""
 
@@ -31,7 +37,15 @@ _MOST_TASKS = 1000
 class BackgroundJob(Generic[T]):
     """What submits Spark jobs and gives a value, in a thread of its own."""
 
-    def __init__(self, spark: SparkSession, work: Callable[[], T], *, tag: str, name: str) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        work: Callable[[], T],
+        *,
+        tag: str,
+        name: str,
+        cleans_up: bool = False,
+    ) -> None:
         """Prepare it; `begin` starts it.
 
         Args:
@@ -39,6 +53,8 @@ class BackgroundJob(Generic[T]):
             work: submits the jobs.
             tag: of the jobs, by which they can be cancelled; no other job has it.
             name: of the jobs in Spark's UI.
+            cleans_up: True if they do not belong to the job group of the thread that begins them,
+                whose jobs may just have been cancelled.
         """
         self.is_over = threading.Event()
         """Set when the work has ended. To be waited for in place of its thread: up to Python 3.12 a
@@ -53,15 +69,21 @@ class BackgroundJob(Generic[T]):
         self.progress = TaskProgress(spark, tag)
         """How its tasks get on."""
         self._spark, self._work, self._tag, self._name = spark, work, tag, name
+        self._cleans_up = cleans_up
         self._has_begun = False
 
     def begin(self) -> None:
         """Start the thread; called in a ``try`` that ends in `end`, since users interrupt."""
-        threading.Thread(target=self._run, name=self._tag, daemon=True).start()
+        take_properties = None if self._cleans_up else thread_properties(self._spark)
+        threading.Thread(
+            target=self._run, args=(take_properties,), name=self._tag, daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def _run(self, take_properties: Callable[[], None] | None) -> None:
         self._has_begun = True  # and then looks whether it may go on; `end` looks after that
         try:
+            if take_properties is not None:
+                take_properties()
             tag_jobs(self._spark, self._tag)
             with described(self._spark, self._name), self.progress.of_this_thread():
                 if not self.is_cancelled:
@@ -93,21 +115,37 @@ class BackgroundJob(Generic[T]):
             raise self.error
         return self.values[0]
 
-    def watched(self, timeout_seconds: float) -> T:
+    def watched(self, timeout_seconds: float, *, queue_seconds: float = math.inf) -> T:
         """Run it to its end; each of its tasks takes little time once it runs.
 
         Args:
             timeout_seconds: ``spark.sparkdl.startTimeout``, the longest time in which tasks run and
                 none of them ends.
+            queue_seconds: ``spark.sparkdl.queueTimeout``, the longest wait for the first task.
 
         Raises:
-            ClusterError: that time is over.
+            ClusterError: one of these times is over.
             Exception: what the work raised.
         """
+        began, times_said = time.monotonic(), 0
         try:
             self.begin()
             while not self.wait(_ASK_SECONDS):
-                if self.progress.seconds_without() > timeout_seconds:
+                silence, waited = self.progress.seconds_without(), time.monotonic() - began
+                if not self.progress.has_begun and waited > (times_said + 1) * _SAY_SECONDS:
+                    times_said += 1
+                    logger.warning(
+                        "no task of the job '%s' has started yet: other jobs hold the slots, or "
+                        "executors are gone; %.0f of at most %.0f s (spark.sparkdl.queueTimeout) "
+                        "have passed",
+                        *(self._name, waited, queue_seconds),
+                    )
+                if not self.progress.has_begun and waited > queue_seconds:
+                    raise ClusterError(
+                        f"no task started within {queue_seconds:g} s: other jobs hold the slots, "
+                        "or executors are gone; free them, or raise spark.sparkdl.queueTimeout"
+                    )
+                if silence > timeout_seconds:
                     where = ", ".join(self.progress.hosts()) or "an executor"
                     if not self.is_over.is_set():
                         raise ClusterError(
@@ -130,6 +168,8 @@ class TaskProgress:
         self._tag = tag
         self._told = 0, 0
         """What Spark Connect said last: tasks that run, and those that have ended."""
+        self.has_begun = False
+        """True once a task has run, as far as `seconds_without` has asked."""
         self._ended = -1
         self._since = self._asked = self._next = 0.0
 
@@ -165,6 +205,7 @@ class TaskProgress:
         if now >= self._next:
             self._asked, self._next = now, now + _ASK_SECONDS
             running, ended = self._tasks()
+            self.has_begun |= running + ended > 0
             if not running or ended != self._ended:
                 self._ended, self._since = ended, now
         return self._asked - self._since

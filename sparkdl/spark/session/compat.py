@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 
 def is_connect(spark: SparkSession) -> bool:
     """True if the session is a Spark Connect client."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def has_ended(spark: SparkSession) -> bool:
+    """True if the session can run nothing any more: it was stopped, or its JVM is gone."""
+    if is_connect(spark):
+        client: Any = spark.client
+        return bool(client.is_closed)
+    context: Any = spark.sparkContext
+    if context._jsc is None:  # stopped from Python
+        return True
+    try:
+        return context._jsc.sc().isStopped() is True
+    except (Py4JError, OSError):
+        return True
 
 
 def conf(spark: SparkSession, key: str) -> str | None:
@@ -25,6 +42,15 @@ def shares_console(spark: SparkSession) -> bool:
     """True if workers print where the driver does: in local mode."""
     master = conf(spark, "spark.master") or ""
     return not is_connect(spark) and master.startswith("local") and "cluster" not in master
+
+
+def run_workers_here(spark: SparkSession) -> None:
+    """In local mode, let Spark's workers run this program's Python if nobody has chosen one.
+
+    Spark takes the first ``python3`` of the PATH, which seldom has the packages.
+    """
+    if shares_console(spark) and not os.environ.get("PYSPARK_PYTHON"):
+        spark.sparkContext.pythonExec = sys.executable
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:
@@ -122,6 +148,45 @@ def tag_jobs(spark: SparkSession, tag: str) -> None:
     else:
         # The session's own tags do not reach the jobs of a collect() on classic Spark 4.3.
         spark.sparkContext.addJobTag(tag)
+
+
+def thread_properties(spark: SparkSession) -> Callable[[], None]:
+    """What Spark knows of the calling thread: its job group, scheduler pool and tags of jobs.
+
+    Without it, jobs from another thread are not ended by ``cancelJobGroup``, as notebook servers
+    call it, and run in another pool. Tags of sparkdl's own are left out: each work has its own.
+
+    Returns:
+        Called in another thread, it gives the same to that one.
+    """
+    if is_connect(spark):
+        own = _of_others(spark.getTags())
+
+        def take_tags() -> None:
+            for tag in own:
+                spark.addTag(tag)
+
+        return take_tags
+    context: Any = spark.sparkContext
+    properties = context._jsc.sc().getLocalProperties().clone()
+    tags = _of_others(str(properties.getProperty(_TAGS) or "").split(","))
+    if tags:
+        properties.setProperty(_TAGS, ",".join(tags))
+    else:
+        properties.remove(_TAGS)
+
+    def take_properties() -> None:
+        context._jsc.sc().setLocalProperties(properties)
+
+    return take_properties
+
+
+_TAGS = "spark.job.tags"
+"""Local property in which Spark keeps the tags of a thread's jobs, with commas between."""
+
+
+def _of_others(tags: Iterable[str]) -> list[str]:
+    return sorted(tag for tag in tags if tag and not tag.startswith("sparkdl"))
 
 
 def untag_jobs(spark: SparkSession, tag: str) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 from py4j.java_gateway import is_instance_of
 from pyspark import SparkContext
 from pyspark import errors as spark_errors
+from pyspark.sql import SparkSession
 
 from sparkdl.data.spool.local_disk import DISK_REMEDY
 from sparkdl.errors import ClusterError, DataError, SparkDLError, StorageError, TrainingFailed
+from sparkdl.spark.session.compat import has_ended
 
 _WOULD_COME_AGAIN = (
     spark_errors.AnalysisException,
@@ -85,6 +87,21 @@ def raise_unless_loss(error: Exception) -> None:
         raise found from error
     if not is_loss(error):
         raise error
+
+
+def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
+    """Return if the session is there, so that what has failed may be tried again.
+
+    Raises:
+        ClusterError: it has ended, and ``error`` is only a consequence.
+    """
+    if has_ended(spark):
+        raise ClusterError(
+            "the Spark session has ended: the program or the cluster manager has stopped it, or "
+            "its JVM was killed, mostly for lack of memory (spark.driver.memory); let the session "
+            "live until the result is there, and start again: with a checkpointDir the same fit "
+            "goes on from its checkpoints"
+        ) from error
 
 
 def loss_reason(error: Exception) -> str:
@@ -165,9 +182,13 @@ def _text_of(error: Exception) -> str:
     return str(error) if java is None else _message_of(java)
 
 
+_OF_STACKS = ("at ", "...", "Driver stacktrace:")
+"""How lines begin that show where in Spark's own code something happened."""
+
+
 def spark_message(error: Exception) -> str:
     """What Spark says of a failure, without the stacks: its first lines, joined."""
     lines = [line.strip() for line in _text_of(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith(("at ", "..."))][:4]
+    telling = [line for line in lines if line and not line.startswith(_OF_STACKS)][:4]
     shown = " | ".join(telling) or type(error).__name__
     return shown if len(shown) <= 600 else shown[:597] + "..."

@@ -25,8 +25,9 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import TrainingFailed
+from sparkdl.errors import SparkDLError, TrainingFailed
 from sparkdl.spark.session.compat import cancel_jobs, tag_jobs, untag_jobs
+from sparkdl.spark.session.failures import raise_if_ended
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,9 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
 
     Raises:
         KeyboardInterrupt: the user wants it.
+        ClusterError: the session has ended.
     """
+    raise_if_ended(spark)
     _await_interrupted()
     with _handling(), Interruptible(spark) as work:
         try:
@@ -177,6 +180,8 @@ def interruptible(spark: SparkSession, checkpoint_dir: str | None = None) -> Ite
         except BaseException as error:
             work.end()
             if not _must_raise(work):
+                if isinstance(error, Exception) and not isinstance(error, SparkDLError):
+                    raise_if_ended(spark, error)
                 raise
             if work.is_late:
                 raise KeyboardInterrupt(_message(checkpoint_dir)) from error

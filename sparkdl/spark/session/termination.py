@@ -1,8 +1,9 @@
-"""SIGTERM ends a driver, and removes the temporary folders of its runs first.
+"""SIGTERM and SIGHUP end a driver, and remove the temporary folders of its runs first.
 
-That is how schedulers end a process. Python ends without any cleaning up then, unless the program
-handles the signal itself; in that case nothing is changed here: its handler raises, and the runs
-clean up as after any exception, or it lets them go on.
+That is how schedulers end a process, and terminals and lost ssh connections. Python ends without
+any cleaning up then, unless the program handles the signal itself, or ignores it, as under nohup;
+in that case nothing is changed here: its handler raises, and the runs clean up as after any
+exception, or it lets them go on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+]  # Windows has no SIGHUP
 _folders: set[str] = set()
 """What is to be removed; of fits in all threads."""
 _TRIES = 5
@@ -24,33 +28,33 @@ _TRIES = 5
 
 @contextlib.contextmanager
 def removed_at_termination(folder: str) -> Iterator[None]:
-    """Have SIGTERM remove a folder during the block, before it ends the process as ever.
+    """Have the signals remove a folder during the block, before they end the process as ever.
 
     Signals belong to the main thread; a fit in another one is protected if the main thread is in
     such a block too, or has called `listen`.
     """
-    before = listen()
+    handled = listen()
     _folders.add(folder)
     try:
         yield
     finally:
         _folders.discard(folder)
-        if before:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def listen() -> bool:
-    """Handle the signal from now on, in the main thread and where nobody else does.
+def listen() -> list[int]:
+    """Handle the signals from now on, in the main thread and where nobody else does.
 
     Returns:
-        True if this call has begun it.
+        Those that this call has begun to handle.
     """
     if threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return False
-    signal.signal(signal.SIGTERM, _on_signal)
-    return True
+        return []
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, _on_signal)
+    return handled
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

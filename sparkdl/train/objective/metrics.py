@@ -8,6 +8,7 @@ row are left out, and the states are reduced in rank order by the metric's own r
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -285,6 +286,8 @@ def _make_metric(name: str, value: Any) -> Metric:
     from torchmetrics import Metric
 
     is_factory = callable(value) and not isinstance(value, torch.nn.Module)
+    if is_factory:
+        _require_no_arguments(name, value)
     metric = value() if is_factory else value
     if not isinstance(metric, Metric):
         raise ConfigError(
@@ -299,6 +302,26 @@ def _make_metric(name: str, value: Any) -> Metric:
     if name == "loss":
         raise ConfigError(f"a metric cannot be called {name!r}: the history has that name already")
     return copy.deepcopy(metric)
+
+
+def _require_no_arguments(name: str, factory: Callable[..., Any]) -> None:
+    """Raise unless a callable can be called as it is; a function of predictions and labels cannot.
+
+    Raises:
+        ConfigError: it needs arguments.
+    """
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of one written in C, which does not say it
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"metric {name!r} must be a torchmetrics.Metric or a callable that makes one; "
+            f"{factory!r} cannot be called without arguments ({error}); of a function of "
+            "predictions and labels make a subclass of torchmetrics.Metric"
+        ) from error
 
 
 def _scalar(name: str, value: Any) -> float:

@@ -17,13 +17,13 @@ def test_on_a_console(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
     """Of a fit on a terminal there is a bar at once, of a function there is none."""
-    monkeypatch.setattr(module, "on_terminal", lambda: terminal)
+    monkeypatch.setattr(module, "terminal_columns", lambda: 80 if terminal else None)
     for verbose, expected in ((0, SilentView), (1, ConsoleView), (2, ConsoleView)):
         for plan in (PLAN, None):
             view = choose_view(plan, verbose)
             view.close()
             assert type(view) is expected
-            assert ("0/20 steps" in capsys.readouterr().err) == (
+            assert ("0/20 [" in capsys.readouterr().err) == (
                 terminal and verbose > 0 and plan is not None
             )
     assert [shows_lines(n) for n in range(3)] == [False, False, True]

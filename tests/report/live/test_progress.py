@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -83,13 +86,12 @@ def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
     view._bar.refresh()
     shown = console.bar()
     assert "epoch 2 of 2 (evaluate)" in shown
-    assert "12/20 steps" in shown
+    assert "12/20 [" in shown
     assert "loss 0.2500, 135 rows/s per worker" in shown
     view.progress(0, at(20, 200))
     view.close()
     last = console.bar()
-    assert "100%" in last
-    assert "20/20 steps" in last
+    assert "20/20 [" in last
 
 
 def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
@@ -110,7 +112,7 @@ def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> N
     view._bar.refresh()
     shown = console.bar()
     assert "restart 1" in shown
-    assert "10/20 steps" in shown
+    assert "10/20 [" in shown
     view.progress(0, at(11, 10))
     clock.now += 1
     view.progress(0, at(12, 20))  # rows count from the restart: the old speed is forgotten
@@ -138,8 +140,8 @@ def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: st
     view.progress(0, at(11, 110))
     view.done(steps)
     view.close()
-    assert f"{shown} 100%" in console.bar()
-    assert f"{steps}/{steps} steps" in console.bar()
+    assert f"{shown} |" in console.bar()
+    assert f"{steps}/{steps} [" in console.bar()
 
 
 def test_the_silent_view_shows_nothing(console: Console) -> None:
@@ -206,19 +208,19 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
     ]
 
 
-DRIVER = "from sparkdl.report.live.progress import on_terminal; print(on_terminal())"
+DRIVER = "from sparkdl.report.live import progress; print(progress.terminal_columns() or 0)"
 LAUNCHER = f"""
 import subprocess, sys
 done = subprocess.run([sys.executable, "-c", {DRIVER!r}], stdout=-1, stderr=-1, text=True)
-sys.exit(int(done.stdout.strip() == "True"))
+sys.exit(int(done.stdout))
 """
 
 
 def statuses(output: int) -> tuple[int, int]:
-    """1 for a terminal: of a driver that writes itself, and of one that spark-submit started."""
+    """Columns, 0 for no terminal: of a driver by itself, and of one behind spark-submit."""
     direct = (
-        "import sys; from sparkdl.report.live.progress import on_terminal; "
-        "sys.exit(int(on_terminal()))"
+        "import sys; from sparkdl.report.live.progress import terminal_columns; "
+        "sys.exit(terminal_columns() or 0)"
     )
     environment = {**os.environ, "PYSPARK_GATEWAY_PORT": "1"}
     submitted = subprocess.run([sys.executable, "-c", LAUNCHER], stdout=output, env=environment)
@@ -231,7 +233,9 @@ def statuses(output: int) -> tuple[int, int]:
 def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     try:
-        assert statuses(theirs) == (1, 1)
+        assert statuses(theirs) == (80, 80)  # it does not say how many
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
+        assert statuses(theirs) == (61, 61)
     finally:
         os.close(ours)
         os.close(theirs)

@@ -378,6 +378,7 @@ def of_slots(slots: Callable[[], int]) -> Any:
     scala = SimpleNamespace(
         resourceProfileManager=lambda: SimpleNamespace(defaultResourceProfile=lambda: None),
         maxNumConcurrentTasks=lambda _: slots(),
+        isStopped=lambda: slots() < 0,
     )
     return SimpleNamespace(sparkContext=SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala)))
 
@@ -393,6 +394,18 @@ def test_another_node_may_come_late_after_a_loss(
     assert len(said) == 4  # at 0, 60, 120 and 180 seconds
     assert "after a loss: 1 of 2 slots are there; 0 of at most 3600 s" in said[0]
     assert "queueTimeout) have passed; restarts left after this one: 1" in said[0]
+
+
+@pytest.mark.parametrize("when", [0, 100])
+def test_nobody_waits_for_a_session_that_has_ended(
+    when: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cluster_info, "time", clock)
+    spark = of_slots(lambda: 1 if clock.now < when else -1)
+    with pytest.raises(ClusterError, match=r"the Spark session has ended: .* checkpointDir"):
+        wait_for_slots(spark, 2, None, Settings(), restarts_left=1)
+    assert clock.now == pytest.approx(when, abs=0.2)
 
 
 def test_no_other_node_comes_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -734,6 +734,22 @@ def test_a_view_that_fails_does_not_leave_the_job_running(stage: Stage) -> None:
     assert stage.spark.sparkContext.cancelled == ["sparkdl-r-0"]
 
 
+def test_a_session_that_has_ended_is_no_lost_worker(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = MagicMock()
+    ended.sc.return_value.isStopped.return_value = True
+
+    def job() -> Rows:
+        monkeypatch.setattr(FakeContext, "_jsc", ended)
+        raise PySparkException("Job 3 cancelled because SparkContext was shut down")
+
+    with pytest.raises(ClusterError, match="the Spark session has ended") as caught:
+        stage.run(job, max_restarts=3)
+    assert stage.submitted == [0]
+    assert isinstance(caught.value.__cause__, PySparkException)
+
+
 class Spooling:
     """A job that fails as it is told to."""
 

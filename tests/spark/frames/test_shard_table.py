@@ -432,14 +432,35 @@ def test_a_result_does_not_wait_for_slots_to_clean_up(
     table.close()
     assert time.monotonic() - began < 5
     assert not here.parent.exists()  # what is on the driver's host needs no job
-    assert "not all removed yet, mostly because other jobs hold the slots" in caplog.text
-    assert "within 0 s: /elsewhere/sparkdl-r/shard-1" in caplog.text.replace("1 s:", "0 s:")
+    assert "has not ended yet, mostly because other jobs hold the slots" in caplog.text
+    assert "at most 0 s: /elsewhere/sparkdl-r/shard-1" in caplog.text.replace("1 s:", "0 s:")
     assert table.ended.wait(10)  # in the background it is given up in the end
     deadline = time.monotonic() + 10
     while "r" not in module._left:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert module._left.pop("r") == {"/elsewhere/sparkdl-r/shard-1"}
+
+
+def test_where_the_session_has_ended_nothing_is_asked_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spark = MagicMock()
+    spark.sparkContext._jsc = None
+    table = SpoolTable(spark, run_id="r", num_shards=2)
+    table.df = MagicMock()
+    table.close()
+    assert table.df.mock_calls == spark.range.mock_calls == [] and caplog.text == ""
+
+    def stop(*_: Any) -> None:  # while the spools are removed in the background
+        spark.sparkContext._jsc = None
+        raise AttributeError("'NoneType' object has no attribute 'setCallSite'")
+
+    spark.sparkContext._jsc = MagicMock()
+    spark.range.side_effect = stop
+    table.note({"/away/sparkdl-r/shard-1"})
+    table.close()
+    assert spark.range.called and caplog.text == ""
 
 
 def test_a_later_run_removes_what_an_earlier_one_has_left_where_it_meets_it(

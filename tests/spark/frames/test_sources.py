@@ -215,7 +215,7 @@ def test_columns_and_labels_are_checked(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_column_may_have_any_name(spark: SparkSession) -> None:
     """Also those of a source's methods, which a DataFrame has as attributes then."""
-    with pytest.raises(ConfigError, match="fit takes a DataFrame or a source"):
+    with pytest.raises(ConfigError, match="fit takes a DataFrame of Spark or pandas, or a source"):
         fit([1, 2], request())  # type: ignore[arg-type]
     df = spark.createDataFrame([([1.0, 2.0, 3.0], 0)] * 4, "contents array<float>, schema int")
     wanted = request(feature_cols=("contents",), label_col="schema", epochs=1)

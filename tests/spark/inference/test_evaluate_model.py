@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torchmetrics
+from pyspark import TaskContext
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -17,14 +19,14 @@ from torch import nn
 from torchmetrics import classification
 
 from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inference import evaluate_rows
 from sparkdl.inference.evaluate_rows import Evaluator, Measures, Part
 from sparkdl.inference.outputs import Output
 from sparkdl.inference.scores import ClassificationScores, RegressionScores
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.spark.inference import evaluate_model
-from sparkdl.spark.inference.evaluate_model import AddTask
+from sparkdl.spark.inference.evaluate_task import AddTask
 
 pytestmark = pytest.mark.spark
 
@@ -218,6 +220,23 @@ def test_names_may_have_dots(rows: DataFrame) -> None:
 def test_no_rows_are_an_error(rows: DataFrame) -> None:
     with pytest.raises(DataError, match="no rows to evaluate"):
         classifier().evaluate(rows.limit(0))
+
+
+class Crashes(nn.Module):
+    """Ends the process of the task."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if TaskContext.get() is not None:
+            os._exit(1)
+        return x
+
+
+def test_a_lost_worker_is_told_without_stacks(rows: DataFrame) -> None:
+    model = TorchClassifierModel(Crashes(), [X], num_classes=2)
+    told = r"evaluate failed: a worker or executor was lost \(.*spark.executor.memoryOverhead"
+    with pytest.raises(ClusterError, match=told) as caught:
+        model.evaluate(rows)
+    assert "\tat " not in str(caught.value)
 
 
 def test_each_row_has_its_loss(rows: DataFrame) -> None:

@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sparkdl.errors import ClusterError
 from sparkdl.spark.session import background_job
 from sparkdl.spark.session.background_job import BackgroundJob
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 class FakeConnect:
@@ -24,14 +27,20 @@ class FakeConnect:
         self.removeProgressHandler = self.handlers.remove
         self.cancelled: list[str] = []
         self.ended = threading.Event()
+        self._of_thread = threading.local()
 
     def getTags(self) -> set[str]:
-        return set()
+        """Those of the thread."""
+        if not hasattr(self._of_thread, "tags"):
+            self._of_thread.tags = set()
+        tags: set[str] = self._of_thread.tags
+        return tags
 
     def addTag(self, tag: str) -> None:
-        return
+        self.getTags().add(tag)
 
-    removeTag = addTag
+    def removeTag(self, tag: str) -> None:
+        self.getTags().discard(tag)
 
     def interruptTag(self, tag: str) -> None:
         self.cancelled.append(tag)
@@ -87,6 +96,31 @@ def test_slots_are_waited_for_and_tasks_of_others_do_not_count() -> None:
     assert spark.cancelled == []
 
 
+def test_slots_are_not_waited_for_without_end_nor_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_job, "_SAY_SECONDS", 0.2)
+    spark = FakeConnect()
+
+    def wait() -> int:
+        spark.tell(running=0, ended=0)
+        return int(spark.ended.wait(20))
+
+    told = r"no task started within 0.5 s: other jobs hold the slots.*spark\.sparkdl\.queueTimeout"
+    with pytest.raises(ClusterError, match=told):
+        job(spark, wait).watched(5, queue_seconds=0.5)
+    assert spark.cancelled and "no task of the job 'test' has started yet" in caplog.text
+
+    def begin() -> int:
+        spark.tell(running=1, ended=0)
+        time.sleep(0.8)
+        return 4
+
+    caplog.clear()
+    assert job(spark, begin).watched(5, queue_seconds=0.5) == 4
+    assert caplog.text == ""
+
+
 def test_each_task_that_ends_gives_the_others_more_time() -> None:
     spark = FakeConnect()
 
@@ -107,3 +141,37 @@ def test_what_was_ended_before_it_began_never_begins() -> None:
     one.begin()
     assert one.is_over.wait(10)
     assert (begun, one.values, spark.cancelled) == ([], [], [])
+
+
+def test_on_spark_connect_jobs_have_the_tags_of_the_thread_that_begins_them() -> None:
+    spark = FakeConnect()
+    for tag in ("mine", "sparkdl-of-the-fit"):
+        spark.addTag(tag)
+    seen: list[set[str]] = []
+    job(spark, lambda: seen.append(set(spark.getTags())) or 0).watched(5)
+    assert seen == [{"mine", "sparkdl-t", "test"}]
+
+
+@pytest.mark.spark
+def test_jobs_belong_to_the_group_of_the_thread_that_begins_them(spark: SparkSession) -> None:
+    """So that ``cancelJobGroup`` ends them, too; but not what cleans up after that."""
+    context = spark.sparkContext
+    keys = ("spark.jobGroup.id", "spark.scheduler.pool")
+
+    def work() -> tuple[set[str], list[str | None]]:
+        return set(context.getJobTags()), [context.getLocalProperty(key) for key in keys]
+
+    context.setJobGroup("group", "theirs")
+    context.setLocalProperty("spark.scheduler.pool", "pool")
+    for tag in ("mine", "sparkdl-of-the-fit"):
+        context.addJobTag(tag)
+    try:
+        found = BackgroundJob(spark, work, tag="sparkdl-t", name="test").watched(5)
+        assert found == ({"mine", "sparkdl-t"}, ["group", "pool"])
+        found = BackgroundJob(spark, work, tag="sparkdl-t", name="x", cleans_up=True).watched(5)
+        assert found == ({"sparkdl-t"}, [None, None])
+        assert set(context.getJobTags()) == {"mine", "sparkdl-of-the-fit"}
+    finally:
+        context.clearJobTags()
+        for key in (*keys, "spark.job.description", "spark.job.interruptOnCancel"):
+            context.setLocalProperty(key, None)  # type: ignore[arg-type]

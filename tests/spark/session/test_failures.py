@@ -170,7 +170,8 @@ def test_spark_tells_of_a_cancelled_job_and_of_a_missing_file(
 
 def test_the_telling_lines() -> None:
     error = PySparkException(
-        "Job aborted:\n\n  Lost task 0.0\n\tat org.apache.Spark\n... 3 more\ncause\nfourth\nfifth"
+        "Job aborted:\n\n  Lost task 0.0\n\tat org.apache.Spark\n... 3 more\ncause\n"
+        "Driver stacktrace:\nfourth\nfifth"
     )
     assert spark_message(error) == "Job aborted: | Lost task 0.0 | cause | fourth"
     assert spark_message(PySparkException("")) == "PySparkException"

@@ -9,11 +9,12 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pyarrow as pa
 import pytest
 
-from sparkdl.errors import TrainingFailed
+from sparkdl.errors import ClusterError, DataError, TrainingFailed
 from sparkdl.spark.session import interrupts
 from sparkdl.spark.session.interrupts import Cleanup, interruptible, is_in_call, raise_if_asked
 
@@ -25,6 +26,7 @@ class FakeContext:
     """What a Spark context notes of tags. ``cancelled`` is set as soon as a job is."""
 
     def __init__(self) -> None:
+        self._jsc: Any = MagicMock()
         self.tags: list[str] = []
         self.cancelled = threading.Event()
         self.num_cancelled = 0
@@ -261,6 +263,23 @@ def test_a_late_press_does_not_hide_an_error(session: Any) -> None:
         stack.callback(press)
         raise ValueError("bad")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_what_fails_because_the_session_has_ended_says_so(session: Any) -> None:
+    """pyspark itself raises an AttributeError of None then."""
+    ended = pytest.raises(ClusterError, match="the Spark session has ended")
+    with ended as caught, interruptible(session):
+        session.sparkContext._jsc = None
+        raise AttributeError("'NoneType' object has no attribute 'sc'")
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with ended, interruptible(session):
+        pytest.fail("nothing begins in a session that has ended")
+
+
+def test_an_error_of_ours_is_told_although_the_session_has_ended_since(session: Any) -> None:
+    with pytest.raises(DataError, match="no rows"), interruptible(session):
+        session.sparkContext._jsc = None
+        raise DataError("no rows")
 
 
 def test_other_errors_stay_what_they_are(session: Any) -> None:

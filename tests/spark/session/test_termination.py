@@ -1,4 +1,4 @@
-"""SIGTERM removes what a driver has on its disk, and still ends it."""
+"""SIGTERM and SIGHUP remove what a driver has on its disk, and still end it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ with termination.removed_at_termination(sys.argv[1]):
 
 
 @pytest.mark.timeout(300)
-def test_the_folders_of_all_fits_are_gone_and_the_signal_is_what_ended_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_folders_of_all_fits_are_gone_and_the_signal_is_what_ended_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         (folder / "run").mkdir(parents=True)
@@ -38,8 +41,8 @@ def test_the_folders_of_all_fits_are_gone_and_the_signal_is_what_ended_it(tmp_pa
     command = [sys.executable, "-c", PROGRAM, *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"going\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == -signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(60) == -number
     assert list(tmp_path.iterdir()) == []
 
 

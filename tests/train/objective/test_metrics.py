@@ -65,6 +65,8 @@ def test_half_precision_outputs_are_widened() -> None:
     [
         ({"mse": 3}, "must be a torchmetrics.Metric"),
         ({"mse": dict}, "must be a torchmetrics.Metric"),
+        ({"mse": lambda output, label: 0.0}, "'output'.* make a subclass of torchmetrics.Metric"),
+        ({"f1": classification.MulticlassF1Score}, "without arguments .*'num_classes'"),
         ({"loss": torchmetrics.MeanSquaredError}, "has that name already"),
         ({"all": torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])}, "must be a"),
         ({"sum": torchmetrics.MeanSquaredError() + torchmetrics.MeanAbsoluteError()}, "made of"),

@@ -1,0 +1,98 @@
+"""Errors for users: their own lines and our sentence, without what lies in between.
+
+A mistake in a module's ``forward`` passes through torch, this package, py4j and Spark before the
+user sees it. The frames of these are left out, and causes that only repeat it in other words.
+``SPARKDL_FULL_TRACEBACKS=1`` shows everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from sparkdl.errors import SparkDLError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_VARIABLE = "SPARKDL_FULL_TRACEBACKS"
+_HIDDEN = ("sparkdl", "pyspark", "py4j", "grpc", "torch", "cloudpickle", "fsspec", "pyarrow")
+"""Packages whose frames say nothing to users, besides Python's own."""
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Let what a function of the public interface raises on purpose end in a short traceback."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except SparkDLError as error:
+            if _shows_all():
+                raise
+            raised = shortened(error)
+        raise raised
+
+    return call
+
+
+def shortened(error: SparkDLError) -> SparkDLError:
+    """An error of ours without a traceback; its cause is the user's own exception, if one is."""
+    error.__cause__ = _users_cause(error)
+    error.__suppress_context__ = True
+    return error.with_traceback(None)
+
+
+def formatted(error: BaseException) -> str:
+    """An exception with the frames of the user's code, or with all of them if there are none."""
+    own = None if _shows_all() else _users_frames(error.__traceback__)
+    if own is None:
+        return "".join(traceback.format_exception(error))
+    return "".join(traceback.format_exception(type(error), error, own, chain=False))
+
+
+def _shows_all() -> bool:
+    return os.environ.get(_VARIABLE, "0") not in ("", "0")
+
+
+def _users_cause(error: BaseException) -> BaseException | None:
+    """The first exception below ``error`` that passed through the user's code, with that alone."""
+    below = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while below is not None:
+        own = _users_frames(below.__traceback__)
+        if own is not None and not isinstance(below, SparkDLError):
+            below.__cause__, below.__suppress_context__ = None, True
+            return below.with_traceback(own)
+        below = below.__cause__ or (None if below.__suppress_context__ else below.__context__)
+    return None
+
+
+def _users_frames(found: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of packages, from the first frame that is the user's."""
+    own: TracebackType | None = None
+    for each in reversed(list(_walk(found))):
+        if not _is_hidden(each.tb_frame.f_code.co_filename):
+            own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return own
+
+
+def _walk(found: TracebackType | None) -> list[TracebackType]:
+    links = []
+    while found is not None:
+        links.append(found)
+        found = found.tb_next
+    return links
+
+
+def _is_hidden(path: str) -> bool:
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _HIDDEN]
+    folders = tuple(f"{Path(file).parent}{os.sep}" for file in files if file is not None)
+    is_standard = path.startswith(_STANDARD) and "-packages" not in path
+    return is_standard or path.startswith(("<frozen", *folders))

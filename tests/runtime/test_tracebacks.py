@@ -1,0 +1,76 @@
+"""What users see of an error: our sentence and their own lines."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.runtime.tracebacks import formatted, plainly
+from sparkdl.storage.storage import open_storage
+
+
+class Net(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weigh(x)
+
+    def weigh(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(3, 3)
+
+
+def run_module() -> None:
+    try:
+        Net()(torch.ones(2, 2))
+    except RuntimeError as error:
+        raise ConfigError("the module cannot run") from error
+
+
+def write_file() -> None:
+    """The cause is raised and caught within the package."""
+    open_storage("/proc/nowhere").write("file", b"")
+
+
+def shown(function: Callable[[], None]) -> list[str]:
+    with pytest.raises(SparkDLError) as caught:
+        plainly(function)()
+    return "".join(traceback.format_exception(caught.value)).splitlines()
+
+
+def test_of_the_cause_the_users_own_frames_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(run_module)
+    assert lines[-1].endswith("ConfigError: the module cannot run")
+    for name in ("forward", "weigh"):
+        assert any(line.endswith(f"in {name}") for line in lines)
+    assert not any("torch/nn" in line for line in lines)
+    assert sum(line.startswith("Traceback") for line in lines) == 2
+    monkeypatch.setenv("SPARKDL_FULL_TRACEBACKS", "1")
+    assert any("torch/nn" in line for line in shown(run_module))
+
+
+def test_a_cause_without_a_frame_of_the_users_is_left_out() -> None:
+    lines = shown(write_file)
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+    assert "/proc/nowhere" in lines[-1]
+
+
+def test_what_nobody_raised_on_purpose_is_whole() -> None:
+    def fails() -> None:
+        Net()(torch.ones(2, 2))
+
+    with pytest.raises(RuntimeError) as caught:
+        plainly(fails)()
+    assert any("torch/nn" in line for line in traceback.format_exception(caught.value))
+    text = formatted(caught.value)
+    assert "in weigh" in text and "torch/nn" not in text
+    assert text.splitlines()[-1].startswith("RuntimeError: ")
+
+
+def test_an_error_without_frames_of_the_users_keeps_all() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2, 2) @ torch.ones(3, 3)
+    error = caught.value.with_traceback(None)
+    assert formatted(error).startswith("RuntimeError: ")
