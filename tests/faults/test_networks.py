@@ -36,7 +36,7 @@ _SECONDS = 60 * PATIENCE
 """Longest time of a fit, besides that of its cuts and of TCP's waiting after them."""
 
 
-CUTS = {"preflight": 8, "train": 40}
+CUTS = {"preflight": 8, "train": 52}
 """Seconds of cuts that are not short."""
 
 

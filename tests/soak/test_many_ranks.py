@@ -68,7 +68,7 @@ def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
         each = NUM_RANKS // NUM_PROCESSES
         processes = []
         for first in range(0, NUM_RANKS, each):
-            words = [str(word) for word in (first, each, SECONDS, PAUSE_SECONDS)]
+            words = [str(word) for word in (first, each, PAUSE_SECONDS)]
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.soak.report_much", *words],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
             stack.callback(process.kill)  # which does nothing to one that has ended
             assert process.stdin is not None
             process.stdin.write(pickle.dumps(server.address))
-            process.stdin.close()
+            process.stdin.flush()
         deadline = time.monotonic() + 120
         while len(driver.counts) < NUM_RANKS and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -86,7 +86,8 @@ def test_all_that_ranks_report_arrives_and_the_driver_does_not_grow() -> None:
         time.sleep(SECONDS / 2)
         late = usage()
         for process in processes:
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
             told = json.loads(process.stdout.read())
             sent.update({int(rank): number for rank, number in told.items()})
             assert process.wait(60) == 0
