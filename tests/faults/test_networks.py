@@ -1,7 +1,7 @@
 """Networks that are cut and healed, slow or lossy, change no bit and cause no needless restart.
 
 Spark and sparkdl wait here as long as they do by default. TCP waits twice as long after each packet
-that was lost, so the silence is up to twice as long as the cut.
+that was lost, so training stands still for up to twice as long as the cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SECONDS = 60 * PATIENCE
 """Longest time of a fit, besides that of its cuts and of TCP's waiting after them."""
 
 
-CUTS = {"preflight": 8, "train": 52}
+CUTS = {"preflight": 8, "train": 40}
 """Seconds of cuts that are not short."""
 
 
