@@ -43,6 +43,7 @@ from sparkdl.report.listeners.listener import RunListener as RunListener
 from sparkdl.report.listeners.listener import RunStart as RunStart
 from sparkdl.report.listeners.mlflow import MLflow as MLflow
 from sparkdl.report.listeners.tensorboard import TensorBoard as TensorBoard
+from sparkdl.report.record.run_folder import read_runs as read_runs
 from sparkdl.report.summary import TrainingSummary as TrainingSummary
 from sparkdl.runner import TorchRunner as TorchRunner
 from sparkdl.serialization.initial_weights import InitialWeights as InitialWeights

@@ -26,7 +26,7 @@ from sparkdl.spark.frames.user_data import (
 )
 from sparkdl.spark.functions.run_function import FunctionRequest, run_function
 from sparkdl.spark.functions.run_in_driver import run_here
-from sparkdl.spark.params.converters import to_inputs
+from sparkdl.spark.params.converters import to_inputs, to_run_name
 from sparkdl.spark.run.run_facts import shown
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.worker.function_rank import Script
@@ -72,6 +72,7 @@ class TorchRunner:
         cpus_per_worker: cores of a worker; None: Spark's ``spark.task.cpus``.
         gpus_per_worker: GPUs of a worker; None: Spark's ``spark.task.resource.gpu.amount``.
         report_dir: directory or URL in which each run leaves its report; None: nowhere.
+        run_name: what the runs are called there, in their lines and in Spark's UI.
         listeners: observers on the driver, such as `TensorBoard`.
         verbose: 0: only warnings; 1: also what is reported; 2: also what workers log and print.
 
@@ -94,6 +95,7 @@ class TorchRunner:
         cpus_per_worker: int | None = None,
         gpus_per_worker: float | None = None,
         report_dir: str | None = None,
+        run_name: str | None = None,
         listeners: Sequence[Listener] = (),
         verbose: int = 1,
     ) -> None:
@@ -119,6 +121,7 @@ class TorchRunner:
             cpus_per_worker=cpus_per_worker,
             gpus_per_worker=gpus_per_worker,
             report_dir=report_dir,
+            run_name=_run_name(run_name),
             listeners=tuple(listeners),
             verbose=verbose,
         )
@@ -197,6 +200,13 @@ def _by_name(data: Any) -> dict[str, Data]:
     for value in sets.values():
         require_data(value)
     return sets
+
+
+def _run_name(value: Any) -> str | None:
+    try:
+        return to_run_name(value)
+    except TypeError as error:
+        raise ConfigError(f"run_name: {error}") from error
 
 
 def _inputs(value: Any) -> dict[str, Specification] | None:

@@ -301,6 +301,7 @@ def recording(
     *,
     run_id: str,
     name: str,
+    run_name: str | None = None,
     params: Sequence[Mapping[str, Any]],
     storage: Storage | None,
     listeners: Sequence[Listener],
@@ -312,6 +313,7 @@ def recording(
     Args:
         run_id: the run's.
         name: what is run.
+        run_name: what the user calls the run.
         params: as in `RunRecord.params`.
         storage: where the record is left; None: nowhere.
         listeners: what else watches the run.
@@ -325,10 +327,12 @@ def recording(
     start = RunStart(
         run_id=run_id,
         name=name,
-        folder=folder_name(name, run_id, time.time()),
+        run_name=run_name or "",
+        folder=folder_name(run_name or name, run_id, time.time()),
         params=presentable({param["name"]: param["value"] for param in params}),
     )
-    began = {"run_id": run_id, "name": name, "params": [dict(p) for p in params], **known}
+    own = {"run_id": run_id, "name": name, "run_name": start.run_name}
+    began = {**own, "params": [dict(p) for p in params], **known}
     recorder = Recorder(None if storage is None else RunFolder(storage, start.folder), began)
     try:
         recorder.start_listeners(start, listeners)

@@ -51,6 +51,8 @@ class TrainingSummary:
     population: list[dict[str, float]] = field(default_factory=list)
     """What was seen of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
     hyperparameters and contests where there were any."""
+    run_name: str | None = None
+    """What the user calls the run."""
     report_path: str | None = None
     """Where the fit has left its page; None: nowhere."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
@@ -142,6 +144,7 @@ class TrainingSummary:
         return RunRecord(
             run_id="of a saved model",
             name="fit",
+            run_name=self.run_name or "",
             started=0.0,
             status="succeeded",
             seconds=self.seconds,
@@ -188,6 +191,8 @@ class TrainingSummary:
             ("seconds", f"{self.seconds:.1f} ({phases})"),
             ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
         ]
+        if self.run_name:
+            lines.insert(0, ("name", self.run_name))
         if self.history:
             last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]
             lines.append(("last epoch", ", ".join(last)))

@@ -72,6 +72,14 @@ def test_events_are_written_while_the_run_goes_on(
     assert not [t for t in threading.enumerate() if t.name == "sparkdl-record"]
 
 
+def test_the_folder_is_named_after_the_run(tmp_path: Path) -> None:
+    with start(LocalStorage(tmp_path), run_name="digits, wide" + 200 * "!"):
+        pass
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.split("-")[2] == "digits__wide" + 88 * "_"
+    assert RunReader(LocalStorage(tmp_path)).names() == [folder.name]
+
+
 def test_an_error_ends_the_record_and_goes_on(tmp_path: Path) -> None:
     with pytest.raises(DataError), start(LocalStorage(tmp_path)):
         raise DataError("s3://user:secret@bucket is empty")

@@ -26,6 +26,7 @@ def summary() -> TrainingSummary:
         world_size=2,
         throughput_by_rank=[100.0, 98.5],
         seconds=12.5,
+        run_name="digits, wide",
     )
 
 
@@ -76,7 +77,13 @@ def test_plot_without_matplotlib_names_the_extra(
 
 def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
     for text in (repr(summary), summary._repr_html_()):
-        for fact in ("1,000 training, 100 validation", "2, 64 steps on 2 worker(s)", "12.5", "98"):
+        for fact in (
+            "1,000 training, 100 validation",
+            "2, 64 steps on 2 worker(s)",
+            "12.5",
+            "98",
+            "digits, w",
+        ):
             assert fact in text
     assert "<table" in summary._repr_html_()
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))
@@ -85,6 +92,6 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
 def test_a_saved_model_has_a_page_of_its_curves(summary: TrainingSummary, tmp_path: Path) -> None:
     path = summary.write_report(tmp_path / "deep" / "report.html")
     text = path.read_text(encoding="utf-8")
-    assert "Learning curves" in text and "1,000" in text
+    assert "Learning curves" in text and "1,000" in text and "<h1>digits, wide</h1>" in text
     with pytest.raises(StorageError, match="choose another path"):
         summary.write_report(path / "below a file")

@@ -35,6 +35,8 @@ class RunStart:
     """A name for the run's files that no other run has, and that sorts by time."""
     params: Mapping[str, str]
     """Params by name, as text."""
+    run_name: str = ""
+    """What the user calls the run; empty: nothing."""
 
 
 class RunListener:

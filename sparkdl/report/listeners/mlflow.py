@@ -64,7 +64,9 @@ class MLflow(Listener):
                 client.create_experiment(self.experiment) if found is None else found.experiment_id
             )
             tags = {**self.tags, "sparkdl.run_id": run.run_id}
-            tracked = client.create_run(experiment, run_name=run.folder, tags=tags).info.run_id
+            tracked = client.create_run(
+                experiment, run_name=run.run_name or run.folder, tags=tags
+            ).info.run_id
             params = [Param(name, text[:_LONGEST_VALUE]) for name, text in run.params.items()]
             client.log_batch(tracked, params=params)
         except MlflowException as error:

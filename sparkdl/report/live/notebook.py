@@ -67,9 +67,11 @@ def _shell() -> Any:
 class NotebookView(View):
     """A fit, or a function's run, on the board of its cell; ``verbose=2`` prints all log lines."""
 
-    def __init__(self, board: Board, plan: TrainPlan | None, *, shows_logs: bool) -> None:
+    def __init__(
+        self, board: Board, plan: TrainPlan | None, *, shows_logs: bool, name: str = ""
+    ) -> None:
         self.status = RunStatus(plan)
-        self.curves = Curves(name="", unit="report" if plan is None else "epoch")
+        self.curves = Curves(name=name, unit="report" if plan is None else "epoch")
         if plan is not None:
             self.curves.steps_per_epoch = plan.steps_per_epoch
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
@@ -154,7 +156,8 @@ class Board:
         """Begin to show another run."""
         with self._lock:
             self.views.append(view)
-            view.curves.name = f"{'fit' if view.status.epochs else 'run'} {len(self.views)}"
+            kind = "fit" if view.status.epochs else "run"
+            view.curves.name = view.curves.name or f"{kind} {len(self.views)}"
             # A first curve of a few steps would be drawn for nothing.
             self._due["curves"] = max(self._due["curves"], time.monotonic() + 1.0)
             self.changed("progress")

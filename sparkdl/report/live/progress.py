@@ -202,8 +202,11 @@ class ConsoleView(View):
     Without the bar, which would fill a file, restarts and the end have lines too.
     """
 
-    def __init__(self, plan: TrainPlan | None, *, has_bar: bool, shows_logs: bool) -> None:
-        """``plan`` is that of a fit; a function has none, and no bar."""
+    def __init__(
+        self, plan: TrainPlan | None, *, has_bar: bool, shows_logs: bool, name: str = ""
+    ) -> None:
+        """``plan`` is that of a fit; a function has none, and no bar. Lines begin with ``name``."""
+        self._prefix = f"{name}: " if name else ""
         self._status = RunStatus(plan)
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self._bar: Any = None
@@ -223,6 +226,7 @@ class ConsoleView(View):
             )
 
     def _write(self, line: str) -> None:
+        line = self._prefix + line
         if self._bar is None:
             print(line, file=sys.stderr, flush=True)
         else:

@@ -30,7 +30,7 @@ _MOST_WITH_NUMBERS = 24
 
 def page(record: RunRecord) -> str:
     """The whole page."""
-    return document(record.name, body(record))
+    return document(record.title, body(record))
 
 
 def document(title: str, content: Markup, head: Markup | None = None) -> str:
@@ -76,10 +76,12 @@ def _header(record: RunRecord) -> Markup:
     started = html.duration(record.seconds)
     if record.started:
         started = f"{html.moment(record.started)} · {started}"
+    if record.run_name:
+        started = f"{record.name} · {started}"
     if record.phase:
         started += f" · now: {record.phase}"
     return joined(
-        tag("header", tag("h1", record.name), badge(record.status)),
+        tag("header", tag("h1", record.title), badge(record.status)),
         tag("p", started, class_="quiet"),
     )
 

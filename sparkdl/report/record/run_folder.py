@@ -8,16 +8,22 @@ once they are written: so any storage will do, also one that cannot append. At i
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from sparkdl.errors import StorageError
 from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord
 from sparkdl.runtime.json_values import finite
+from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 EVENTS, RECORD, PAGE = "events", "run.json", "report.html"
 
@@ -25,13 +31,15 @@ _MAX_BYTES = 1 << 28
 """The largest file that is taken for one of a run: JSON takes many times its size in memory."""
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of values that are JSON, but not those of a run."""
+_LONGEST_NAME = 100
+"""Characters of a run's name in that of its folder."""
 _NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9_]+-[0-9a-f]+")
 
 
 def folder_name(name: str, run_id: str, started: float) -> str:
-    """A run's folder: when it began (UTC), what it was, which."""
+    """A run's folder: when it began (UTC), what it was, or what the user calls it, which."""
     moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
-    return f"{moment}-{re.sub('[^A-Za-z0-9_]', '_', name)}-{run_id[:8]}"
+    return f"{moment}-{re.sub('[^A-Za-z0-9_]', '_', name)[:_LONGEST_NAME]}-{run_id[:8]}"
 
 
 class RunFolder:
@@ -61,6 +69,32 @@ class RunFolder:
         data = json.dumps(finite(record.to_dict()), default=str)
         self._storage.write(f"{self.folder}/{RECORD}", data.encode())
         self._storage.remove(f"{self.folder}/{EVENTS}")
+
+
+def read_runs(directory: str | os.PathLike[str], name: str = "*") -> dict[str, RunRecord]:
+    """The runs that have left a record in a directory, also those that go on.
+
+    Args:
+        directory: path or URL, as ``reportDir`` had it.
+        name: of the runs that are wanted, as ``runName`` had it; ``*`` stands for any text.
+
+    Returns:
+        The records by the names of their folders, the newest first. Those that cannot be read are
+        left out, with a warning.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    reader, found = RunReader(open_place(directory)), {}
+    for folder in reader.names():
+        try:
+            record = reader.read(folder)
+        except StorageError as error:
+            logger.warning("%s", error)
+            continue
+        if record is not None and fnmatchcase(record.run_name, name):
+            found[folder] = record
+    return found
 
 
 class RunReader:

@@ -36,6 +36,8 @@ class RunRecord:
     """What was run, such as ``TorchClassifier``."""
     started: float
     """Seconds since the epoch."""
+    run_name: str = ""
+    """What the user calls the run; empty: nothing."""
     status: Status = "running"
     seconds: float = 0.0
     """How long it has taken so far, or took."""
@@ -77,6 +79,11 @@ class RunRecord:
     """The module, see `module_graph`."""
     error: dict[str, str] | None = None
     """``type``, ``message``, and perhaps ``traceback``: what ended a run that failed."""
+
+    @property
+    def title(self) -> str:
+        """The user's name for the run, or what was run."""
+        return self.run_name or self.name
 
     @property
     def restarts(self) -> int:

@@ -95,7 +95,7 @@ def _odd_values(name: str, error: Exception) -> SparkDLError:
 
 def _readable_row(name: str, record: RunRecord) -> Markup:
     last: Mapping[str, Any] = record.history[-1] if record.history else {}
-    link = tag("a", record.name, href=f"/runs/{quote(name)}/")
+    link = tag("a", record.title, href=f"/runs/{quote(name)}/")
     facts = record.facts
     epochs = f"{len(record.history)}"
     if "epochs" in facts:
@@ -110,7 +110,8 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
-    return row(link, badge(record.status), *values)
+    what = record.name if record.run_name else ""
+    return row(joined(link, tag("div", what, class_="quiet")), badge(record.status), *values)
 
 
 def _sparkline(values: Sequence[float | None]) -> Markup:
@@ -212,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
                     content = joined(_BACK, body(record))
                 except Exception as error:  # whatever a record with odd values leads to
                     raise _odd_values(name, error) from error
-                self._page(record.name, content, is_live=record.status == "running")
+                self._page(record.title, content, is_live=record.status == "running")
             case ["runs", name, "run.json"] if record := self.server.record(name):
                 self._send(HTTPStatus.OK, "application/json", json.dumps(finite(record.to_dict())))
             case _:

@@ -116,7 +116,7 @@ def _fit(
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
-        view = choose_view(plan, request.verbose)
+        view = choose_view(plan, request.verbose, request.run_name)
         stack.callback(view.close)
         recorder.show(view)
         if request.on_epoch is not None:
@@ -152,6 +152,7 @@ def _fit(
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
+        run_name=request.run_name,
         world_size=plan.world_size,
         seconds=sum(laps.values()),
     )

@@ -128,7 +128,7 @@ def _run(
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings),
         )
-        view = choose_view(None, request.verbose)
+        view = choose_view(None, request.verbose, request.run_name)
         recorder.show(view)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
         stack.callback(view.close)

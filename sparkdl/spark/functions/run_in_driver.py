@@ -64,7 +64,7 @@ def _run(
     spark: SparkSession | None, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
-    view = choose_view(None, request.verbose)
+    view = choose_view(None, request.verbose, request.run_name)
     recorder.show(view)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(removed_at_termination(folder))

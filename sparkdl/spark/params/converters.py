@@ -56,6 +56,13 @@ def parts_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def to_run_name(value: Any) -> str | None:
+    """Accept a text of one line."""
+    if value is None or (isinstance(value, str) and value.strip() and value.isprintable()):
+        return value
+    raise TypeError(f"expected a text of one line, such as 'digits, wide'; received {value!r}")
+
+
 def to_inputs(value: Any) -> Any:
     """Accept a mapping from arguments to specifications or column names, or a list of these."""
     if isinstance(value, Mapping):

@@ -255,6 +255,10 @@ class EstimatorArguments(InputArguments, total=False):
         "directory or URL that the driver can reach, in which each fit leaves a folder with its "
         "report, report.html and run.json; 'sparkdl ui' shows them. None: nowhere.",
         job_file_doc="Left out: ``runs``. Empty: nowhere.", default=None, fills="request")]
+    runName: Annotated[str | None, Option(
+        "what the run is called, in its report, its lines and jobs, and in TensorBoard and MLflow; "
+        "runs may share a name. None: by class and time. It does not change what is trained.",
+        convert=converters.to_run_name, default=None, fills="request")]
     verbose: Annotated[int, Option(
         "what the driver shows: 0 nothing, 1 progress and the workers' warnings, 2 also their "
         "logs and what they print. At 0 warnings are logged.", default=1, fills="request", least=0)]

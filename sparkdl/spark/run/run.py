@@ -52,6 +52,8 @@ class Request:
     listeners: tuple[Listener, ...] = ()
     name: str = "fit"
     """What is run, for its record."""
+    run_name: str | None = None
+    """What the user calls the run."""
     params: tuple[Mapping[str, Any], ...] = ()
     """What was asked for, as `RunRecord.params` shows it."""
 

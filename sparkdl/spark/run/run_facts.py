@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from pyspark.sql import SparkSession
 from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
+from sparkdl.spark.session.background_job import jobs_named_after
 from sparkdl.spark.session.compat import conf, is_connect
 from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
 from sparkdl.storage.hadoop_storage import open_on_driver
@@ -19,6 +21,8 @@ from sparkdl.storage.storage import Storage, open_storage, without_password
 
 if TYPE_CHECKING:
     from sparkdl.spark.run.run import Request, Run
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_VALUE = 500
 """Characters of a Param's value that are kept."""
@@ -37,6 +41,7 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
     recorded = recording(
         run_id=run_id,
         name=request.name,
+        run_name=request.run_name,
         params=request.params,
         storage=storage,
         listeners=request.listeners,
@@ -45,8 +50,10 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
     )
-    with Cleanup() as stack:
+    with jobs_named_after(request.run_name), Cleanup() as stack:
         recorder = stack.enter_context(recorded)
+        called = f" ({request.run_name})" if request.run_name else ""
+        logger.info("run %s of %s%s begins", run_id, request.name, called)
         recorder.phase("preflight")
         yield recorder
 

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from pyspark.sql import SparkSession
@@ -32,6 +33,20 @@ _SAY_SECONDS = 60.0
 """How often a wait for slots is mentioned."""
 _MOST_TASKS = 1000
 """Of a stage, that are looked at to find the hosts of those that run."""
+
+
+_run_name: ContextVar[str] = ContextVar("run_name", default="")
+"""What the user calls the run of this thread."""
+
+
+@contextlib.contextmanager
+def jobs_named_after(run_name: str | None) -> Iterator[None]:
+    """The jobs that this thread makes in the block are named after a run of the user's, too."""
+    token = _run_name.set(run_name or "")
+    try:
+        yield
+    finally:
+        _run_name.reset(token)
 
 
 class BackgroundJob(Generic[T]):
@@ -68,7 +83,8 @@ class BackgroundJob(Generic[T]):
         then never does."""
         self.progress = TaskProgress(spark, tag)
         """How its tasks get on."""
-        self._spark, self._work, self._tag, self._name = spark, work, tag, name
+        self._spark, self._work, self._tag = spark, work, tag
+        self._name = f"{name} ({_run_name.get()})" if _run_name.get() else name
         self._cleans_up = cleans_up
         self._has_begun = False
 

@@ -80,7 +80,7 @@ def test_runs_of_an_experiment_stand_beside_each_other(place: str) -> None:
     from dataclasses import replace
 
     options = MLflow(tracking_uri=place, experiment="digits")
-    options.start(START).end(record(), None)
+    options.start(replace(START, run_name="digits, wide")).end(record(), None)
     options.start(START).end(replace(record(), status="failed"), None)
     _, runs = tracked(place)
     assert sorted(run.info.status for run in runs) == ["FAILED", "FINISHED"]

@@ -179,13 +179,13 @@ def test_fits_of_a_search_share_the_outputs(cell: FakeCell, clock: Clock) -> Non
 
 
 def test_a_function_is_known_by_its_reports(board: Board, cell: FakeCell) -> None:
-    view: View = NotebookView(board, None, shows_logs=False)
+    view: View = NotebookView(board, None, shows_logs=False, name="mine")
     view.attempt(0, 0)
     view.progress(0, Progress())
     view.epoch({"report": 1.0, "loss": 0.5})
     view.epoch({"report": 2.0, "loss": 0.25})
     view.close()
-    assert cell.text("progress") == "run 1: ended · report 2: loss 0.25"
+    assert cell.text("progress") == "mine: ended · report 2: loss 0.25"
     assert cell.text("curves").split() == ["loss", "█▁", "0.25"]
 
 

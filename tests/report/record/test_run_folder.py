@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ import pytest
 
 from sparkdl.errors import StorageError
 from sparkdl.report.page.report_page import page
-from sparkdl.report.record.run_folder import PAGE, RECORD, RunFolder, RunReader, folder_name
+from sparkdl.report.record.run_folder import (
+    PAGE,
+    RECORD,
+    RunFolder,
+    RunReader,
+    folder_name,
+    read_runs,
+)
 from sparkdl.storage.storage import LocalStorage
 from tests.report.runs import events, record
 
@@ -30,6 +38,22 @@ def test_names_sort_by_time_and_hold_nothing_odd() -> None:
     name = folder_name("a b/../c", "0123456789ab", 1.7e9)
     assert name == "20231114-221320-a_b____c-01234567"
     assert sorted(NAMES) == NAMES
+
+
+def test_runs_are_found_by_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = LocalStorage(tmp_path)
+    begun(storage, NAMES[0], run_name="digits, wide")
+    RunFolder(storage, NAMES[1]).finish(replace(record(), run_name="digits, deep"), "")
+    begun(storage, NAMES[2])
+    assert list(read_runs(tmp_path)) == NAMES[::-1]
+    assert {run.run_name for run in read_runs(tmp_path, "digits*").values()} == {
+        "digits, wide", "digits, deep",
+    }  # fmt: skip
+    (found,) = read_runs(str(tmp_path), name="digits, wide").values()
+    assert (found.status, found.title) == ("running", "digits, wide")
+    (tmp_path / NAMES[1] / RECORD).write_text("{")
+    assert list(read_runs(tmp_path, "digits*")) == [NAMES[0]]
+    assert "it is no JSON" in caplog.text
 
 
 def test_a_run_can_be_read_while_it_grows_and_when_it_has_ended(tmp_path: Path) -> None:

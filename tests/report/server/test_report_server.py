@@ -43,7 +43,7 @@ def runs(tmp_path: Path) -> Path:
     storage = LocalStorage(tmp_path)
     RunFolder(storage, ENDED).finish(record(), page(record()))
     first, *others = events(ended=False)
-    first = {**first, "started": time.time() - 60, "name": "TorchRegressor"}
+    first = {**first, "started": time.time() - 60, "name": "TorchRegressor", "run_name": "<wide>"}
     alive = {"kind": "alive", "at": 60.0, "silence_seconds": 600.0}
     RunFolder(storage, GOING_ON).append([first, *others, alive])
     (tmp_path / "secret.txt").write_text("secret")
@@ -67,6 +67,7 @@ def test_the_list_has_all_runs_the_newest_first(runs: Path) -> None:
     assert status == 200
     assert text.index(GOING_ON) < text.index(ENDED)
     assert "1 running, 1 succeeded" in text
+    assert "&lt;wide&gt;</a>" in text and "TorchClassifier</a>" in text
     assert "data-live" in text  # new runs may come at any time
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert headers["Cache-Control"] == "no-store"

@@ -87,6 +87,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "metrics": ({"size": len}, {"size": len}),
     "listeners": ([TensorBoard()], (TensorBoard(),)),
     "reportDir": ("/r", "/r"),
+    "runName": ("digits, wide", "digits, wide"),
     "verbose": (2, 2),
     "cpusPerWorker": (3, 3),
     "gpusPerWorker": (0.5, 0.5),
@@ -190,6 +191,8 @@ def test_wrong_types_are_refused_when_set() -> None:
         ("metrics", {"accuracy": 3}),
         ("metrics", [torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()]),
         ("deterministic", "yes"),
+        ("runName", " "),
+        ("runName", "two\nlines"),
     ]
     for name, value in wrong:
         with pytest.raises(TypeError, match=name):

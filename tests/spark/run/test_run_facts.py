@@ -22,7 +22,7 @@ from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
-from sparkdl.report.record.run_folder import RunFolder, RunReader
+from sparkdl.report.record.run_folder import RunFolder, RunReader, read_runs
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runner import TorchRunner
 from sparkdl.storage.storage import LocalStorage
@@ -131,7 +131,13 @@ def only_run(folder: Path) -> tuple[RunRecord, str]:
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
 def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: str) -> None:
     strategy = "allreduce" if mode == "gang" else "parameter_averaging"
-    estimator = classifier(tmp_path, syncStrategy=strategy, executionMode=mode, callbacks=[Slow()])
+    estimator = classifier(
+        tmp_path,
+        syncStrategy=strategy,
+        executionMode=mode,
+        callbacks=[Slow()],
+        runName=f"in a {mode}",
+    )
     began = time.time()
     summary = estimator.fit(df).summary
     elapsed = time.time() - began
@@ -139,6 +145,8 @@ def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: s
 
     assert summary.report_path == str(next(tmp_path.glob("*/report.html")))
     assert (found.status, found.name, found.restarts) == ("succeeded", "TorchClassifier", 0)
+    assert found.run_name == summary.run_name == f"in a {mode}"
+    assert list(read_runs(tmp_path, name="in a*").values()) == [found]
     assert began - 1 < found.started < began + 5
     assert found.seconds == pytest.approx(elapsed, abs=2)
     assert list(found.laps) == ["preflight", "spool", "train", "clean up"]
@@ -334,10 +342,13 @@ def train_function() -> str:
 
 
 def test_a_function_leaves_a_record_of_its_reports(spark: SparkSession, tmp_path: Path) -> None:
-    runner = TorchRunner(num_workers=2, verbose=0, report_dir=str(tmp_path), listeners=[Ear()])
+    runner = TorchRunner(
+        num_workers=2, verbose=0, report_dir=str(tmp_path), listeners=[Ear()], run_name="mine"
+    )
     assert runner.run(train_function) == "done"
     found, text = only_run(tmp_path)
     assert (found.status, found.name) == ("succeeded", "TorchRunner")
+    assert found.run_name == told("start")[0].run_name == "mine"
     assert [entry["report"] for entry in found.history] == [1.0, 2.0, 3.0]
     assert found.facts["workers"] == 2
     assert set(found.hardware) == {"0", "1"}
@@ -369,7 +380,7 @@ def test_spark_names_our_jobs_and_keeps_the_users_name(
         before = store.jobsList(None)  # the newest first; the oldest are forgotten
         newest, earlier = before.apply(0).jobId(), set(stages_of(context_).items())
         strategy = "allreduce" if mode == "gang" else "parameter_averaging"
-        classifier(None, syncStrategy=strategy, executionMode=mode).fit(df)
+        classifier(None, syncStrategy=strategy, executionMode=mode, runName="wide").fit(df)
         spark.range(3).collect()  # one job
         jobs = store.jobsList(None)
         new = [jobs.apply(k) for k in range(jobs.size())]
@@ -381,7 +392,7 @@ def test_spark_names_our_jobs_and_keeps_the_users_name(
     ours = described[1:]
     for what in ("check the executors", "spool", "train", "clean up"):
         assert any(what in text for text in ours), (what, ours)
-    assert all(text.startswith("sparkdl ") for text in ours)
+    assert all(text.startswith("sparkdl ") and text.endswith(" (wide)") for text in ours)
     others = {text for _, text in stages if not text.startswith("sparkdl ")}
     assert others == {"the user's own"}
 
