@@ -318,7 +318,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     import torch
     from torch import nn
 
-    from sparkdl.train.objective.metrics import Metrics
+    from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
@@ -326,7 +326,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     strategy: SyncStrategy = config.sync_strategy
     with borrowed_generator(config.seed):
         objective = objective_of(config, module)
-        Metrics(config.metrics, config.task, objective.predictions, torch.device("cpu"))
+        check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)

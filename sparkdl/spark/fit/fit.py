@@ -112,6 +112,8 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         found = check_rows(checked, table, shards, recorder.graph)
+        config = replace(checked.config, metrics=found.metrics)
+        checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)

@@ -263,3 +263,17 @@ def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path)
     full = file.read_text(encoding="utf-8").replace(section, uncommented)
     (tmp_path / "full.toml").write_text(full, encoding="utf-8")
     make_estimator(load_job(TrainJob, tmp_path / "full.toml"))
+
+
+def test_metrics_are_named_or_made() -> None:
+    made = {"factory": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 10}}
+    named = make_estimator(job(estimator={"metrics": ["accuracy", "F1"]}))
+    assert named.getOrDefault("metrics") == {"accuracy": "accuracy", "f1": "F1"}
+    mixed = make_estimator(job(estimator={"metrics": {"top": "accuracy", "f1": made}}))
+    found = mixed.getOrDefault("metrics")
+    assert found["top"] == "accuracy" and found["f1"].num_classes == 10
+    by_label = {"kind": ["accuracy", made], "price": {"error": "mae"}}
+    found = make_estimator(job(estimator={"metrics": by_label})).getOrDefault("metrics")
+    assert list(found["kind"]) == ["accuracy", "MulticlassF1Score"]
+    assert found["price"] == {"error": "mae"}
+    assert make_estimator(job(estimator={"metrics": []})).getOrDefault("metrics") == {}
