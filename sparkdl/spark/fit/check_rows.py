@@ -44,7 +44,7 @@ class CheckedRows:
     """Of a classifier."""
     prediction_key: str | None
     """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, Any] | None
     """Those of the request, with a metric in place of each name."""
 
 
@@ -165,7 +165,7 @@ def traced_run(
 
 def dry_run(
     module: nn.Module, columns: Items[Column], request: FitRequest, objective: LossFunction
-) -> tuple[int | None, str | None, Mapping[str, Any]]:
+) -> tuple[int | None, str | None, Mapping[str, Any] | None]:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules.
@@ -204,7 +204,7 @@ def dry_run(
     num_classes = _num_classes(meant) if config.task == "classification" else None
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, columns)
-    metrics = resolved(config.metrics, config.task, objective, meant)
+    metrics = resolved(config.metrics, objective, meant)
     return num_classes, None if meant is output else "logits", metrics
 
 

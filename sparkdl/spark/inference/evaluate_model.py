@@ -107,7 +107,7 @@ def classes_and_metrics(
     if any(isinstance(metric, str) for _, _, metric in flat(metrics)):
         with torch.no_grad(), evaluation_mode(module):
             output = forward.module_output(module, inputs)
-        metrics = resolved(metrics, task, loss, taken(loss, output))
+        metrics = resolved(metrics, loss, taken(loss, output)) or {}
     if task == "custom":
         return 0, metrics
     if predicted.output.layer is not None:

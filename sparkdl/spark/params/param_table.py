@@ -188,7 +188,12 @@ class EstimatorArguments(InputArguments, total=False):
         "its free memory.")]
     validationIndicatorCol: Annotated[str, Option(
         "boolean column that marks the rows used for validation instead of training; unset or "
-        "empty: no validation.", fills="request", field="validation_col")]
+        "empty: no validation, unless there is a validationFraction.",
+        fills="request", field="validation_col")]
+    validationFraction: Annotated[float | None, Option(
+        "part of the rows that is used for validation instead of training (between 0 and 1), "
+        "drawn by a hash of what inputs, label and weight hold: always the same rows, and equal "
+        "ones together. None: none.", default=None, fills="request")]
     epochs: Annotated[int, Option("passes over the training rows (>= 1).")]
     maxSteps: Annotated[int, Option(
         "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]

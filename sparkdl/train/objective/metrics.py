@@ -20,7 +20,13 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.config import Task, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.loss import LossFunction
-from sparkdl.train.objective.named_metrics import ACCURACY, NamedMetric, check_names, flat
+from sparkdl.train.objective.named_metrics import (
+    ACCURACY,
+    NamedMetric,
+    check_names,
+    default_metrics,
+    flat,
+)
 from sparkdl.train.objective.training_step import StepLoss
 
 if TYPE_CHECKING:
@@ -141,8 +147,10 @@ class Metrics:
     def of(cls, config: TrainConfig, loss: LossFunction, device: torch.device) -> Metrics:
         """Those of a run; a classifier's rows are counted, unless a training step hides them."""
         counts_classes = not isinstance(loss, StepLoss)
-        metrics, predictions = config.metrics or {}, loss.predictions
-        return cls(metrics, config.task, predictions, device, counts_classes=counts_classes)
+        metrics = config.metrics
+        if metrics is None:
+            metrics = default_metrics(config.task, loss)
+        return cls(metrics, config.task, loss.predictions, device, counts_classes=counts_classes)
 
     def __bool__(self) -> bool:
         """True if there are any."""

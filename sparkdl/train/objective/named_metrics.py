@@ -98,6 +98,15 @@ def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
             yield name, None, value
 
 
+def default_metrics(task: Task, loss: LossFunction) -> dict[str, NamedMetric]:
+    """Those of a user who has named none: accuracy where classes are predicted.
+
+    Not if a training step computes the loss, since a metric would run the module once more.
+    """
+    has_accuracy = task == "classification" and not isinstance(loss, StepLoss)
+    return {ACCURACY: NamedMetric(name=ACCURACY)} if has_accuracy else {}
+
+
 def metric_names(metrics: Mapping[str, Any] | None, task: Task) -> list[str]:
     """The names that the history will have, without ``val_``."""
     if metrics is None:
@@ -142,14 +151,12 @@ def _check_name(key: str, name: str, task: Task, loss: LossFunction) -> None:
 
 
 def resolved(
-    metrics: Mapping[str, Any] | None, task: Task, loss: LossFunction, output: Any
-) -> dict[str, Any]:
+    metrics: Mapping[str, Any] | None, loss: LossFunction, output: Any
+) -> dict[str, Any] | None:
     """The metrics with a `NamedMetric` in place of each name.
 
     Args:
-        metrics: as the user gave them; None: accuracy where classes are predicted, unless a
-            training step computes the loss, for which a metric would run the module once more.
-        task: what is learnt.
+        metrics: as the user gave them; None stays None, see `default_metrics`.
         loss: says which part of the output a label is compared with.
         output: what the module returned for some rows, as the loss takes it.
 
@@ -157,8 +164,7 @@ def resolved(
         ConfigError: a name does not fit the output.
     """
     if metrics is None:
-        has_accuracy = task == "classification" and not isinstance(loss, StepLoss)
-        metrics = {ACCURACY: ACCURACY} if has_accuracy else {}
+        return None
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):

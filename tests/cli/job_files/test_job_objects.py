@@ -195,10 +195,14 @@ def test_an_augmentation_must_be_a_reference() -> None:
         make_estimator(job(estimator={"augmentation": "flip"}))
 
 
-def test_a_validation_section_marks_rows_by_a_column() -> None:
-    estimator = make_estimator(job(validation={"fraction": 0.1}))
-    assert estimator.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
-    assert not make_estimator(job()).isDefined("validationIndicatorCol")
+def test_a_validation_section_draws_rows_or_marks_files() -> None:
+    drawn = make_estimator(job(validation={"fraction": 0.1}))
+    assert drawn.getOrDefault("validationFraction") == 0.1
+    marked = make_estimator(job(validation={"path": "/validation"}))
+    assert marked.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
+    assert marked.getOrDefault("validationFraction") is None
+    for estimator in (drawn, make_estimator(job())):
+        assert not estimator.isDefined("validationIndicatorCol")
 
 
 @pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.models.demo:NoSuchNet"])

@@ -64,6 +64,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "labelCol": ("y", "y"),
     "weightCol": ("w", "w"),
     "validationIndicatorCol": ("v", "v"),
+    "validationFraction": (0.1, 0.1),
     "epochs": (3, 3),
     "maxSteps": (7, 7),
     "batchSize": (5, 5),

@@ -13,7 +13,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.train.objective.label_losses import loss_of
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics, check_metrics
-from sparkdl.train.objective.named_metrics import metric_names, resolved
+from sparkdl.train.objective.named_metrics import default_metrics, metric_names, resolved
 from sparkdl.train.objective.training_step import StepLoss
 
 CLASSES = ["accuracy", "AUROC", "average_precision", "cohen_kappa", "F1", "mcc", "precision",
@@ -27,7 +27,7 @@ def values(
     if isinstance(names, list):
         names = {name.lower(): name for name in names}
     objective = loss_of(loss, task, {})
-    made = resolved(names, task, objective, output)
+    made = resolved(names, objective, output)
     metrics = Metrics.of(TrainConfig(task=task, metrics=made), objective, torch.device("cpu"))
     check_metrics(TrainConfig(task=task, metrics=names), objective)
     metrics.reset()
@@ -141,8 +141,8 @@ def test_a_classifier_has_its_accuracy_unless_the_user_says_otherwise() -> None:
     logits, target = drawn(3)
     assert list(values(None, "classification", "cross_entropy", logits, target)) == ["accuracy"]
     assert values({}, "classification", "cross_entropy", logits, target) == {}
-    assert resolved(None, "regression", loss_of("mse", "regression", {}), logits) == {}
-    assert resolved(None, "classification", StepLoss(lambda *_: 0, loss), logits) == {}
+    assert default_metrics("custom", loss) == {}
+    assert default_metrics("classification", StepLoss(lambda *_: 0, loss)) == {}
     assert metric_names(None, "classification") == ["accuracy"]
     assert metric_names(None, "custom") == []
 
@@ -173,4 +173,4 @@ def test_names_that_do_not_fit_are_refused_on_the_driver(
 def test_an_output_of_several_tensors_is_refused() -> None:
     loss = loss_of(lambda output, target: output["a"].sum(), "custom", {})
     with pytest.raises(ConfigError, match="needs one tensor, and the module returns dict"):
-        resolved({"f1": "f1"}, "custom", loss, {"a": torch.zeros(2)})
+        resolved({"f1": "f1"}, loss, {"a": torch.zeros(2)})
