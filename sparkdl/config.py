@@ -135,8 +135,9 @@ class TrainConfig:
     device: str = "auto"
     divergence_factor: float | None = 1e4
     deterministic: bool = False
-    metrics: Mapping[str, Callable[[], Any] | Any] = field(default_factory=dict)
-    """Name -> torchmetrics.Metric, or a callable without arguments that makes one."""
+    metrics: Mapping[str, Callable[[], Any] | Any] | None = None
+    """Name -> torchmetrics.Metric, a callable without arguments that makes one, or a name of
+    `train.objective.named_metrics`; None: a classifier's accuracy."""
     early_stopping: EarlyStopping | None = None
     callbacks: tuple[Any, ...] = ()
     sync_strategy: Any = None

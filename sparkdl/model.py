@@ -248,9 +248,10 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
         Args:
             dataset: rows with the inputs, the label and, if it is set, the weight.
-            metrics: torchmetrics by name, or a list of them, named by class; or callables that
-                make them. They know no weights. Those that keep something of every row, such as
-                curves without ``thresholds``, are gathered on the driver, up to 64 MiB.
+            metrics: names such as ``"f1"``, torchmetrics, or callables that make these, in a list
+                or in a dict by name. They know no weights. Those that keep something of every row,
+                such as ``"auroc"``, and curves without ``thresholds``, are gathered on the driver,
+                up to 64 MiB.
             curves: classes whose ROC and precision-recall curves are made; True: all, False: none,
                 None: class 1 where there are two. They are exact up to 100,000 different scores of
                 all curves together, and say how far off they may be beyond.
@@ -322,8 +323,12 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
         )
         others = spool_columns(prepared)
         forward, predicted = self._forward(()), self._predictions()[0]
-        num_classes = evaluate_model.num_classes(
-            self._module, example_arguments(self._columns), forward, predicted, self._task
+        num_classes, metrics = evaluate_model.classes_and_metrics(
+            self._module,
+            example_arguments(self._columns),
+            forward,
+            predicted,
+            Measures(task=self._task, loss=loss, loss_weights=loss_weights(self), metrics=metrics),
         )
         common, inputs = self._module_task(dataset, forward)
         task = evaluate_task.EvaluateTask(

@@ -110,12 +110,29 @@ def test_evaluate_repeats_the_validation_of_training(points: DataFrame) -> None:
     rows = points.withColumn("held_out", F.col("id") % 4 == 0).withColumn("w", F.col("id") % 3)
     regressor = TorchRegressor(
         module=make_line, labelCol="target", weightCol="w", loss="l1", epochs=1, numWorkers=2,
-        validationIndicatorCol="held_out", verbose=0,
+        validationIndicatorCol="held_out", verbose=0, metrics=["MAPE", "r2"],
     )  # fmt: skip
     model = regressor.fit(rows)
-    found = model.evaluate(rows.where("held_out"))
-    assert found["loss"] == pytest.approx(model.summary.history[-1]["val_loss"], rel=1e-6)
+    found = model.evaluate(rows.where("held_out"), metrics=["mape", "mse"])
+    last = model.summary.history[-1]
+    assert {"val_mape", "val_r2"} < set(last)
+    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert found["mape"] == pytest.approx(last["val_mape"], rel=1e-5)
+    assert found["mse"] > 0
     assert found.rows == 50
+
+
+@pytest.mark.slow
+def test_drawn_validation_rows_are_always_the_same(points: DataFrame) -> None:
+    still = {"learningRate": 1e-30, "epochs": 1, "validationFraction": 0.25}
+    one = classifier(**still).fit(points).summary
+    two = classifier(**still, numWorkers=2, metrics=["f1", "AUROC"]).fit(points.coalesce(1)).summary
+    assert 30 < one.validation_rows == two.validation_rows < 70
+    assert one.rows + one.validation_rows == 200
+    first, second = one.history[0], two.history[0]
+    assert first["val_loss"] == pytest.approx(second["val_loss"], rel=1e-6)
+    assert 0 <= first["val_accuracy"] <= 1
+    assert {"val_f1", "val_auroc"} < set(second) and "val_accuracy" not in second
 
 
 @pytest.mark.slow
@@ -193,6 +210,12 @@ def test_wrong_values_are_refused_before_any_job(spark: SparkSession, points: Da
         classifier(epochs=0).fit(points)
     with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
         classifier(featuresCol="absent").fit(points)
+    with pytest.raises(ConfigError, match="between 0 and 1; received 1.0"):
+        classifier(validationFraction=1).fit(points)
+    with pytest.raises(ConfigError, match="either validationFraction or validationIndicatorCol"):
+        classifier(validationFraction=0.1, validationIndicatorCol="v").fit(points)
+    with pytest.raises(ConfigError, match="unknown metric 'aurocc'; did you mean 'auroc'"):
+        classifier(metrics=["aurocc"], validationFraction=0.1).fit(points)
     assert tracker.getJobIdsForGroup(None) == before
 
 

@@ -18,7 +18,7 @@ from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.objective.training_step import StepLoss, objective_of
+from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 
@@ -110,13 +110,7 @@ def make_replica(
     """
     loss = objective_of(config, module)
     loss.to(device)
-    metrics = Metrics(
-        config.metrics,
-        config.task,
-        loss.predictions,
-        device,
-        counts_classes=not isinstance(loss, StepLoss),
-    )
+    metrics = Metrics.of(config, loss, device)
     number_format = NumberFormat(config.precision, device)
     module.to(device)
     make_optimizer = resolve_optimizer(config, module)

@@ -14,6 +14,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.divergence import diverged
 from sparkdl.train.objective.label_losses import loss_record
+from sparkdl.train.objective.named_metrics import metric_names
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def check_monitored(config: TrainConfig, *, has_validation: bool) -> None:
     """
     keys = ["loss", "learning_rate"]
     if has_validation:
-        keys += ["val_loss", *(f"val_{name}" for name in config.metrics)]
+        keys += ["val_loss"]
+        keys += [f"val_{name}" for name in metric_names(config.metrics, config.task)]
     elif config.metrics:
         raise ConfigError(
             f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "

@@ -107,35 +107,6 @@ def training(path: str, validation: ValidationSection | None) -> TrainJob:
     )
 
 
-def test_validation_rows_are_the_same_however_the_rows_are_split(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    chosen = []
-    for parts in (1, 5):
-        path = str(tmp_path / f"rows{parts}")
-        spark.range(2000).repartition(parts).write.parquet(path)
-        marked = read_training_data(spark, training(path, ValidationSection(fraction=0.25)))
-        chosen.append({row.id for row in marked.filter(VALIDATION_COLUMN).collect()})
-    assert chosen[0] == chosen[1]
-    assert 420 < len(chosen[0]) < 580
-    other = read_training_data(spark, training(path, ValidationSection(fraction=0.25, seed=1)))
-    assert {row.id for row in other.filter(VALIDATION_COLUMN).collect()} != chosen[0]
-
-
-def test_columns_of_any_name_and_type_may_be_beside(spark: SparkSession, tmp_path: Path) -> None:
-    path = str(tmp_path / "rows")
-    odd = {"a.b": F.col("id"), "maps": F.array(F.create_map(F.lit("k"), F.col("id")))}
-    spark.range(100).withColumns(odd).write.parquet(path)
-    marked = read_training_data(spark, training(path, ValidationSection(fraction=0.25)))
-    assert 5 < marked.filter(VALIDATION_COLUMN).count() < 50
-    only = spark.range(3).select(F.create_map("id", "id").alias("map"))
-    only.write.parquet(str(tmp_path / "only"))
-    with pytest.raises(DataError, match=r"fraction .* no column that can be hashed"):
-        read_training_data(
-            spark, training(str(tmp_path / "only"), ValidationSection(fraction=0.25))
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.gang
 def test_a_training_job_is_explained(spark: SparkSession, files: str, tmp_path: Path) -> None:

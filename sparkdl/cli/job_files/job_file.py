@@ -53,9 +53,7 @@ class ValidationSection:
     """``[validation]``: rows that measure progress during training, a share or files apart."""
 
     fraction: float | None = None
-    """Share of the rows of ``[data]``, drawn by the hash of a row: the same rows every time."""
-    seed: int = 0
-    """Another seed draws other rows."""
+    """Share of the rows of ``[data]``; see ``estimator.validation_fraction``."""
     path: str | tuple[str, ...] | None = None
     """Files of the same format, options and columns as ``[data]``."""
 
@@ -214,11 +212,9 @@ class TrainJob:
     spark: SparkSection = field(default_factory=SparkSection)
 
     def __post_init__(self) -> None:
-        if self.validation is not None and self.estimator.validation_indicator_col is not None:
-            raise ConfigError(
-                "give either the section [validation] or estimator.validation_indicator_col, "
-                "a column that marks the validation rows; not both"
-            )
+        for key in ("validation_indicator_col", "validation_fraction"):
+            if self.validation is not None and getattr(self.estimator, key) is not None:
+                raise ConfigError(f"give either the section [validation] or estimator.{key}")
 
 
 @dataclass(frozen=True, kw_only=True)

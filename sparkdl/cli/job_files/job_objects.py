@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark.ml import Estimator
 
 VALIDATION_COLUMN = "sparkdl_validation"
-"""Marks the rows of the section ``[validation]``; `jobs` makes it."""
+"""Marks the rows of ``validation.path``."""
 _REMEDY = "a module of your own travels to driver and workers with spark-submit --py-files"
 
 
@@ -33,7 +33,9 @@ def make_estimator(job: TrainJob) -> Estimator[Any]:
         PARAMS[key].name: _resolve(value, PARAMS[key], f"estimator.{key}")
         for key, value in job.estimator.given.items()
     }
-    if job.validation is not None:
+    if job.validation is not None and job.validation.fraction is not None:
+        params["validationFraction"] = job.validation.fraction
+    elif job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
     return kinds[job.estimator.kind](module=_partial(job.model), **params)
 

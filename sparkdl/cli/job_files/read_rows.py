@@ -12,7 +12,6 @@ from pyspark.sql import functions as F
 from sparkdl.cli.job_files.job_file import DataSection, TrainJob
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import hashable
 from sparkdl.storage.storage import without_password
 
 if TYPE_CHECKING:
@@ -45,29 +44,15 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
 
 
 def read_training_data(spark: SparkSession, job: TrainJob) -> DataFrame:
-    """The rows of ``[data]``; with ``[validation]`` a column marks those for validation.
+    """The rows of ``[data]``; with ``validation.path`` also those, which a column marks.
 
     Raises:
-        DataError: there are none, or a fraction of them cannot be chosen.
+        DataError: there are none.
     """
     rows = read_data(spark, job.data)
-    section = job.validation
-    if section is None:
+    if job.validation is None or job.validation.path is None:
         return rows
-    if section.path is not None:
-        apart = read_data(spark, replace(job.data, path=section.path))
-        return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
-            apart.withColumn(VALIDATION_COLUMN, F.lit(True))
-        )
-    # A hash, not a random number: however Spark partitions or recomputes the rows, each stays
-    # on its side.
-    hashed = hashable(rows.schema)
-    if not hashed:
-        raise DataError(
-            "validation.fraction chooses rows by their hash, and there is no column that can be "
-            "hashed; set validation.path"
-        )
-    resolution = 1_000_000
-    position = F.pmod(F.xxhash64(F.lit(section.seed), *hashed), F.lit(resolution))
-    limit = round(float(section.fraction or 0.0) * resolution)
-    return rows.withColumn(VALIDATION_COLUMN, position < limit)
+    apart = read_data(spark, replace(job.data, path=job.validation.path))
+    return rows.withColumn(VALIDATION_COLUMN, F.lit(False)).unionByName(
+        apart.withColumn(VALIDATION_COLUMN, F.lit(True))
+    )

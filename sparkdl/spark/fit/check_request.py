@@ -22,7 +22,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.slots import Slots, plan_slots
-from sparkdl.spark.frames.columns import validation_indicator
+from sparkdl.spark.frames.columns import drawn, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
 from sparkdl.spark.frames.user_data import UserData
@@ -156,7 +156,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     frozen = freeze(module, config.frozen_layers)
     objective = check_training(module, request)
     data.check_inputs((*request.specified, *request.labels))
-    data.check_training(config, strategy, request.validation_col)
+    data.check_training(config, strategy, request.validation)
     columns, validation = prepare_columns(data.frame, request, float_dtype)
     slots = plan_slots(
         data.spark,
@@ -318,7 +318,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     import torch
     from torch import nn
 
-    from sparkdl.train.objective.metrics import Metrics
+    from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
@@ -326,7 +326,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     strategy: SyncStrategy = config.sync_strategy
     with borrowed_generator(config.seed):
         objective = objective_of(config, module)
-        Metrics(config.metrics, config.task, objective.predictions, torch.device("cpu"))
+        check_metrics(config, objective)
         is_lazy = any(nn.parameter.is_lazy(parameter) for parameter in module.parameters())
         if config.device == "cuda" or is_lazy:
             resolve_optimizer(config, module)
@@ -345,7 +345,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
 def prepare_columns(
     df: DataFrame, request: FitRequest, float_dtype: str
 ) -> tuple[list[SpoolColumn], SparkColumn | None]:
-    """Features, labels and weight in this order, and the validation indicator if there is one.
+    """Features, labels and weight in this order, and which rows are for validation, if some are.
 
     Raises:
         DataError: a column is missing or of a type of which no tensor can be made.
@@ -373,6 +373,9 @@ def prepare_columns(
     validation = None
     if request.validation_col is not None:
         validation = validation_indicator(schema, request.validation_col, is_case_sensitive=case)
+    elif request.validation_fraction is not None:
+        expressions = [column.expression for column in prepared]
+        validation = drawn(expressions, request.validation_fraction)
     return prepared, validation
 
 

@@ -44,6 +44,8 @@ class CheckedRows:
     """Of a classifier."""
     prediction_key: str | None
     """Where the module's output has the tensor that loss and prediction mean; None: it is one."""
+    metrics: Mapping[str, Any] | None
+    """Those of the request, with a metric in place of each name."""
 
 
 def check_rows(
@@ -68,12 +70,14 @@ def check_rows(
     columns = shaped(table.columns(shards), request.input_shapes)
     run = partial(dry_run, checked.module, columns, request, checked.objective)
     if sink is None:
-        num_classes, key = run()
+        num_classes, key, metrics = run()
     else:
-        num_classes, key = traced_run(run, checked.module, sink)
+        num_classes, key, metrics = traced_run(run, checked.module, sink)
     if num_classes is not None and request.label_col is not None:
         check_labels(table, request.label_col, num_classes, request.num_inputs, shards)
-    return CheckedRows(columns=columns, num_classes=num_classes, prediction_key=key)
+    return CheckedRows(
+        columns=columns, num_classes=num_classes, prediction_key=key, metrics=metrics
+    )
 
 
 def check_labels(
@@ -161,14 +165,14 @@ def traced_run(
 
 def dry_run(
     module: nn.Module, columns: Items[Column], request: FitRequest, objective: LossFunction
-) -> tuple[int | None, str | None]:
+) -> tuple[int | None, str | None, Mapping[str, Any] | None]:
     """Run the module on two rows of zeros: it must take the features, and the loss its output.
 
     This also initializes lazy modules.
 
     Returns:
-        The number of classes, if it is a classifier, and where its output has the tensor that loss
-        and prediction mean (None: the output is one).
+        The number of classes, if it is a classifier; where its output has the tensor that loss
+        and prediction mean (None: the output is one); and the metrics, see `named_metrics`.
 
     Raises:
         ConfigError: the module does not take the features, its output is not a classifier's, or
@@ -177,6 +181,7 @@ def dry_run(
     import torch
 
     from sparkdl.data.collate import example_arguments
+    from sparkdl.train.objective.named_metrics import resolved
     from sparkdl.train.objective.training_step import StepLoss, taken
 
     features = [column for column in columns if column.role == "feature"]
@@ -199,7 +204,8 @@ def dry_run(
     num_classes = _num_classes(meant) if config.task == "classification" else None
     if not isinstance(objective, StepLoss) and (config.task != "custom" or request.labels):
         _try_loss(objective, meant, columns)
-    return num_classes, None if meant is output else "logits"
+    metrics = resolved(config.metrics, objective, meant)
+    return num_classes, None if meant is output else "logits", metrics
 
 
 def _shown_input(column: Column) -> str:

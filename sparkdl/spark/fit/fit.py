@@ -112,6 +112,8 @@ def _fit(
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
         found = check_rows(checked, table, shards, recorder.graph)
+        config = replace(checked.config, metrics=found.metrics)
+        checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
@@ -210,6 +212,14 @@ def _make_plan(
     choose = partial(table.windows, plan, shards, checked.slots.cluster, window_bytes)
     plan = replace(plan, windows=windows_to_go_on(link.checkpoints, key, choose))
     _log_plan(plan, checked.slots, checked.shares)
+    fraction = checked.request.validation_fraction
+    if fraction is not None and not plan.num_validation_rows:
+        logger.warning(
+            "validationFraction=%g has drawn none of the %d rows, so nothing is validated; raise "
+            "it, or mark rows by validationIndicatorCol",
+            fraction,
+            plan.num_rows,
+        )
     check_plan(checked, plan, has_validation=plan.num_validation_rows > 0)
     return plan
 

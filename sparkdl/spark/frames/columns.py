@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.errors import DataError
+
+_RESOLUTION = 1_000_000
+"""Of the position that a hash gives a row among those that may be drawn."""
 
 
 def find(schema: T.StructType, name: str, *, is_case_sensitive: bool) -> list[T.StructField]:
@@ -96,9 +101,13 @@ def validation_indicator(
     return column
 
 
-def hashable(schema: T.StructType) -> list[SparkColumn]:
-    """The columns of which Spark can make a hash: those without maps and variants inside."""
-    return [F.col(quoted(field.name)) for field in schema.fields if has_hash(field.dataType)]
+def drawn(columns: Sequence[SparkColumn], fraction: float) -> SparkColumn:
+    """True for a part of the rows, chosen by a hash of some columns: each row stays on its side.
+
+    The hash is not that which deals rows to shards, so every shard has its part.
+    """
+    position = F.pmod(F.xxhash64(F.lit("validation"), *columns), F.lit(_RESOLUTION))
+    return position < round(fraction * _RESOLUTION)
 
 
 def has_hash(data_type: T.DataType) -> bool:

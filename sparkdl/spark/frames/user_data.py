@@ -76,17 +76,27 @@ class UserData:
             )
 
     def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
+        self, config: TrainConfig, strategy: SyncStrategy, validation: str | float | None
     ) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
+
+        Args:
+            config: how workers train.
+            strategy: how they agree.
+            validation: the column that marks rows for validation, or their fraction.
 
         Raises:
             ConfigError: names it.
         """
         if self.source is None:
-            check_monitored(config, has_validation=validation_col is not None)
+            check_monitored(config, has_validation=validation is not None)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
+        if isinstance(validation, float):
+            raise ConfigError(
+                f"validationFraction draws rows of a DataFrame; {name} has an option of its own, "
+                "such as ParquetSource(validation_fraction=...)"
+            )
         if isinstance(strategy, Competition):
             raise ConfigError(
                 f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "

@@ -6,19 +6,20 @@ few of them, however many partitions there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 from torch import nn
 
-from sparkdl.config import Task
 from sparkdl.data.collate import Arguments
 from sparkdl.errors import ClusterError, ConfigError
-from sparkdl.inference.evaluate_rows import Part, evaluation, united
+from sparkdl.inference.evaluate_rows import Measures, Part, evaluation, united
 from sparkdl.inference.outputs import Forward, pick
 from sparkdl.inference.predict import class_logits
 from sparkdl.inference.scores import BUILT_IN, Evaluation
@@ -29,6 +30,9 @@ from sparkdl.spark.session.compat import conf, described, run_workers_here
 from sparkdl.spark.session.failures import LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.sync.frozen_layers import evaluation_mode
+from sparkdl.train.objective.named_metrics import check_names, flat, resolved
+from sparkdl.train.objective.training_step import taken
 
 _ADDING_TASKS = 16
 """Tasks that add up parts, where Spark does not choose their number by the parts' size."""
@@ -84,21 +88,34 @@ def row_scores(
     return with_columns(dataset, prefix, columns, partial(losses, task), T.DoubleType(), made)
 
 
-def num_classes(
-    module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, task: Task
-) -> int:
-    """The classes that a classifier tells apart, seen by running it on zeros; otherwise 0.
+def classes_and_metrics(
+    module: nn.Module, inputs: Arguments, forward: Forward, predicted: Wanted, measures: Measures
+) -> tuple[int, Mapping[str, Any]]:
+    """What running the module on zeros shows.
+
+    Returns:
+        The classes that a classifier tells apart, otherwise 0; and the metrics, see
+        `named_metrics`.
 
     Raises:
-        ConfigError: the prediction is nothing that a model of this task can give.
+        ConfigError: the prediction is nothing that a model of this task can give, or a metric's
+            name does not fit it.
     """
+    loss, task = measures.make_loss(), measures.task
+    check_names(measures.metrics, task, loss)
+    metrics = measures.metrics
+    if any(isinstance(metric, str) for _, _, metric in flat(metrics)):
+        with torch.no_grad(), evaluation_mode(module):
+            output = forward.module_output(module, inputs)
+        metrics = resolved(metrics, loss, taken(loss, output)) or {}
     if task == "custom":
-        return 0
+        return 0, metrics
     if predicted.output.layer is not None:
         raise ConfigError(
             "evaluate needs a predictionOutput of what the module returns; set it without layer"
         )
     found = plan_outputs(module, inputs, forward, [predicted]).found[None]
     if task == "regression":
-        return 0
-    return class_logits(pick(found, predicted.output.path, predicted.output)).shape[1]
+        return 0, metrics
+    logits = class_logits(pick(found, predicted.output.path, predicted.output))
+    return logits.shape[1], metrics

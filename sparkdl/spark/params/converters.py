@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
@@ -23,6 +23,11 @@ from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
+
+Metric = str | Callable[..., Any]
+"""The name of a metric, a torchmetrics.Metric, or what makes one."""
+Metrics = Mapping[str, Metric | Mapping[str, Metric] | Sequence[Metric]] | Sequence[Metric]
+"""By name in the history, or by label; or named by their classes and names."""
 
 
 def to_type(hint: Any, doc: str, value: Any) -> Any:
@@ -115,21 +120,31 @@ def to_initial_weights(value: Any) -> InitialWeights:
 
 
 def to_metrics(value: Any) -> dict[str, Any]:
-    """Accept a dict of metrics, or a list of them, which are then named by their class."""
+    """Accept a dict of metrics, or a list of them, which then have their class or name as key."""
     if isinstance(value, Mapping):
         metrics: dict[str, Any] = to_options(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        metrics = {getattr(metric, "__name__", type(metric).__name__): metric for metric in value}
+        metrics = {_metric_name(metric): metric for metric in value}
         if len(metrics) < len(value):
-            raise TypeError("two metrics have the same class; pass a dict from name to metric")
+            raise TypeError("two metrics have the same name; pass a dict from name to metric")
     else:
-        raise TypeError(f"expected a dict or a list of torchmetrics, received {value!r}")
+        raise TypeError(
+            f"expected names of metrics or torchmetrics in a list or dict, received {value!r}"
+        )
     for name, metric in metrics.items():
         if isinstance(metric, (Mapping, list, tuple)):
             metrics[name] = to_metrics(metric)  # of one label
-        elif not callable(metric):
-            raise TypeError(f"metric {name!r} is no torchmetrics.Metric: {metric!r}")
+        elif not callable(metric) and not isinstance(metric, str):
+            raise TypeError(
+                f"metric {name!r} is neither a name nor a torchmetrics.Metric: {metric!r}"
+            )
     return metrics
+
+
+def _metric_name(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric.lower()
+    return str(getattr(metric, "__name__", type(metric).__name__))
 
 
 def to_output(value: Any) -> Output:

@@ -31,7 +31,7 @@ from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params import converters
-from sparkdl.spark.params.converters import parts_of
+from sparkdl.spark.params.converters import Metrics, parts_of
 from sparkdl.spark.params.inputs_and_labels import (
     feature_columns,
     input_shapes,
@@ -188,7 +188,12 @@ class EstimatorArguments(InputArguments, total=False):
         "its free memory.")]
     validationIndicatorCol: Annotated[str, Option(
         "boolean column that marks the rows used for validation instead of training; unset or "
-        "empty: no validation.", fills="request", field="validation_col")]
+        "empty: no validation, unless there is a validationFraction.",
+        fills="request", field="validation_col")]
+    validationFraction: Annotated[float | None, Option(
+        "part of the rows that is used for validation instead of training (between 0 and 1), "
+        "drawn by a hash of what inputs, label and weight hold: always the same rows, and equal "
+        "ones together. None: none.", default=None, fills="request")]
     epochs: Annotated[int, Option("passes over the training rows (>= 1).")]
     maxSteps: Annotated[int, Option(
         "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]
@@ -242,10 +247,12 @@ class EstimatorArguments(InputArguments, total=False):
         "sparkdl.EarlyStopping(...): when to stop before the last epoch; None: never.",
         in_job_file=EarlyStopping)]
     callbacks: Annotated[list[Any], Option("observers called on every worker (list).")]
-    metrics: Annotated[Mapping[str, Any] | Sequence[Any], Option(
-        "torchmetrics computed on the validation rows: dict from name to metric (or a callable "
-        "that makes one), or a list of metrics, named by class; with several labels a dict of "
-        "these by label.", convert=converters.to_metrics)]
+    metrics: Annotated[Metrics | None, Option(
+        "what is computed on the validation rows besides the loss: a list of names ('accuracy', "
+        "'f1', 'auroc', 'rmse', ...) and torchmetrics, or a dict from the name in the history to "
+        "one of these (or a callable that makes one); with several labels a dict of these by "
+        "label. None: the accuracy of a classifier; an empty list: nothing.",
+        convert=converters.to_metrics)]
     listeners: Annotated[list[Listener], Option(
         "observers on the driver (list), such as sparkdl.TensorBoard(...) and "
         "sparkdl.MLflow(...).",

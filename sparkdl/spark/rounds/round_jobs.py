@@ -142,7 +142,7 @@ class RoundJobs:
         for report in reports:
             values = (report["loss_sum"], report["weight"], *report["label_sums"])
             sums += torch.tensor(values, dtype=torch.float64)
-        over_all = Metrics(config.metrics, config.task, self._run.objective.predictions, cpu)
+        over_all = Metrics.of(config, self._run.objective, cpu)
         record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
         return Evaluation(record=record, confusion=over_all.confusion)
 

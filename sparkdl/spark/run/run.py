@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.config import TrainConfig
+from sparkdl.config import TrainConfig, require
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
@@ -70,6 +70,8 @@ class FitRequest(Request):
     label_col: str | None
     weight_col: str | None
     validation_col: str | None
+    validation_fraction: float | None = None
+    """Part of the rows for validation, drawn by their hash."""
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
     execution_mode: str = "auto"
@@ -80,6 +82,19 @@ class FitRequest(Request):
     """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
+
+    def __post_init__(self) -> None:
+        column, fraction = self.validation_col, self.validation_fraction
+        if fraction is not None:
+            require(0 < fraction < 1, "validationFraction must be between 0 and 1", fraction)
+            require(
+                column is None, "set either validationFraction or validationIndicatorCol", column
+            )
+
+    @property
+    def validation(self) -> str | float | None:
+        """The column that marks rows for validation, or their fraction; None: there are none."""
+        return self.validation_fraction if self.validation_col is None else self.validation_col
 
     @property
     def num_inputs(self) -> int:

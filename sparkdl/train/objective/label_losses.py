@@ -86,10 +86,7 @@ class LossSum:
 
     def predictions(self, output: Any) -> dict[str, Any]:
         """What each label's metrics see."""
-        return {
-            name: part.predictions(value) if isinstance(part, ClassLoss) else value
-            for name, part, value in self.pairs(output)
-        }
+        return {name: part.predictions(value) for name, part, value in self.pairs(output)}
 
     def __call__(self, output: Any, target: Any, weight: torch.Tensor | None) -> Sums:
         loss_sum, weight_sum, _ = self.apart(output, target, weight)

@@ -10,14 +10,24 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparkdl.comm.communicator import Communicator
-from sparkdl.config import Task
+from sparkdl.config import Task, TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.named_metrics import (
+    ACCURACY,
+    NamedMetric,
+    check_names,
+    default_metrics,
+    flat,
+)
+from sparkdl.train.objective.training_step import StepLoss
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -27,8 +37,13 @@ MOST_CLASSES = 100
 """With more, nobody could read the matrix, and it would travel for nothing."""
 
 
-def confusion(probabilities: Any, target: Any) -> torch.Tensor | None:
-    """Counts of a batch, label by prediction; None for what is no classification of rows.
+Counts = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows that were taken for what they are, and all rows; and rows by label and prediction, None
+where there are more than `MOST_CLASSES`."""
+
+
+def counted(probabilities: Any, target: Any) -> Counts | None:
+    """The counts of a batch; None for what is no classification of rows.
 
     Args:
         probabilities: ``(batch, classes)``, or of class 1 alone, ``(batch,)``, ``(batch, 1)``.
@@ -41,19 +56,29 @@ def confusion(probabilities: Any, target: Any) -> torch.Tensor | None:
         target = target[:, 0]
     single = probabilities.dim() == 1 or probabilities.shape[1] == 1
     num_classes = 2 if single else probabilities.shape[1]
-    if target.dim() != 1 or num_classes > MOST_CLASSES:
+    if target.dim() != 1:
         return None
     predicted = probabilities.flatten() > 0.5 if single else probabilities.argmax(1)
     label = target.long()
     known = (label >= 0) & (label < num_classes)
-    place = (label * num_classes + predicted.long())[known]
-    return torch.bincount(place, minlength=num_classes**2).view(num_classes, num_classes)
+    predicted = predicted.long()
+    hits = torch.stack([((predicted == label) & known).sum(), known.sum()])
+    if num_classes > MOST_CLASSES:
+        return hits, None
+    places = torch.bincount((label * num_classes + predicted)[known], minlength=num_classes**2)
+    return hits, places.view(num_classes, num_classes)
 
 
-def added(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+def added(parts: Iterable[Counts | None]) -> Counts | None:
     """The counts of several batches or ranks together; None if none has any."""
-    counts = [part for part in parts if part is not None]
-    return sum(counts[1:], start=counts[0]) if counts else None
+    total: Counts | None = None
+    for part in parts:
+        if total is None or part is None:
+            total = total or part
+        else:
+            places = None if total[1] is None or part[1] is None else total[1] + part[1]
+            total = total[0] + part[0], places
+    return total
 
 
 State = tuple[int, dict[str, Any]]
@@ -81,8 +106,9 @@ class Metrics:
         """Make this rank's own copies.
 
         Args:
-            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one;
-                or label -> such a mapping, whose metrics see that label and its output.
+            metrics: name -> torchmetrics.Metric, or a callable without arguments that makes one,
+                such as a `NamedMetric`; or label -> such a mapping, whose metrics see that label
+                and its output.
             task: what is learnt.
             predictions: turns a classifier's output into probabilities.
             device: where the metrics live.
@@ -93,8 +119,17 @@ class Metrics:
         Raises:
             ConfigError: something is not a single metric, or its name is taken.
         """
-        self._labels, flat = _flat(metrics)
-        self._metrics = {name: _make_metric(name, m).to(device) for name, m in flat.items()}
+        made = {name: metric for name, _, metric in flat(metrics)}
+        self._labels = {name: label for name, label, _ in flat(metrics) if label is not None}
+        self._named = {n: m for n, m in made.items() if isinstance(m, NamedMetric)}
+        # With these counts accuracy needs no torchmetrics, which need not be installed.
+        self._counts_classes = counts_classes and task == "classification"
+        self._names = tuple(made)
+        self._metrics = {
+            name: _make_metric(name, metric).to(device)
+            for name, metric in made.items()
+            if not (self._counts_classes and name in self._named and metric.name == ACCURACY)
+        }
         self._task = task
         self._predictions = predictions
         self._double = frozenset(
@@ -104,10 +139,18 @@ class Metrics:
         )
         for name in self._double:
             self._metrics[name].set_dtype(torch.float64)
-        self._counts_classes = counts_classes and task == "classification"
-        self._counts: torch.Tensor | None = None
+        self._counts: Counts | None = None
         self.confusion: list[list[int]] | None = None
         """Label by prediction, in what was computed last; None: nothing was counted."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, loss: LossFunction, device: torch.device) -> Metrics:
+        """Those of a run; a classifier's rows are counted, unless a training step hides them."""
+        counts_classes = not isinstance(loss, StepLoss)
+        metrics = config.metrics
+        if metrics is None:
+            metrics = default_metrics(config.task, loss)
+        return cls(metrics, config.task, loss.predictions, device, counts_classes=counts_classes)
 
     def __bool__(self) -> bool:
         """True if there are any."""
@@ -127,7 +170,7 @@ class Metrics:
         for name, metric in self._metrics.items():
             metric.update(*self._for_metric(name, *(wide if name in self._double else plain)))
         if self._counts_classes and isinstance(output, torch.Tensor):
-            counts = confusion(self._predictions(_full_precision(output)), target)
+            counts = counted(self._predictions(_full_precision(output)), target)
             self._counts = added((self._counts, counts))
 
     def compute(self, comm: Communicator) -> dict[str, float]:
@@ -139,7 +182,8 @@ class Metrics:
     def states(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
         buffer = io.BytesIO()
-        torch.save((self.seen(), None if self._counts is None else self._counts.cpu()), buffer)
+        counts = _each_tensor(self._counts, torch.Tensor.cpu)
+        torch.save((self.seen(), counts), buffer)
         return buffer.getvalue()
 
     def seen(self) -> dict[str, State]:
@@ -195,18 +239,26 @@ class Metrics:
         """The values over the samples of several ranks, given their `states` in rank order."""
         by_rank = [torch.load(io.BytesIO(data), weights_only=True) for data in gathered]
         counts = added(counts for _, counts in by_rank)
-        self.confusion = None if counts is None else counts.tolist()
-        return {
+        self.confusion = None if counts is None or counts[1] is None else counts[1].tolist()
+        right, num_rows = (0, 0) if counts is None else counts[0].tolist()
+        accuracy = right / num_rows if num_rows else math.nan
+        values = {
             name: _scalar(name, merged(metric, [seen[name] for seen, _ in by_rank]).compute())
             for name, metric in self._metrics.items()
         }
+        return {name: values.get(name, accuracy) for name in self._names}
 
     def _for_metric(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
         """What one metric sees: all, or a label and its output."""
-        label = self._labels.get(name)
-        if label is None:
-            return self._for_task(output, target)
-        return _matched(self._predictions(_full_precision(output))[label], target[label])
+        label, named = self._labels.get(name), self._named.get(name)
+        if label is not None:
+            seen = _matched(self._predictions(_full_precision(output))[label], target[label])
+        elif named is not None and self._task == "custom":
+            seen = _matched(self._predictions(_full_precision(output)), target)
+        else:
+            seen = self._for_task(output, target)
+        is_of_classes = named is not None and named.num_classes is not None
+        return named.sees(*seen) if named is not None and is_of_classes else seen
 
     def _for_task(self, output: Any, target: Any) -> tuple[Any, Any]:
         if isinstance(output, torch.Tensor):
@@ -221,6 +273,17 @@ class Metrics:
         return _matched(output, target)
 
 
+def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
+    """Refuse what cannot be the metrics of a run, without knowing what its module returns.
+
+    Raises:
+        ConfigError: a name is unknown, or something is not a single metric.
+    """
+    check_names(config.metrics, config.task, loss)
+    made = {name: m for name, _, m in flat(config.metrics or {}) if not isinstance(m, str)}
+    Metrics(made, config.task, loss.predictions, torch.device("cpu"))
+
+
 def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
     """A metric that has seen what several ranks have: their numbers of updates, and states."""
     seen = [states for count, states in gathered if count > 0]
@@ -233,20 +296,6 @@ def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
         values = [states[name] for states in seen]
         setattr(result, name, _reduced(values, reduce, metric.device))
     return result
-
-
-def _flat(metrics: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Name of each label's metric -> label; and all metrics by name."""
-    labels: dict[str, str] = {}
-    flat: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            for inner, metric in value.items():
-                flat[f"{name}_{inner}"] = metric
-                labels[f"{name}_{inner}"] = name
-        else:
-            flat[name] = value
-    return labels, flat
 
 
 def _matched(output: Any, target: Any) -> tuple[Any, Any]:

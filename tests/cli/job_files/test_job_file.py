@@ -82,7 +82,7 @@ def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
         ("data.table=t", "[data] format 'parquet' does not take the key 'table'"),
         ("estimator.epochs=many", "estimator.epochs must be an integer; received 'many'"),
         ("validation.fraction=1.5", "[validation] fraction must be between 0 and 1"),
-        ("validation.seed=1", "[validation] needs either 'fraction' or 'path'"),
+        ("validation={}", "[validation] needs either 'fraction' or 'path'"),
         ("model.factory=Net", "[model] factory must have the form 'package.module:name'"),
         ("estimator.early_stopping.patience=0", "[estimator.early_stopping] patience must be at"),
     ],
@@ -97,9 +97,10 @@ def test_errors_begin_with_the_file_and_say_what_to_do(
 
 
 def test_validation_rows_are_marked_in_one_way_only(smallest: Path) -> None:
-    settings = ["validation.fraction=0.1", "estimator.validation_indicator_col=held_out"]
-    with pytest.raises(ConfigError, match="not both"):
-        load_job(TrainJob, smallest, settings)
+    for key in ("validation_indicator_col='held_out'", "validation_fraction=0.2"):
+        settings = ["validation.fraction=0.1", f"estimator.{key}"]
+        with pytest.raises(ConfigError, match=r"either the section \[validation\] or est"):
+            load_job(TrainJob, smallest, settings)
 
 
 def test_a_source_is_either_files_or_a_table() -> None:

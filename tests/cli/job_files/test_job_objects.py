@@ -195,10 +195,14 @@ def test_an_augmentation_must_be_a_reference() -> None:
         make_estimator(job(estimator={"augmentation": "flip"}))
 
 
-def test_a_validation_section_marks_rows_by_a_column() -> None:
-    estimator = make_estimator(job(validation={"fraction": 0.1}))
-    assert estimator.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
-    assert not make_estimator(job()).isDefined("validationIndicatorCol")
+def test_a_validation_section_draws_rows_or_marks_files() -> None:
+    drawn = make_estimator(job(validation={"fraction": 0.1}))
+    assert drawn.getOrDefault("validationFraction") == 0.1
+    marked = make_estimator(job(validation={"path": "/validation"}))
+    assert marked.getOrDefault("validationIndicatorCol") == VALIDATION_COLUMN
+    assert marked.getOrDefault("validationFraction") is None
+    for estimator in (drawn, make_estimator(job())):
+        assert not estimator.isDefined("validationIndicatorCol")
 
 
 @pytest.mark.parametrize("reference", ["no_such_module:Net", "sparkdl.models.demo:NoSuchNet"])
@@ -263,3 +267,17 @@ def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path)
     full = file.read_text(encoding="utf-8").replace(section, uncommented)
     (tmp_path / "full.toml").write_text(full, encoding="utf-8")
     make_estimator(load_job(TrainJob, tmp_path / "full.toml"))
+
+
+def test_metrics_are_named_or_made() -> None:
+    made = {"factory": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 10}}
+    named = make_estimator(job(estimator={"metrics": ["accuracy", "F1"]}))
+    assert named.getOrDefault("metrics") == {"accuracy": "accuracy", "f1": "F1"}
+    mixed = make_estimator(job(estimator={"metrics": {"top": "accuracy", "f1": made}}))
+    found = mixed.getOrDefault("metrics")
+    assert found["top"] == "accuracy" and found["f1"].num_classes == 10
+    by_label = {"kind": ["accuracy", made], "price": {"error": "mae"}}
+    found = make_estimator(job(estimator={"metrics": by_label})).getOrDefault("metrics")
+    assert list(found["kind"]) == ["accuracy", "MulticlassF1Score"]
+    assert found["price"] == {"error": "mae"}
+    assert make_estimator(job(estimator={"metrics": []})).getOrDefault("metrics") == {}

@@ -147,7 +147,8 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     def kinds(**changes: Any) -> list[tuple[str, str, str, bool]]:
         asked = request(**{"weight_col": "w", "validation_col": "v", **changes})
         prepared, validation = prepare_columns(df, asked, "float32")
-        assert (validation is None) == (asked.validation_col is None)
+        is_wanted = asked.validation_col is not None or asked.validation_fraction is not None
+        assert (validation is not None) == is_wanted
         return [(p.name, p.role, p.dtype, p.as_classes) for p in prepared]
 
     assert kinds() == [
@@ -158,6 +159,7 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     assert kinds(task="regression")[1] == ("y", "label", "float32", False)
     assert kinds(task="custom")[1] == ("y", "label", "int64", False)
     assert kinds(label_col="x", task="custom")[1] == ("x", "label", "float32", False)
+    assert len(kinds(validation_col=None, validation_fraction=0.1)) == 3
     with pytest.raises(ConfigError, match='column "x" is an input twice'):
         kinds(feature_cols=("x", "x"), input_shapes=((2,), (1, 2)))
     assert kinds(label_col=None, weight_col=None, validation_col=None) == [

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from pyspark.ml.linalg import Matrices, Vectors
+from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from sparkdl.data.arrow_arrays import examine, uniform
 from sparkdl.data.plan import Role, SpoolColumn
 from sparkdl.errors import DataError
-from sparkdl.spark.frames.columns import require, validation_indicator
+from sparkdl.spark.frames.columns import drawn, require, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare
 
 if TYPE_CHECKING:
@@ -228,3 +229,21 @@ def test_the_validation_indicator_is_boolean(df: DataFrame) -> None:
         validation_indicator(df.schema, "int")
     with pytest.raises(DataError, match='"absent" is not in the DataFrame'):
         validation_indicator(df.schema, "absent")
+
+
+def test_drawn_rows_are_the_same_however_the_rows_are_split(spark: SparkSession) -> None:
+    rows = spark.range(4000).selectExpr("id % 2000 AS n", "array(id % 2000, 1) AS x")
+    chosen = []
+    for parts in (1, 5):
+        spread = rows.repartition(parts, F.rand(seed=parts))
+        found = spread.where(drawn([F.col("n"), F.col("x")], 0.25)).collect()
+        chosen.append(sorted(row["n"] for row in found))
+    assert chosen[0] == chosen[1]
+    assert chosen[0][::2] == chosen[0][1::2]  # equal rows are together
+    assert 420 < len(set(chosen[0])) < 580
+    more = rows.where(drawn([F.col("n"), F.col("x")], 0.5)).collect()
+    assert set(chosen[0]) < {row["n"] for row in more}
+    shard_of = rows.where(drawn([F.col("n"), F.col("x")], 0.25)).withColumn(
+        "shard", F.pmod(F.xxhash64("n", "x"), F.lit(4))
+    )
+    assert min(row["count"] for row in shard_of.groupBy("shard").count().collect()) > 150

@@ -64,6 +64,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "labelCol": ("y", "y"),
     "weightCol": ("w", "w"),
     "validationIndicatorCol": ("v", "v"),
+    "validationFraction": (0.1, 0.1),
     "epochs": (3, 3),
     "maxSteps": (7, 7),
     "batchSize": (5, 5),
@@ -190,6 +191,7 @@ def test_wrong_types_are_refused_when_set() -> None:
         ("metrics", "accuracy"),
         ("metrics", {"accuracy": 3}),
         ("metrics", [torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()]),
+        ("metrics", ["f1", "F1"]),
         ("deterministic", "yes"),
         ("runName", " "),
         ("runName", "two\nlines"),
@@ -271,10 +273,14 @@ def test_empty_column_names_count_as_unset() -> None:
     assert field_value(estimator, "weightCol") is None
 
 
-def test_metrics_of_a_list_are_named_by_class() -> None:
+def test_metrics_of_a_list_are_named_by_class_or_by_their_name() -> None:
     metric = torchmetrics.MeanSquaredError()
-    estimator = TorchRegressor(metrics=[metric, torchmetrics.R2Score])
-    assert estimator.getMetrics() == {"MeanSquaredError": metric, "R2Score": torchmetrics.R2Score}
+    estimator = TorchRegressor(metrics=[metric, torchmetrics.R2Score, "MAE"])
+    assert estimator.getMetrics() == {
+        "MeanSquaredError": metric, "R2Score": torchmetrics.R2Score, "mae": "MAE",
+    }  # fmt: skip
+    assert TorchRegressor().getMetrics() is None
+    assert TorchRegressor(metrics=[]).getMetrics() == {}
 
 
 def test_strategies_by_name() -> None:

@@ -5,24 +5,24 @@ from typing import Any
 import torch
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.train.objective.metrics import Metrics, added, confusion
+from sparkdl.train.objective.metrics import Metrics, added, counted
 from tests.gang import Gang
 
 PROBABILITIES = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
 
 
-def counted(output: Any, target: Any) -> list[list[int]] | None:
-    counts = confusion(output, target)
-    return None if counts is None else counts.tolist()
+def confusion(output: Any, target: Any) -> list[list[int]] | None:
+    counts = counted(output, target)
+    return None if counts is None or counts[1] is None else counts[1].tolist()
 
 
 def test_labels_are_rows_and_predictions_columns() -> None:
-    assert counted(PROBABILITIES, torch.tensor([0, 1, 2, 2])) == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
-    assert counted(PROBABILITIES, torch.tensor([[0.0], [1.0], [2.0], [2.0]])) is not None
+    assert confusion(PROBABILITIES, torch.tensor([0, 1, 2, 2])) == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert confusion(PROBABILITIES, torch.tensor([[0.0], [1.0], [2.0], [2.0]])) is not None
 
 
 def test_labels_that_are_no_class_do_not_count() -> None:
-    assert counted(PROBABILITIES, torch.tensor([-100, 1, 7, 2])) == [
+    assert confusion(PROBABILITIES, torch.tensor([-100, 1, 7, 2])) == [
         [0, 0, 0],
         [0, 1, 0],
         [0, 0, 1],
@@ -32,21 +32,29 @@ def test_labels_that_are_no_class_do_not_count() -> None:
 def test_one_probability_is_that_of_class_1() -> None:
     for shape in ((4,), (4, 1)):
         output = torch.tensor([0.1, 0.9, 0.8, 0.5]).view(shape)
-        assert counted(output, torch.tensor([0, 1, 0, 0])) == [[2, 1], [0, 1]]
+        assert confusion(output, torch.tensor([0, 1, 0, 0])) == [[2, 1], [0, 1]]
 
 
 def test_what_is_no_classification_of_rows_is_passed_over() -> None:
-    assert counted({"a": PROBABILITIES}, torch.zeros(4)) is None
-    assert counted(torch.zeros(2, 3, 4), torch.zeros(2, 4)) is None
-    assert counted(PROBABILITIES, torch.zeros(4, 3)) is None
-    assert counted(torch.zeros(2, 101), torch.zeros(2)) is None
+    assert confusion({"a": PROBABILITIES}, torch.zeros(4)) is None
+    assert confusion(torch.zeros(2, 3, 4), torch.zeros(2, 4)) is None
+    assert confusion(PROBABILITIES, torch.zeros(4, 3)) is None
+
+
+def test_of_many_classes_only_the_hits_are_counted() -> None:
+    output = torch.eye(101)[:3]
+    assert confusion(output, torch.tensor([0, 1, 5])) is None
+    hits, _ = counted(output, torch.tensor([0, 1, 5])) or (None, None)
+    assert hits is not None and hits.tolist() == [2, 3]
 
 
 def test_batches_and_ranks_add_up_and_those_without_rows_are_left_out() -> None:
-    one = confusion(PROBABILITIES[:2], torch.tensor([0, 0]))
-    two = confusion(PROBABILITIES[2:], torch.tensor([1, 1]))
+    one = counted(PROBABILITIES[:2], torch.tensor([0, 0]))
+    two = counted(PROBABILITIES[2:], torch.tensor([1, 1]))
     total = added([one, two, None, one, two])
-    assert total is not None and total.tolist() == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
+    assert total is not None and total[1] is not None
+    assert total[1].tolist() == [[2, 2, 0], [0, 2, 2], [0, 0, 0]]
+    assert total[0].tolist() == [4, 8]
     assert added([None]) is None
 
 

@@ -1,0 +1,216 @@
+"""The metrics that users name: what each means for two classes, for more, and for numbers.
+
+A name becomes a metric once an output of the module is known, which says how many classes there
+are; the driver sees one when it runs the module on rows of zeros.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.config import Task
+from sparkdl.errors import ConfigError, import_or
+from sparkdl.train.objective.label_losses import LossSum
+from sparkdl.train.objective.loss import ClassLoss, LossFunction, ModuleLoss
+from sparkdl.train.objective.training_step import StepLoss
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+ACCURACY = "accuracy"
+
+_OF_CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    ACCURACY: ("Accuracy", {"average": "micro"}),
+    "auroc": ("AUROC", {}),
+    "average_precision": ("AveragePrecision", {}),
+    "cohen_kappa": ("CohenKappa", {}),
+    "f1": ("F1Score", {}),
+    "mcc": ("MatthewsCorrCoef", {}),
+    "precision": ("Precision", {}),
+    "recall": ("Recall", {}),
+    "specificity": ("Specificity", {}),
+}
+"""Name -> class of torchmetrics without Binary or Multiclass, and options for many classes."""
+
+_OF_NUMBERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "explained_variance": ("ExplainedVariance", {}),
+    "mae": ("MeanAbsoluteError", {}),
+    "mape": ("MeanAbsolutePercentageError", {}),
+    "mse": ("MeanSquaredError", {}),
+    "r2": ("R2Score", {}),
+    "rmse": ("MeanSquaredError", {"squared": False}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedMetric:
+    """What a name has become; called, it makes the metric."""
+
+    name: str
+    num_classes: int | None = None
+    """That the module tells apart; None: it is a metric of numbers."""
+    ignore_index: int | None = None
+    """The class number of targets that do not count."""
+
+    def __call__(self) -> Metric:
+        """The metric.
+
+        Raises:
+            ConfigError: torchmetrics is not installed.
+        """
+        remedy = f"metric {self.name!r} needs torchmetrics: pip install 'sparkdl-torch[metrics]'"
+        with import_or(ConfigError(remedy)):
+            import torchmetrics
+        made: Any
+        if self.num_classes is None:
+            kind, options = _OF_NUMBERS[self.name]
+            made = getattr(torchmetrics, kind)(**options)
+            return made  # type: ignore[no-any-return]
+        kind, options = _OF_CLASSES[self.name]
+        common = {"ignore_index": self.ignore_index, "validate_args": False}
+        if self.num_classes == 2:
+            made = getattr(torchmetrics.classification, f"Binary{kind}")(**common)
+        else:
+            multiclass = getattr(torchmetrics.classification, f"Multiclass{kind}")
+            made = multiclass(num_classes=self.num_classes, **options, **common)
+        return made  # type: ignore[no-any-return]
+
+    def sees(self, probabilities: torch.Tensor, target: torch.Tensor) -> Any:
+        """Probabilities and class numbers as the metric wants them; of two classes those of 1."""
+        is_pair = self.num_classes == 2 and probabilities.shape != target.shape
+        if is_pair and probabilities.dim() > 1 and probabilities.shape[1] == 2:
+            probabilities = probabilities[:, 1]
+        return probabilities, target.long()
+
+
+def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Each metric with its name in the history and the label that it is of, if it is of one."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            for inner, metric in value.items():
+                yield f"{name}_{inner}", name, metric
+        else:
+            yield name, None, value
+
+
+def default_metrics(task: Task, loss: LossFunction) -> dict[str, NamedMetric]:
+    """Those of a user who has named none: accuracy where classes are predicted.
+
+    Not if a training step computes the loss, since a metric would run the module once more.
+    """
+    has_accuracy = task == "classification" and not isinstance(loss, StepLoss)
+    return {ACCURACY: NamedMetric(name=ACCURACY)} if has_accuracy else {}
+
+
+def metric_names(metrics: Mapping[str, Any] | None, task: Task) -> list[str]:
+    """The names that the history will have, without ``val_``."""
+    if metrics is None:
+        return [ACCURACY] if task == "classification" else []
+    return [name for name, _, _ in flat(metrics)]
+
+
+def check_names(metrics: Mapping[str, Any] | None, task: Task, loss: LossFunction) -> None:
+    """Refuse names that are unknown, or are of another task.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    for name, label, metric in flat(metrics or {}):
+        if isinstance(metric, str):
+            _check_name(name, metric, task, _loss_of(loss, name, label))
+
+
+def _check_name(key: str, name: str, task: Task, loss: LossFunction) -> None:
+    known = {"classification": [*_OF_CLASSES], "regression": [*_OF_NUMBERS]}.get(
+        task, [*_OF_CLASSES, *_OF_NUMBERS]
+    )
+    if task == "custom" and isinstance(loss, ClassLoss):
+        known = [*_OF_CLASSES]
+    if name.lower() in known:
+        if name.lower() != ACCURACY or task != "classification":
+            of_numbers = name.lower() in _OF_NUMBERS
+            NamedMetric(name=name.lower(), num_classes=None if of_numbers else 2)()
+        return
+    if name.lower() in _OF_CLASSES or name.lower() in _OF_NUMBERS:
+        kind = "classes" if name.lower() in _OF_CLASSES else "numbers"
+        raise ConfigError(
+            f"metric {key!r}: {name!r} compares {kind}, which this label is not; known here: "
+            f"{', '.join(known)}"
+        )
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"unknown metric {name!r}; {hint}known: {', '.join(known)}; for others pass a "
+        "torchmetrics.Metric"
+    )
+
+
+def resolved(
+    metrics: Mapping[str, Any] | None, loss: LossFunction, output: Any
+) -> dict[str, Any] | None:
+    """The metrics with a `NamedMetric` in place of each name.
+
+    Args:
+        metrics: as the user gave them; None stays None, see `default_metrics`.
+        loss: says which part of the output a label is compared with.
+        output: what the module returned for some rows, as the loss takes it.
+
+    Raises:
+        ConfigError: a name does not fit the output.
+    """
+    if metrics is None:
+        return None
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found[name] = {
+                inner: _resolved(f"{name}_{inner}", name, metric, loss, output)
+                for inner, metric in value.items()
+            }
+        else:
+            found[name] = _resolved(name, None, value, loss, output)
+    return found
+
+
+def _resolved(key: str, label: str | None, metric: Any, loss: LossFunction, output: Any) -> Any:
+    if not isinstance(metric, str):
+        return metric
+    name = metric.lower()
+    if name in _OF_NUMBERS:
+        return NamedMetric(name=name)
+    part = _loss_of(loss, key, label)
+    with torch.no_grad():
+        seen = loss.predictions(output)
+    seen = seen[label] if label is not None else seen
+    if not isinstance(seen, torch.Tensor):
+        raise ConfigError(
+            f"metric {key!r}: {metric!r} needs one tensor, and the module returns "
+            f"{type(seen).__name__}; pass a torchmetrics.Metric of your own"
+        )
+    # Losses of torch's kind that are none of classes compare each number with one of the target.
+    is_binary = isinstance(part, ModuleLoss) and not isinstance(part, ClassLoss)
+    num_classes = 2 if is_binary or seen.dim() == 1 else max(2, seen.shape[1])
+    ignored = part.ignore_index if isinstance(part, ClassLoss) else None
+    return NamedMetric(name=name, num_classes=num_classes, ignore_index=ignored)
+
+
+def _loss_of(loss: LossFunction, key: str, label: str | None) -> LossFunction:
+    """The loss that compares what a metric compares.
+
+    Raises:
+        ConfigError: there are several labels, and the metric is of none of them.
+    """
+    loss = loss.shown if isinstance(loss, StepLoss) else loss
+    if not isinstance(loss, LossSum):
+        return loss
+    if label not in loss.parts:
+        raise ConfigError(
+            f"metric {key!r} must be of one of the labels {list(loss.parts)}: "
+            f"metrics={{{next(iter(loss.parts))!r}: [{key!r}]}}"
+        )
+    return loss.parts[label]
