@@ -101,6 +101,30 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Looks:
+    """What rank 0 looks at in its layers for reports, besides how far a step moves them."""
+
+    every: int | None = None
+    """Steps between two looks; None: once per epoch, and twenty times in a run of fewer epochs."""
+    histograms: bool = False
+    """Whether weights and gradients are counted by size."""
+    images: int = 0
+    """How many images of the first batch are kept, if inputs are images."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every >= 1, "every must be at least 1", self.every)
+        require(self.images >= 0, "images must not be negative", self.images)
+
+    def __or__(self, other: Looks) -> Looks:
+        """What both ask for."""
+        return Looks(
+            every=min(filter(None, (self.every, other.every)), default=None),
+            histograms=self.histograms or other.histograms,
+            images=max(self.images, other.images),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How every worker trains. Picklable: it travels to the executors with cloudpickle."""
 

@@ -111,6 +111,7 @@ class Recorder(View):
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
+        self._listeners.call(lambda listener: listener.graph(graph))
 
     # --- called by the supervisor -------------------------------------------------------------
 
@@ -148,6 +149,11 @@ class Recorder(View):
             self._note("hardware", rank=rank, hardware=body["hardware"])
         elif body["kind"] == "confusion":
             self._note("confusion", epoch=body["epoch"], counts=body["counts"])
+        elif body["kind"] == "layers":
+            step = int(body["step"])
+            if ratios := body.get("ratios"):
+                self._note("layers", step=step, ratios=ratios)
+            self._listeners.call(lambda listener: listener.layers(step, body))
 
     def epoch(self, record: Mapping[str, float]) -> None:
         for view in self._views:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -39,6 +39,9 @@ class Observer(Protocol):
     def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
         """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
 
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        """What a look after ``step`` has found; see `RunListener.layers`."""
+
 
 class NullObserver:
     """An observer that does nothing."""
@@ -56,6 +59,9 @@ class NullObserver:
         pass
 
     def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
         pass
 
 

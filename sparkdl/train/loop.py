@@ -16,13 +16,14 @@ from torch import nn
 from sparkdl import sync
 from sparkdl.comm.communicator import Communicator
 from sparkdl.comm.topology import arrange
-from sparkdl.config import TrainConfig
+from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
 from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
@@ -71,6 +72,7 @@ def train(
     checkpoints: CheckpointSink | None,
     resume: ResumePoint | None,
     observer: Observer,
+    looks: Looks | None = None,
 ) -> TrainOutcome:
     """Train ``module`` in place; every rank calls, with equal weights.
 
@@ -86,6 +88,7 @@ def train(
         checkpoints: where checkpoints go, except that of the end; None for nowhere.
         resume: where to go on; a run that was complete returns at once.
         observer: gets phases, steps and epochs.
+        looks: what rank 0 looks at in its layers for the observer; None: nothing.
 
     Raises:
         ConfigError: loss, optimizer, metrics or early stopping cannot be used as they are.
@@ -108,7 +111,10 @@ def train(
         stack.enter_context(contextlib.closing(replica.synchronizer))
         clock = Clock(comm)
         talks_within = config.sync_batch_norm and comm.world_size > 1
-        step = TrainStep(replica, clock=clock, talks_within=talks_within)
+        seen = None
+        if looks is not None and comm.rank == 0:
+            seen = LayerLooks(looks, module, plan)
+        step = TrainStep(replica, clock=clock, talks_within=talks_within, looks=seen)
         return _Training(
             replica=replica,
             book=book,
@@ -120,6 +126,7 @@ def train(
             checkpoints=checkpoints,
             observer=observer,
             step=step,
+            looks=seen,
             clock=clock,
             rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
         ).run(resume)
@@ -135,6 +142,7 @@ class _Training(RankState):
     checkpoints: CheckpointSink | None
     observer: Observer
     step: TrainStep
+    looks: LayerLooks | None
     clock: Clock
     rows_by_rank: list[int]
 
@@ -198,6 +206,8 @@ class _Training(RankState):
             self.epoch_sums.add_(sums.local)
         is_closed = replica.synchronizer.after_step(step)
         self.clock.lap("communication")
+        if self.looks is not None:
+            self.looks.end(step, self.observer)
         book.count(1, sum(by_rank), None if self.checkpoints is None else self.checkpoints.due)
         self.observer.step(
             epoch=book.state.epoch + 1, step=step + 1, loss=self.step.loss, rows=own_rows

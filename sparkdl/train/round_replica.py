@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import LocalCommunicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.batches import sequential_batches
 from sparkdl.data.plan import RoundPart, TrainPlan
 from sparkdl.data.source import ShardRows
@@ -28,6 +28,7 @@ from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
@@ -63,16 +64,23 @@ class RoundReplica:
         config: what the user asked for.
         plan: the numbers that follow from it; each shard is a rank of its own.
         device: where this process computes.
+        looks: what is looked at in the layers where the first shard is trained on; None: nothing.
     """
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, plan: TrainPlan, device: torch.device
+        self,
+        module: nn.Module,
+        config: TrainConfig,
+        plan: TrainPlan,
+        device: torch.device,
+        looks: Looks | None = None,
     ) -> None:
         # The driver watches the mean over replicas for an explosion; one replica's loss may jump.
         config = dataclasses.replace(config, divergence_factor=None)
         setup = partial(ApartSynchronizer, comm=LocalCommunicator())
         self._replica = make_replica(module, config, plan, device, setup)
         self._first = copy.deepcopy(self._replica.state_dict())
+        self._looks = None if looks is None else LayerLooks(looks, module, plan)
 
     def train(
         self,
@@ -109,7 +117,8 @@ class RoundReplica:
         training_mode(replica.module, config.frozen_layers)
         seed_everything(config.seed, shard_id, part.step)
         clock = Clock()
-        step = TrainStep(replica, clock=clock)
+        looks = self._looks if shard_id == 0 else None
+        step = TrainStep(replica, clock=clock, looks=looks)
         batches = replica.batches(shards, shard_id, epoch=part.epoch, first_step=part.step_in_epoch)
         rows, began = 0, time.perf_counter()
         label_sums = torch.zeros(len(replica.labels), dtype=torch.float64)
@@ -124,6 +133,8 @@ class RoundReplica:
                 sums = step(replica.on_device(batch), max(1, batch.num_rows), number)
                 label_sums += sums.local[2:].cpu()
                 synchronizer.after_step(number)
+                if looks is not None:
+                    looks.end(number, observer)
                 rows += batch.num_rows
                 observer.step(
                     epoch=part.epoch + 1, step=number + 1, loss=step.loss, rows=batch.num_rows

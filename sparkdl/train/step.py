@@ -21,6 +21,7 @@ import torch
 from sparkdl.data.batches import Batch
 from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
+from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.training_step import run
@@ -78,7 +79,14 @@ class TrainStep:
         watch: what the loss is compared with.
     """
 
-    def __init__(self, replica: Replica, *, clock: Clock, talks_within: bool = False) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        clock: Clock,
+        talks_within: bool = False,
+        looks: LayerLooks | None = None,
+    ) -> None:
         """Prepare steps.
 
         Args:
@@ -86,10 +94,12 @@ class TrainStep:
             clock: counts what the steps' time is spent on.
             talks_within: whether the model waits for those of the other ranks in its forward and
                 backward passes. Then all ranks run equally many, also without samples.
+            looks: sees batches, and layers before and after the optimizer; None: nobody does.
         """
         self._replica, self._config = replica, replica.config
         self._synchronizer, self._format = replica.synchronizer, replica.number_format
         self._talks_within = talks_within
+        self._looks = looks
         self._parameters = [p for p in self._synchronizer.model.parameters() if p.requires_grad]
         self._clock = clock
         self.loss = math.nan
@@ -132,6 +142,8 @@ class TrainStep:
         sums = no_sums(loss, self._replica.device)
         if self._config.augmentation is not None and batch.num_rows > 0:
             batch = augmented(batch, self._config.augmentation)
+        if self._looks is not None:
+            self._looks.batch(batch)
         num_parts = self._config.gradient_accumulation_steps
         if not self._talks_within:
             num_parts = min(num_parts, batch.num_rows)
@@ -175,8 +187,12 @@ class TrainStep:
         self._divide_by_weights(shared, divisor)
         if self._config.gradient_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+        if self._looks is not None:
+            self._looks.before(step)
         was_stepped = self._format.step(optimizer)
         if was_stepped:
+            if self._looks is not None:
+                self._looks.after()
             self._advance_schedule(step)
         return was_stepped
 

@@ -131,6 +131,10 @@ class Reporter:
         if self._rank == 0:
             self.send({"kind": "confusion", "epoch": epoch, "counts": counts})
 
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        """What a look at the layers has found; only rank 0 looks."""
+        self.send({"kind": "layers", "step": step, **found})
+
     def send(self, event: Mapping[str, Any]) -> None:
         """Queue an event; what JSON does not know, such as numbers of NumPy, goes as its text."""
         queued = plain({**event, "time": time.time()})

@@ -21,6 +21,7 @@ import cloudpickle
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelClient
 from sparkdl.comm.file_chunks import gathered
+from sparkdl.config import Looks
 from sparkdl.data.plan import RoundPart, Shard, Split, TrainPlan
 from sparkdl.data.source import ShardSource
 from sparkdl.data.spool.spool_source import SpoolSource
@@ -66,6 +67,8 @@ class RoundOrder:
     """Silence after which the driver takes a task for hung."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the shards."""
+    looks: Looks | None = None
+    """What is looked at in the layers for reports; None: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +194,7 @@ class Warm:
         self.gpu_addresses = place.gpu_addresses
         self.plan = order.plan
         self.source = order.source
-        self.replica: RoundReplica = RoundReplica(module, config, order.plan, device)
+        self.replica: RoundReplica = RoundReplica(module, config, order.plan, device, order.looks)
         self.sent: Snapshot | None = None
         """What was sent last: its memory is used again."""
         self.rows: dict[int, int] = {}

@@ -19,6 +19,7 @@ import cloudpickle
 from sparkdl.comm.access import OF_DRIVER
 from sparkdl.comm.channel import ChannelStorage
 from sparkdl.comm.worker_environment import WorkerEnvironment
+from sparkdl.config import Looks
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.shuffle_windows import WINDOWS, as_text
 from sparkdl.data.source import ShardSource
@@ -62,6 +63,8 @@ class WorkOrder(GangOrder):
     """safetensors of the initial weights; None: read them from the storage."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the plan's shards."""
+    looks: Looks | None = None
+    """What rank 0 looks at in its layers for reports; None: nothing."""
 
 
 def run(environment: WorkerEnvironment, order: WorkOrder) -> Iterator[tuple[str, bytes]]:
@@ -113,6 +116,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             checkpoints=checkpoints,
             resume=_resume_point(order, storage, comm),
             observer=reporter,
+            looks=order.looks if member.client is not None else None,
         )
         reporter.phase("finish")
         if checkpoints is not None and order.storage_url is not None:

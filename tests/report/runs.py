@@ -63,6 +63,8 @@ def events(*, ended: bool = True, num_ranks: int = 4) -> list[dict[str, Any]]:
             {"kind": "step", "at": second + 0.5, "step": (second - 5) * 52, "loss": loss,
              "rows_per_second": 12_000.0}
         )  # fmt: skip
+        if second % 4 == 0:
+            found.append(layers(second))
         if second % 4 == 1:
             found.append(epoch(second, (second - 5) // 4 + 1, chance))
         if second == 29:
@@ -102,6 +104,12 @@ def epoch(second: int, number: int, chance: random.Random) -> dict[str, Any]:
             "epoch": number, "steps": 235, "loss": loss, "learning_rate": 0.002 * 0.9**number,
             "seconds": 3.6 + 0.4 * chance.random(), "val_loss": loss * 1.08 + 0.02,
             "val_accuracy": 0.985 - 0.6 * math.exp(-number / 2.5)}}  # fmt: skip
+
+
+def layers(second: int) -> dict[str, Any]:
+    """A look at which one layer is well, one does not move, and one moves ever faster."""
+    ratios = {"body.conv1": 2e-3, "body.norm": 0.0, "head": 10 ** (second / 20 - 3.5)}
+    return {"kind": "layers", "at": float(second), "step": (second - 5) * 52, "ratios": ratios}
 
 
 def confusion(size: int, chance: random.Random) -> list[list[int]]:

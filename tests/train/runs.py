@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.comm.communicator import Communicator, LocalCommunicator
-from sparkdl.config import TrainConfig
+from sparkdl.config import Looks, TrainConfig
 from sparkdl.data.plan import Column, Shard, TrainPlan, make_plan
 from sparkdl.data.spool.mapped import MappedRows, ShardData
 from sparkdl.train.callbacks import NullObserver
@@ -107,6 +107,7 @@ def run(
     plan: TrainPlan | None = None,
     observer: Any = None,
     device: str = "cpu",
+    looks: Looks | None = None,
 ) -> TrainOutcome:
     """Train ``module`` in place on this rank's part of ``shards``."""
     comm = comm or LocalCommunicator()
@@ -125,6 +126,7 @@ def run(
         checkpoints=sink,
         resume=copy.deepcopy(resume),
         observer=observer or NullObserver(),
+        looks=looks,
     )
 
 

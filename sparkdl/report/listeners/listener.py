@@ -7,8 +7,10 @@ listener at work. Unlike callbacks, which are on the workers, listeners need no 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
 import queue
 import threading
 import time
@@ -17,6 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from sparkdl.config import Looks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +54,9 @@ class RunListener:
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Training is about to begin: rows, steps, workers, parameters, and so on."""
 
+    def graph(self, graph: Mapping[str, Any]) -> None:
+        """What the module is made of: ``nodes`` and ``edges``; see `record.module_graph`."""
+
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """``step`` steps are done: the newest ``loss`` and ``rows_per_second`` of rank 0.
 
@@ -58,6 +65,19 @@ class RunListener:
 
     def epoch(self, step: int, record: Mapping[str, float]) -> None:
         """An epoch was completed, or a function has reported; ``record`` is in the history."""
+
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        """What a look at rank 0's layers has found in step ``step``.
+
+        Args:
+            step: steps that are done. After a restart some come again.
+            found: may have ``ratios``: by layer the mean magnitude of what the step has changed,
+                over that of the parameters, or None; and what a listener's `Listener.looks` asks
+                for: ``histograms`` of ``weights/<name>`` and ``gradients/<name>`` with ``low``,
+                ``high``, ``counts`` in equal buckets between them, ``sum`` and ``sum_squares``;
+                ``images`` of the input ``name`` with their ``shape`` and ``data``, which are bytes
+                packed by zlib and base64.
+        """
 
     def failure(self, reason: str) -> None:
         """An attempt has failed, and perhaps another begins."""
@@ -92,6 +112,16 @@ class Listener(ABC):
 
         In that case `RunListener.end` of the listeners that have started already is called.
         """
+
+    @property
+    def looks(self) -> Looks:
+        """What `RunListener.layers` shall have besides ratios, and how often."""
+        return Looks()
+
+
+def wanted_looks(listeners: Sequence[Listener]) -> Looks:
+    """What all of them ask for; ratios are for the report, also where there is no listener."""
+    return functools.reduce(operator.or_, (listener.looks for listener in listeners), Looks())
 
 
 logger = logging.getLogger(__name__)

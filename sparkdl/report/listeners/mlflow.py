@@ -30,7 +30,8 @@ class MLflow(Listener):
     """Logs each run to MLflow, as a run of its own.
 
     Params are the fit's Params; metrics are ``step_loss`` and ``step_rows_per_second`` twice a
-    second at most, and every value of the history by its name; artifacts are ``report.html`` and
+    second at most, every value of the history by its name, and the ``lowest_update_ratio`` and
+    ``highest_update_ratio`` of all layers; artifacts are ``report.html`` and
     ``run.json``, and if asked for the trained weights, which ``initialWeights`` reads. Runs that
     MLflow has active are left alone.
 
@@ -95,6 +96,13 @@ class _InOneRun(RunListener):
 
     def epoch(self, step: int, record: Mapping[str, float]) -> None:
         self._log(step, record)
+
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        ratios = [r for r in found.get("ratios", {}).values() if r is not None]
+        if ratios:
+            self._log(
+                step, {"lowest_update_ratio": min(ratios), "highest_update_ratio": max(ratios)}
+            )
 
     def failure(self, reason: str) -> None:
         self.client.set_tag(self.run_id, "sparkdl.last_failure", reason[:_LONGEST_TAG])

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Content, Markup, joined, row, section, tag
+from sparkdl.report.page.layer_strips import layer_section
 from sparkdl.report.page.style import CSS
 from sparkdl.report.page.svg import line_chart, model_graph
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, shown_ranks, timeline
@@ -56,6 +57,7 @@ def body(record: RunRecord) -> Markup:
         _time(record),
         _failures(record),
         _confusion(record),
+        layer_section(record.layers),
         _graph(record),
         _hardware(record),
         _configuration(record),

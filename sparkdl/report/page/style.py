@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparkdl.report.page.layer_strips import BANDS
 from sparkdl.report.page.timeline import SPENT_ON
 
 _LIGHT = """
@@ -10,6 +11,8 @@ _LIGHT = """
   --c0: #2563eb; --c1: #e8590c; --c2: #0f9d6b; --c3: #9333ea; --c4: #c2255c; --c5: #0c8599;
   --on-data: #4c8df6; --on-compute: #2fb380; --on-communication: #f2a93b; --on-waiting: #e5604d;
   --on-evaluate: #9b6ddf; --on-checkpoint: #26a8bd; --on-other: #a8b0bd;
+  --u-none: #d92d20; --u-slow: #7c9fe0; --u-less: #a9d8c4; --u-good: #2fb380; --u-more: #f2c14e;
+  --u-fast: #e5604d;
   --shadow: 0 1px 2px rgb(16 24 40 / 6%), 0 1px 3px rgb(16 24 40 / 8%);
 """
 _DARK = """
@@ -18,6 +21,8 @@ _DARK = """
   --c0: #7aa7ff; --c1: #ff9f5a; --c2: #3ccf97; --c3: #c79bff; --c4: #ff85b0; --c5: #4fd0e0;
   --on-data: #5b94f0; --on-compute: #2fa678; --on-communication: #d9982f; --on-waiting: #d9604f;
   --on-evaluate: #9a78d6; --on-checkpoint: #2a9dae; --on-other: #6b7484;
+  --u-none: #ff7b6e; --u-slow: #4a6fb8; --u-less: #3d7a66; --u-good: #2fa678; --u-more: #d9a92f;
+  --u-fast: #d9604f;
   --shadow: none;
 """
 
@@ -95,6 +100,8 @@ line.restart { stroke: var(--good); stroke-width: 1.5; }
 .matrix td, .matrix th { border: 0; text-align: center; padding: 3px 6px; min-width: 30px;
   border-radius: 4px; }
 .matrix.dense td { min-width: 6px; padding: 0; height: 8px; border-radius: 1px; }
+.layers td:nth-child(2) { width: 60%; }
+.strip { display: block; width: 100%; height: 16px; margin-top: 3px; }
 .scroll { max-height: 560px; overflow: auto; }
 .graph { display: block; margin: 0 auto; max-width: none; }
 .node { fill: var(--card); stroke: var(--on-other); stroke-width: 1.3; }
@@ -124,6 +131,10 @@ footer { color: var(--quiet); font-size: 12px; margin-top: 24px; }
         f".line.c{k} {{ stroke: var(--c{k}); }} .mark.c{k} {{ fill: var(--c{k}); }} "
         f".key.c{k} {{ background: var(--c{k}); }}\n"
         for k in range(6)
+    )
+    + "".join(
+        f".u-{name} {{ fill: var(--u-{name}); }} .key.u-{name} {{ background: var(--u-{name}); }}\n"
+        for name, *_ in BANDS
     )
 )
 """Of a page; all of it, since a report brings everything along."""

@@ -25,6 +25,8 @@ _MAX_LINES = 200
 """Warnings that are kept: the first ones, which say where trouble began."""
 _MOST_ENTRIES = 4000
 """Of a list in a record, such as its history; more would only fill memory and the page."""
+_MOST_LOOKS = 200
+"""Looks at the layers that are kept, each of which has a number for every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,9 @@ class RunRecord:
     """How many warnings there were."""
     confusion: dict[str, Any] | None = None
     """``epoch``, and ``counts``: label by prediction, over the validation rows."""
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    """``step``, and ``ratios``: layer -> mean magnitude of its update over that of its parameters.
+    """
     graph: dict[str, Any] | None = None
     """The module, see `module_graph`."""
     error: dict[str, str] | None = None
@@ -144,9 +149,9 @@ def add_record(history: list[dict[str, Any]], record: Mapping[str, Any]) -> None
     thin(history)
 
 
-def thin(entries: list[Any]) -> None:
+def thin(entries: list[Any], most: int = _MOST_ENTRIES) -> None:
     """Take out every second entry but the first and the last, once there are too many to show."""
-    while len(entries) > _MOST_ENTRIES:
+    while len(entries) > most:
         del entries[1:-1:2]
 
 
@@ -247,6 +252,12 @@ class RecordBuilder:
                     values["logs"].append(rest)
             case "confusion":
                 values["confusion"] = {"epoch": event["epoch"], "counts": event["counts"]}
+            case "layers":
+                looks = values["layers"]
+                while looks and looks[-1]["step"] >= event["step"]:  # after a restart
+                    looks.pop()
+                looks.append({"step": event["step"], "ratios": event["ratios"]})
+                thin(looks, _MOST_LOOKS)
             case "alive":
                 values["silence_seconds"] = event["silence_seconds"]
                 values["heard"] = event.get("wall", values["started"] + event["at"])

@@ -16,6 +16,7 @@ from functools import partial
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
+from sparkdl.report.listeners.listener import wanted_looks
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
@@ -139,6 +140,7 @@ def _fit(
             settings=checked.settings,
             view=recorder,
             max_restarts=request.max_restarts,
+            looks=wanted_looks(request.listeners),
         )
         recorder.facts(**facts(run))
         recorder.phase("train")

@@ -92,6 +92,7 @@ class Attempts:
             ),
             resume_path=self.begun_from,
             source=run.table.reader,
+            looks=run.looks,
         )
         return run.gang_job(run.table.df, training.run, order)
 

@@ -166,5 +166,7 @@ class RoundJobs:
             work=work,
             heartbeat_timeout_seconds=run.settings.heartbeat_timeout_seconds,
             source=run.table.reader,
+            # Of a population every round has another member on the first shard.
+            looks=run.looks if work is train_or_evaluate else None,
         )
         return partial(stage, order)

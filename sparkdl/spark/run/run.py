@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.config import TrainConfig, require
+from sparkdl.config import Looks, TrainConfig, require
 from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
@@ -36,6 +36,8 @@ class Run(Launch):
     objective: LossFunction
     """What is minimized, for what the driver asks of it."""
     table: RowTable
+    looks: Looks | None = None
+    """What rank 0 looks at in its layers for reports and listeners; None: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, tag
+from sparkdl.report.page.layer_strips import layer_section
 from sparkdl.report.page.report_page import page
 from sparkdl.report.page.svg import layers_of, line_chart, ticks
 from sparkdl.report.page.timeline import MOST_LANES, SPENT_ON, grouped
@@ -50,8 +51,8 @@ def test_the_page_shows_all_and_loads_nothing() -> None:
     found = Checker(page(record()))
     text = " ".join(found.texts)
     for title in (
-        "Learning curves", "Where the time went", "Failures and restarts", "Confusion matrix",
-        "Model", "Hardware", "Configuration", "Warnings of the workers",
+        "Learning curves", "Where the time went", "Updates by layer", "Failures and restarts",
+        "Confusion matrix", "Model", "Hardware", "Configuration", "Warnings of the workers",
     ):  # fmt: skip
         assert title in text
     assert "a worker was lost (executor 1 <lost>)" in text
@@ -169,6 +170,34 @@ def test_of_a_long_run_neighbouring_spans_are_drawn_as_one() -> None:
     day = 24 * 3600.0
     spent = {"0": [[10.0 * k, 10.0 * (k + 1), {"data": 4.0, "compute": 6.0}] for k in range(8640)]}
     assert len(page(replace(record(), spent=spent, seconds=day))) < 200_000
+
+
+def test_layers_that_do_not_move_or_move_too_fast_are_marked() -> None:
+    text = layer_section(record().layers)
+    rows = re.findall(r"<code>(.*?)</code> (.*?)</td>.*?<td class=\"n\">(.*?)</td>", text)
+    marks = [(name, re.sub("<.*?>", "", mark), newest) for name, mark, newest in rows]
+    assert marks == [
+        ("body.conv1", "", "-2.7"), ("body.norm", "does not move", "0"),
+        ("head", "moves too fast", "-0.7"),
+    ]  # fmt: skip
+    assert text.count("<rect") == 3 * len(record().layers)
+    assert re.findall(r'class="(u-\w+)"><title>step 2,652', text) == ["u-good", "u-none", "u-fast"]
+    assert "-3 is healthy" in text
+
+
+def test_of_many_layers_those_with_a_mark_are_shown_and_of_many_looks_some() -> None:
+    ratios = {f"layer{k}": 0.5 if k == 99 else 1e-3 for k in range(100)}
+    text = layer_section([{"step": step, "ratios": ratios} for step in range(1, 151)])
+    assert text.count("<tr>") == 1 + 64 and "<code>layer99</code>" in text
+    assert text.count("<rect") == 64 * 76
+    assert "36 more layers have no mark." in text
+
+
+def test_at_the_end_of_a_schedule_layers_stand_still_without_being_dead() -> None:
+    looks = [{"step": 1, "ratios": {"a": 1e-3, "b": None}}, {"step": 2, "ratios": {"a": 0.0}}]
+    text = layer_section(looks)
+    assert "does not move</b>" not in text and "not finite</b>" in text
+    assert layer_section([]) == ""
 
 
 def test_text_is_escaped_unless_it_is_markup() -> None:

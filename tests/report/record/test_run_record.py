@@ -36,6 +36,16 @@ def test_an_epoch_that_is_told_again_after_a_restart_counts_once() -> None:
     assert [entry["loss"] for entry in builder.record().history] == [2.0, 1.0]
 
 
+def test_looks_at_layers_that_come_again_count_once_and_are_thinned() -> None:
+    builder = begun()
+    for step in (10, 20, 30, 20, *range(40, 4010, 10)):
+        builder.take({"kind": "layers", "at": 1.0, "step": step, "ratios": {"a": step / 1e6}})
+    found = builder.record().layers
+    steps = [look["step"] for look in found]
+    assert steps == sorted(set(steps)) and 100 <= len(steps) <= 200
+    assert (steps[0], found[-1]) == (10, {"step": 4000, "ratios": {"a": 0.004}})
+
+
 def begun() -> RecordBuilder:
     builder = RecordBuilder()
     builder.take({"kind": "begin", "at": 0.0, "run_id": "r", "name": "n", "started": 1.0})
