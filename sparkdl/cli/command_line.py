@@ -10,8 +10,8 @@ from typing import Any
 
 from sparkdl.errors import SparkDLError
 
-_EXTRAS = {"pyspark": "spark", "py4j": "spark", "pandas": "spark", "torch": "torch"}
-"""Packages without which most commands cannot work, and the extra that installs each."""
+_NEEDED = ("pyspark", "py4j", "pandas", "torch")
+"""Packages without which most commands cannot work; py4j comes with pyspark."""
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -71,11 +71,12 @@ def ended(action: Callable[[], None]) -> int:
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        if package not in _NEEDED:
             raise
         print(
             f"error: this needs {package}, which is not installed for {sys.executable}; "
-            f'pip install "sparkdl-torch[{_EXTRAS[package]}]"',
+            f"pip install {package.replace('py4j', 'pyspark')}, in a version that 'sparkdl doctor' "
+            "names",
             file=sys.stderr,
         )
         return 1
