@@ -57,8 +57,12 @@ class Command:
         }
 
 
-def ended(action: Callable[[], None]) -> int:
+def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
     """Run ``action``; an error that the user can mend is one line on stderr.
+
+    Args:
+        action: does the work.
+        words: puts a message into the words of what the user wrote.
 
     Returns:
         The exit status: 0; 1 after an error that sparkdl raised on purpose, or where pyspark or
@@ -67,7 +71,7 @@ def ended(action: Callable[[], None]) -> int:
     try:
         action()
     except SparkDLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {words(str(error))}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -179,5 +179,5 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return true_import(name)
 
     monkeypatch.setattr(onnx_export, "import_module", absent)
-    with pytest.raises(ConfigError, match="needs onnx, .*; pip install onnx "):
+    with pytest.raises(ConfigError, match=r"needs onnx, .*; pip install onnx "):
         export_onnx(nn.Linear(3, 2), tmp_path / "m.onnx", example_inputs=(X,))

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from sparkdl.inference.outputs import Output
 
 
+NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+"""Types in a user's words."""
+
+
 def to_type(hint: Any, doc: str, value: Any) -> Any:
     """Accept the values of a type; ``doc`` says what they are where another is refused."""
     try:

@@ -46,7 +46,7 @@ def test_workers_of_local_mode_print_where_the_driver_does(
 
 @pytest.mark.parametrize(
     ("prints", "told"),
-    [("%d.%d torch pyarrow" % sys.version_info[:2], "has no torch, pyarrow"),
+    [(f"{sys.version_info[0]}.{sys.version_info[1]} torch pyarrow", "has no torch, pyarrow"),
      ("2.7", "is Python 2.7, while this program runs 3"), (None, "cannot be started")],
 )  # fmt: skip
 def test_the_python_of_local_workers_is_looked_at_before_spark_is(
