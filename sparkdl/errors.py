@@ -22,7 +22,8 @@ GangError                something that a restart may heal
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class SparkDLError(Exception):
@@ -107,3 +108,16 @@ def import_or(error: SparkDLError) -> Iterator[None]:
         yield
     except ImportError as cause:
         raise error from cause
+
+
+def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> ConfigError:
+    """The error about a name that is none of those known, with the one that may be meant."""
+    names = sorted(known)
+    hint = did_you_mean(name, names) or ";"
+    return ConfigError(f"unknown {what} {name!r}{hint} known: {', '.join(names)}{more}")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?``, or nothing where no name is like it."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.65)
+    return f"; did you mean {close[0]!r}?" if close else ""

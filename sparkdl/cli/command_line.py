@@ -10,8 +10,8 @@ from typing import Any
 
 from sparkdl.errors import SparkDLError
 
-_EXTRAS = {"pyspark": "spark", "py4j": "spark", "pandas": "spark", "torch": "torch"}
-"""Packages without which most commands cannot work, and the extra that installs each."""
+_NEEDED = ("pyspark", "py4j", "pandas", "torch")
+"""Packages without which most commands cannot work; py4j comes with pyspark."""
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -57,8 +57,12 @@ class Command:
         }
 
 
-def ended(action: Callable[[], None]) -> int:
+def ended(action: Callable[[], None], words: Callable[[str], str] = str) -> int:
     """Run ``action``; an error that the user can mend is one line on stderr.
+
+    Args:
+        action: does the work.
+        words: puts a message into the words of what the user wrote.
 
     Returns:
         The exit status: 0; 1 after an error that sparkdl raised on purpose, or where pyspark or
@@ -67,15 +71,16 @@ def ended(action: Callable[[], None]) -> int:
     try:
         action()
     except SparkDLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {words(str(error))}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        if package not in _NEEDED:
             raise
         print(
             f"error: this needs {package}, which is not installed for {sys.executable}; "
-            f'pip install "sparkdl-torch[{_EXTRAS[package]}]"',
+            f"pip install {package.replace('py4j', 'pyspark')}, in a version that 'sparkdl doctor' "
+            "names",
             file=sys.stderr,
         )
         return 1

@@ -46,7 +46,7 @@ def script(shell: str) -> str:
     Raises:
         ConfigError: argcomplete is not installed.
     """
-    remedy = 'completion needs argcomplete; pip install "sparkdl-torch[completion]"'
+    remedy = "completion needs argcomplete; pip install argcomplete"
     with import_or(ConfigError(remedy)):
         argcomplete = import_module("argcomplete")
     text: str = argcomplete.shellcode(["sparkdl"], shell=shell)

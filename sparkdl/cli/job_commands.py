@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkdl.cli import completion
 from sparkdl.cli.command_line import Command, Run, ended
-from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
+from sparkdl.cli.job_files.job_file import (
+    EvaluateJob,
+    PredictJob,
+    TrainJob,
+    brings_modules,
+    load_job,
+)
+from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
 from sparkdl.errors import TrainingFailed
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound=TrainJob | EvaluateJob | PredictJob | PrepareJob)
+
+_CHECK = "sparkdl.cli.job_files.job_objects:check_training"
 
 _SETTING_HELP = (
     "set one key of the job file; VALUE is a TOML value or, failing that, a string; may be given "
@@ -73,6 +82,9 @@ class JobCommand(Generic[T]):
     """The job file to begin with, among those in ``starters/``, in the same way."""
     settings: tuple[str, ...] = ("",)
     """What follows the file in each example, such as ``--set estimator.epochs=5``."""
+    check: str | None = None
+    """``module:function`` that refuses values of a job which its types allow; None: there is none.
+    """
     explain: JobCommand[T] | None = None
     """What is done in its place with ``--explain``; None: there is no such option."""
 
@@ -132,7 +144,16 @@ class JobCommand(Generic[T]):
             )
         log_to_console(level)
         chosen = self.explain if self.explain is not None and given.explain else self
-        return ended(lambda: chosen.do(load_job(self.kind, given.config, given.settings), form))
+        return ended(
+            lambda: chosen.do(chosen.load(given.config, given.settings), form), in_file_words
+        )
+
+    def load(self, path: str | None, settings: Sequence[str]) -> T:
+        """The job, whose values are checked before Spark is started if they can be."""
+        if self.check is None or brings_modules(load_job(self.kind, path, settings).spark):
+            return load_job(self.kind, path, settings)
+        module, _, function = self.check.partition(":")
+        return load_job(self.kind, path, settings, getattr(import_module(module), function))
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
@@ -248,6 +269,7 @@ TUNE = JobCommand(
     show=_show_search,
     description="Search for the values of hyperparameters that train best, as a job file says.",
     settings=("--set study.trials=10",),
+    check=_CHECK,
 )
 
 
@@ -264,6 +286,7 @@ EXPLAIN = JobCommand(
         "--set estimator.num_workers=8",
         "--set explain.num_rows=1000000 --set explain.count_seconds=300",
     ),
+    check=_CHECK,
 )
 
 
@@ -312,6 +335,7 @@ TRAIN = JobCommand(
     ),
     config="conf/digits.toml",
     settings=("--set estimator.epochs=5", "--set 'spark.master=local[2]'", "--explain"),
+    check=_CHECK,
     explain=EXPLAIN,
 )
 

@@ -114,8 +114,7 @@ def require_pillow() -> Any:
         from PIL import Image as pillow
     except ImportError as error:
         raise ConfigError(
-            'images need Pillow: pip install "sparkdl-torch[images]" where the driver and the '
-            "executors run"
+            "images need Pillow: run 'pip install pillow' where the driver and the executors run"
         ) from error
     return pillow
 

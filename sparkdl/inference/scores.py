@@ -164,7 +164,7 @@ class Evaluation(Mapping[str, Any]):
             raise SparkDLError(
                 "there are no curves to draw; evaluate a classifier with curves=True"
             )
-        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        remedy = "plot() needs matplotlib; install it with: pip install matplotlib"
         with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
         figure = Figure(figsize=(10.0, 4.0), layout="constrained")

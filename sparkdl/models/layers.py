@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
@@ -48,8 +48,7 @@ def hidden_layers(sizes: Sequence[int], activation: str, dropout: float = 0.0) -
         )
     check_positive(sizes=sizes)
     if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"unknown activation {activation!r}; known: {known}")
+        raise unknown("activation", activation, ACTIVATIONS)
     layers = []
     for narrow, wide in pairwise(sizes):
         parts = [nn.Linear(narrow, wide), ACTIVATIONS[activation]()]

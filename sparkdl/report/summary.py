@@ -104,7 +104,7 @@ class TrainingSummary:
         Raises:
             SparkDLError: matplotlib is not installed.
         """
-        remedy = "plot() needs matplotlib; install it with: pip install 'sparkdl-torch[plot]'"
+        remedy = "plot() needs matplotlib; install it with: pip install matplotlib"
         with import_or(SparkDLError(remedy)):
             from matplotlib.figure import Figure
         panels = self.curves()

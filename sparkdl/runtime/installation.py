@@ -29,5 +29,5 @@ def refuse_mixed_installation(package_file: str) -> None:
         raise SparkDLError(
             f"another package named 'sparkdl' ({foreign[0]}) is installed in the folder of "
             f"sparkdl-torch, {Path(package_file).resolve().parent}, and their files are mixed; "
-            f"run 'pip uninstall -y sparkdl sparkdl-torch', then install sparkdl-torch again"
+            f"run 'pip uninstall -y sparkdl sparkdl-torch', then install this package again"
         )

@@ -7,11 +7,10 @@ one of these. It means a parameter if it fits its name, or the name of a layer t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, did_you_mean
 
 
 def fits(pattern: str, name: str) -> bool:
@@ -39,9 +38,9 @@ def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None
     for pattern in patterns:
         if not any(fits(pattern, name) for name in names):
             layers = sorted({name.rpartition(".")[0] for name in names} - {""}) or list(names)
-            close = difflib.get_close_matches(pattern.rstrip(".*"), [*layers, *names], n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {_shown(layers)}"
-            raise ConfigError(f"{param}: no parameter of the module fits {pattern!r}; {hint}")
+            hint = did_you_mean(pattern.rstrip(".*"), [*layers, *names])
+            hint = hint or f"; there are {_shown(layers)}"
+            raise ConfigError(f"{param}: no parameter of the module fits {pattern!r}{hint}")
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pkgutil import get_data
 from typing import Any
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, did_you_mean, unknown
 
 
 def _listed(stub: bytes) -> dict[str, str]:
@@ -69,7 +69,10 @@ def import_object(path: Any, remedy: str = "install it, or put it on the path") 
     try:
         found = sys.modules.get(module) or import_module(module)
         return functools.reduce(getattr, name.split("."), found)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
+        hint = did_you_mean(error.name, dir(error.obj)) or f"; {remedy}"
+        raise ConfigError(f"cannot import '{path}': {error}{hint}") from error
+    except ImportError as error:
         raise ConfigError(f"cannot import '{path}': {error}; {remedy}") from error
 
 
@@ -92,10 +95,8 @@ def make_named(value: Any, kind: type[Any], known: Mapping[str, str], what: str)
     if isinstance(value, str):
         path = known.get(value.lower().replace("_", ""), value)
         if ":" not in path:
-            raise ConfigError(
-                f"unknown {what} {value!r}; known: {', '.join(sorted(known))}, or name a class of "
-                "your own as 'package.module:Class'"
-            )
+            more = ", or name a class of your own as 'package.module:Class'"
+            raise unknown(what, value, known, more)
         found = import_object(path, f"name a {what} that driver and workers can import")
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{what} must be a {kind.__name__} or its name; received {value!r}")

@@ -158,7 +158,7 @@ def _check_packages() -> None:
             missing.append(package)
     if missing:
         raise ConfigError(
-            f'export_onnx needs {", ".join(missing)}; pip install "sparkdl-torch[onnx]"'
+            f"export_onnx needs {', '.join(missing)}; pip install {' '.join(missing)}"
         )
 
 

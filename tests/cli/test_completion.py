@@ -144,7 +144,7 @@ def test_without_argcomplete_the_remedy_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "argcomplete", None)
-    with pytest.raises(ConfigError, match=r'pip install "sparkdl-torch\[completion\]"'):
+    with pytest.raises(ConfigError, match="pip install argcomplete"):
         completion.script("bash")
     assert main(["completion", "bash"]) == 1
     assert capsys.readouterr().err.startswith("error: completion needs argcomplete")

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import sparkdl
+from sparkdl.cli.job_files import spark_session
 from sparkdl.cli.job_files.job_file import EvaluateJob, PredictJob, TrainJob, load_job
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
@@ -92,8 +93,18 @@ def test_a_command_without_a_job_file_names_the_starter(capsys: pytest.CaptureFi
 def test_a_users_mistake_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config", "conf/digits.toml", "--set", "estimator.epoch=3"]) == 1
     text = capsys.readouterr().err
-    assert text.startswith("error: conf/digits.toml: unknown key 'epoch' in [estimator]; did you")
+    assert text.startswith("error: --set estimator.epoch=3: unknown key 'epoch' in [estimator]; d")
     assert text.count("\n") == 1
+
+
+def test_a_wrong_value_is_found_before_spark_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spark_session, "make_session", pytest.fail)
+    setting = "estimator.learning_rate=-1"
+    assert main(["train", "--config", "conf/digits.toml", "--set", setting]) == 1
+    said = f"error: --set {setting}: learning_rate must be positive; received -1.0\n"
+    assert capsys.readouterr().err == said
 
 
 def test_help_and_parsing_import_neither_torch_nor_pyspark() -> None:

@@ -116,5 +116,5 @@ finally:
     assert cell.error is None, cell.error
     assert not cell.outputs("image/png")
     assert any("val_" not in one and "loss  " in one for one in cell.outputs("text/plain"))
-    assert "pip install 'sparkdl-torch[plot]'" in cell.streamed()
+    assert "pip install matplotlib" in cell.streamed()
     assert cell.streamed("stderr") == ""

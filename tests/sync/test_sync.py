@@ -67,7 +67,7 @@ def test_default_object_class_and_path() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("alreduce", r"unknown strategy 'alreduce'; known: adasum, allreduce"),
+        ("alreduce", r"'alreduce'; did you mean 'allreduce'. known: adasum, allreduce"),
         ("no.such.module:X", "cannot import 'no.such.module:X'"),
         (f"{__name__}:Missing", "cannot import"),
         ("json:dumps", "must be a SyncStrategy"),

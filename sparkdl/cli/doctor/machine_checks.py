@@ -17,8 +17,8 @@ from sparkdl.cli.doctor.finding import Finding, bounded, left_out, note, ok, wro
 from sparkdl.errors import ClusterError
 
 _DISTRIBUTION = "sparkdl-torch"
-_NEEDED = {"pyspark": "spark", "pandas": "spark", "torch": "torch"}
-"""Packages of extras that training needs, and the extra."""
+_NEEDED = ("pyspark", "pandas", "torch")
+"""Packages of extras that training needs."""
 _WORKERS = "PYSPARK_PYTHON"
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 UNSET_REMEDY = (
@@ -44,8 +44,8 @@ def examine_machine(environ: Mapping[str, str], *, is_remote: bool = False) -> I
     yield ok("sparkdl", f"{sparkdl.__version__}, {Path(sparkdl.__file__).parent}")
     yield from foreign_package()
     ranges = required_ranges()
-    for package, extra in _NEEDED.items():
-        yield package_finding(package, installed(package), ranges.get(package, ""), extra)
+    for package in _NEEDED:
+        yield package_finding(package, installed(package), ranges.get(package, ""))
     if is_remote:
         for subject in (_WORKERS, "Java"):
             yield left_out(subject, "that of the Spark Connect server counts")
@@ -77,9 +77,9 @@ def required_ranges() -> dict[str, str]:
     return {match[1].lower(): match[2].replace(" ", "") for match in found if match}
 
 
-def package_finding(package: str, version: str | None, allowed: str, extra: str) -> Finding:
-    """What there is to say of a package that an extra installs."""
-    remedy = f'pip install "{_DISTRIBUTION}[{extra}]"'
+def package_finding(package: str, version: str | None, allowed: str) -> Finding:
+    """What there is to say of a package that training needs."""
+    remedy = f'pip install "{package}{allowed}"'
     if version is None:
         return wrong(package, f"is not installed; {remedy}")
     if not is_within(version, allowed):

@@ -9,13 +9,14 @@ by `job_objects`.
 
 from __future__ import annotations
 
+import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from sparkdl.cli.job_files.toml_values import apply_settings, build, read_toml
+from sparkdl.cli.job_files.toml_values import MissingKey, apply_settings, build, read_toml
 from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
 from sparkdl.spark.params.converters import parts_of
@@ -238,22 +239,64 @@ class PredictJob:
     spark: SparkSection = field(default_factory=SparkSection)
 
 
-def load_job(kind: type[T], path: str | Path | None, settings: Iterable[str] = ()) -> T:
+def load_job(
+    kind: type[T],
+    path: str | Path | None,
+    settings: Sequence[str] = (),
+    check: Callable[[T], None] | None = None,
+) -> T:
     """Read a job file, with ``settings`` of the form ``section.key=value`` laid over it.
 
     Args:
         kind: the job's class.
         path: the file; None: the settings are the whole job.
         settings: those of the command line.
+        check: raises a ConfigError for values that the types of the keys allow.
 
     Raises:
-        ConfigError: the file or a setting is wrong; the message begins with the file's path.
+        ConfigError: the file or a setting is wrong; the message begins with the file's path, or
+            with the setting without which it would not be.
     """
     tables = read_toml(path) if path is not None else {}
+
+    def made(settings: Sequence[str]) -> T:
+        job = build(kind, apply_settings(tables, settings))
+        if check is not None:
+            check(job)
+        return job
+
+    def problem(settings: Sequence[str]) -> ConfigError | None:
+        try:
+            made(settings)
+        except ConfigError as error:
+            return error
+        return None
+
     try:
-        return build(kind, apply_settings(tables, settings))
+        return made(settings)
     except ConfigError as error:
-        raise ConfigError(f"{path or 'the command line'}: {error}") from error
+        blamed = str(path or "the command line")
+        for number, setting in enumerate(settings if not isinstance(error, MissingKey) else ()):
+            without = problem([*settings[:number], *settings[number + 1 :]])
+            if str(without) != str(error) and not isinstance(without, MissingKey):
+                blamed = f"--set {setting}"
+                break
+        raise ConfigError(f"{blamed}: {error}") from error
+
+
+def brings_modules(section: SparkSection) -> bool:
+    """True if the session will bring modules along, so that none can be imported before."""
+    places = ("SPARK_CONF_DIR", ""), ("SPARK_HOME", "conf")
+    folders = [Path(os.environ[name], below) for name, below in places if name in os.environ]
+    defaults = [folder / "spark-defaults.conf" for folder in folders]
+    return (
+        _PY_FILES in section.conf
+        or "--py-files" in os.environ.get("PYSPARK_SUBMIT_ARGS", "")
+        or any(file.is_file() and _PY_FILES in file.read_text() for file in defaults)
+    )
+
+
+_PY_FILES = "spark.submit.pyFiles"
 
 
 def check_reference(reference: str, name: str) -> None:

@@ -1,30 +1,67 @@
-"""The names in a job file become an estimator with the user's objects."""
+"""The names in a job file become an estimator with the user's objects, whose values are checked."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from dataclasses import replace
+from typing import Any, get_args, get_origin
 
 from sparkdl.cli.job_files.job_file import PARAMS, ObjectRef, TrainJob
 from sparkdl.cli.job_files.toml_values import build
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.runtime.public_names import import_object
 from sparkdl.spark.params.param_table import Option
-
-if TYPE_CHECKING:
-    from pyspark.ml import Estimator
 
 VALIDATION_COLUMN = "sparkdl_validation"
 """Marks the rows of ``validation.path``."""
 _REMEDY = "a module of your own travels to driver and workers with spark-submit --py-files"
 
 
-def make_estimator(job: TrainJob) -> Estimator[Any]:
-    """The estimator that a job describes, with the user's objects imported."""
+_KEYS = {option.name: key for key, option in PARAMS.items()}
+_NAME = re.compile(rf"\b({'|'.join(_KEYS)})\b")
+
+
+def in_file_words(text: str) -> str:
+    """A message with the keys of ``[estimator]`` in place of the Params' names."""
+    text = text.replace(f'column "{VALIDATION_COLUMN}"', "the column that marks [validation]")
+    return _NAME.sub(lambda found: _KEYS[found[0]], text)
+
+
+def check_training(job: TrainJob) -> None:
+    """Find mistakes in the values of ``[model]`` and ``[estimator]`` without Spark.
+
+    Raises:
+        ConfigError: a value is wrong, in the words of the file.
+    """
+    from sparkdl.spark.fit.check_request import check_sync_batch_norm, check_values
+    from sparkdl.train.state import check_monitored
+
+    estimator = make_estimator(job)
+    try:
+        # Initial weights may be where only Spark reads.
+        request = replace(estimator._request(), initial_weights=None)
+        check_monitored(request.config, has_validation=request.validation is not None)
+        checked = check_values(request)
+        if request.num_workers is not None:
+            config = checked.request.config
+            checked.strategy.check(config, request.num_workers)
+            check_sync_batch_norm(checked.module, config, request.num_workers)
+    except ConfigError as error:
+        raise ConfigError(in_file_words(str(error))) from error
+
+
+def make_estimator(job: TrainJob) -> Any:
+    """The estimator that a job describes, with the user's objects imported.
+
+    Raises:
+        ConfigError: an object cannot be imported or made, or a value is of no use to its Param.
+    """
     from sparkdl import estimator as faces
 
-    kinds: dict[str, Callable[..., Estimator[Any]]] = {
+    kinds: dict[str, Callable[..., Any]] = {
         "classifier": faces.TorchClassifier,
         "regressor": faces.TorchRegressor,
         "estimator": faces.TorchEstimator,
@@ -37,7 +74,17 @@ def make_estimator(job: TrainJob) -> Estimator[Any]:
         params["validationFraction"] = job.validation.fraction
     elif job.validation is not None:
         params["validationIndicatorCol"] = VALIDATION_COLUMN
-    return kinds[job.estimator.kind](module=_partial(job.model), **params)
+    estimator = kinds[job.estimator.kind](module=_partial(job.model, "model"))
+    for name, value in params.items():
+        key = f"estimator.{_KEYS.get(name, name)}"
+        if not estimator.hasParam(name):
+            kind = job.estimator.kind
+            raise ConfigError(f"{key} is not for kind = '{kind}'; leave it out, or choose another")
+        try:
+            estimator.getParam(name).typeConverter(value)
+        except TypeError as error:
+            raise ConfigError(in_file_words(f"{key}: {error}")) from error
+    return estimator._set(**params)
 
 
 def _resolve(value: Any, option: Option, where: str) -> Any:
@@ -48,7 +95,7 @@ def _resolve(value: Any, option: Option, where: str) -> Any:
         elif not _mentions(option.type, str):
             raise ConfigError(f"{where} must be 'package.module:name'; received {value!r}")
     if isinstance(value, ObjectRef):
-        return _partial(value) if option.is_called_later else _made(value)
+        return _partial(value, where) if option.is_called_later else _made(value, where)
     if isinstance(value, Mapping):
         return {key: _resolve(item, option, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, tuple):
@@ -63,27 +110,51 @@ def _mentions(hint: Any, kind: Any) -> bool:
     return get_origin(hint) is not Callable and any(_mentions(p, kind) for p in get_args(hint))
 
 
-def _partial(reference: ObjectRef) -> Any:
+def _imported(reference: ObjectRef, where: str) -> Any:
+    try:
+        return import_object(reference.factory, _REMEDY)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _partial(reference: ObjectRef, where: str) -> Any:
     """The named object, to be called later with its arguments."""
-    named = import_object(reference.factory, _REMEDY)
+    named = _imported(reference, where)
     if not callable(named):
-        raise ConfigError(f"'{reference.factory}' cannot be called: it is {named!r}")
+        raise ConfigError(f"{where}: '{reference.factory}' cannot be called: it is {named!r}")
     arguments = dict(reference.args)
+    _check_arguments(named, arguments, f"{where}.args")
     for name, value in arguments.items():
         if isinstance(value, Mapping) and "factory" in value:
-            arguments[name] = _partial(build(ObjectRef, value, "args"))
+            arguments[name] = _partial(build(ObjectRef, value, "args"), f"{where}.args.{name}")
     return functools.partial(named, **arguments) if arguments else named
 
 
-def _made(reference: ObjectRef) -> Any:
+def _check_arguments(named: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> None:
+    """Refuse names of arguments that a callable does not take."""
+    try:
+        parameters = inspect.signature(named).parameters
+    except (TypeError, ValueError):  # Python's own are not all described
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in arguments:
+        if name not in parameters:
+            hint = did_you_mean(name, parameters) or ";"
+            raise ConfigError(
+                f"unknown key '{name}' in {where}{hint} known: {', '.join(parameters)}"
+            )
+
+
+def _made(reference: ObjectRef, where: str) -> Any:
     """The named object; a class, or whatever has arguments, is called."""
-    named = _partial(reference) if reference.args else import_object(reference.factory, _REMEDY)
+    named = _partial(reference, where) if reference.args else _imported(reference, where)
     if not isinstance(named, type | functools.partial):
         return named
     try:
         return named()
     except Exception as error:  # whatever the user's classes raise when they are made
         raise ConfigError(
-            f"cannot make '{reference.factory}' with args {dict(reference.args)}: "
+            f"{where}: cannot make '{reference.factory}' with args {dict(reference.args)}: "
             f"{type(error).__name__}: {error}; correct them in the job file"
         ) from error

@@ -6,20 +6,21 @@ is accepted, so that a misspelt key is found before any work is done.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from sparkdl.errors import ConfigError
-from sparkdl.spark.params.converters import parts_of
+from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.spark.params.converters import NAMES, parts_of
 
 T = TypeVar("T")
 Tables = dict[str, Any]
 
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+class MissingKey(ConfigError):
+    """A key or section is not there, for which no other can be blamed."""
 
 
 def read_toml(path: str | Path) -> Tables:
@@ -108,7 +109,7 @@ def build(kind: type[T], table: Any, where: str = "") -> T:
     for name in known:
         if name in _required(kind) and name not in table:
             place = f"key '{name}' in [{where}]" if where else f"section [{name}]"
-            raise ConfigError(f"missing {place}")
+            raise MissingKey(f"missing {place}")
     above = f"{where}." if where else ""
     values = {key: convert(value, hints[key], above + key) for key, value in table.items()}
     try:
@@ -185,12 +186,11 @@ def describe(hint: Any) -> str:
         return f"a list (each {describe(get_args(hint)[0])})"
     if is_dataclass(hint):
         return f"a table with {_listed([item.name for item in fields(hint)])}"
-    return "a table" if origin is Mapping else _NAMES.get(hint, str(hint))
+    return "a table" if origin is Mapping else NAMES.get(hint, str(hint))
 
 
 def _unknown(key: str, where: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ";"
+    hint = did_you_mean(key, known) or ";"
     what = f"unknown key '{key}' in [{where}]" if where else f"unknown section [{key}]"
     return f"{what}{hint} known: {', '.join(known)}"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "a search needs Optuna and matplotlib; install them: pip install 'sparkdl-torch[tune]'"
+_REMEDY = "a search needs Optuna and matplotlib; install them: pip install optuna matplotlib"
 _BEGUN_WITH = "sparkdl: begun with"
 """Attribute of a study: what makes its trials comparable."""
 _REPLACES = "sparkdl: replaces"

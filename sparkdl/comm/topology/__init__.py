@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def check(topology: str) -> None:
         ConfigError: it is none of `TOPOLOGIES`.
     """
     if topology not in TOPOLOGIES:
-        raise ConfigError(f"unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
+        raise unknown("topology", topology, TOPOLOGIES)
 
 
 def choose(topology: str, nodes: Sequence[int], device_type: str) -> str:

@@ -54,7 +54,7 @@ class MLflow(Listener):
 
     def start(self, run: RunStart) -> RunListener:
         missing = "listeners=[MLflow(...)] needs mlflow; install it on the driver with: "
-        with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[mlflow]'")):
+        with import_or(SparkDLError(f"{missing}pip install mlflow-skinny")):
             from mlflow.entities import Param
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient

@@ -61,7 +61,7 @@ class TensorBoard(Listener):
 
     def start(self, run: RunStart) -> RunListener:
         missing = "listeners=[TensorBoard(...)] needs tensorboard; install it on the driver with: "
-        with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[tensorboard]'")):
+        with import_or(SparkDLError(f"{missing}pip install tensorboard")):
             from torch.utils.tensorboard import SummaryWriter
         folder = f"{self.log_dir.rstrip('/')}/{run.folder}"
         writer = SummaryWriter(folder, flush_secs=max(1, round(self.flush_seconds)))

@@ -68,7 +68,7 @@ def picture(runs: Sequence[Curves]) -> bytes:
         SparkDLError: matplotlib is not installed.
     """
     missing = "the picture of the learning curves needs matplotlib; install it with: "
-    with import_or(SparkDLError(f"{missing}pip install 'sparkdl-torch[plot]'")):
+    with import_or(SparkDLError(f"{missing}pip install matplotlib")):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     panels = panels_of(runs)

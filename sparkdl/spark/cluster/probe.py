@@ -18,6 +18,7 @@ from sparkdl.comm.channel import ChannelClient
 from sparkdl.errors import ClusterError, CommunicationError, SparkDLError, StorageError
 from sparkdl.runtime.versions import difference, versions
 from sparkdl.spark.session.background_job import BackgroundJob
+from sparkdl.spark.session.compat import workers_python
 from sparkdl.spark.session.failures import raise_unless_loss, spark_message
 from sparkdl.spark.session.settings import Settings
 from sparkdl.storage.retried import Retried
@@ -150,8 +151,9 @@ def probe(
         except PythonException as error:
             # The task itself raises nothing, so its executor could not even begin it.
             raise ClusterError(
-                f"sparkdl cannot run on an executor: {_last_line(error)}; install sparkdl-torch "
-                "there as on the driver, or send it along with --archives or --py-files"
+                f"sparkdl cannot run on an executor: {_last_line(error)}; Spark's workers run "
+                f"{workers_python(spark)}; set PYSPARK_PYTHON to a Python that has the packages, "
+                "install them there as on the driver, or send them with --archives or --py-files"
             ) from error
         except Exception as error:
             raise_unless_loss(error)

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -145,26 +146,20 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     run_workers_here(data.spark)
     settings = read_settings(partial(conf, data.spark))
     data.check_files(settings)
-    check_travels(
-        request.config, inputs=request.specified, labels=request.labels, source=data.source
-    )
-    strategy = sync.resolve(request.config.sync_strategy)
-    config = replace(request.config, sync_strategy=strategy)
-    request = replace(request, config=config)
-    mode = choose_mode(request.execution_mode, strategy)
-    module, float_dtype = make_module(request)
-    frozen = freeze(module, config.frozen_layers)
-    objective = check_training(module, request)
+    check_travels({"source": data.source})
+    values = check_values(request)
+    request, module = values.request, values.module
+    config, strategy = request.config, values.strategy
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation)
-    columns, validation = prepare_columns(data.frame, request, float_dtype)
+    columns, validation = prepare_columns(data.frame, request, values.float_dtype)
     slots = plan_slots(
         data.spark,
         settings,
         num_workers=request.num_workers,
         cpus_per_worker=request.cpus_per_worker,
         gpus_per_worker=request.gpus_per_worker,
-        is_gang=mode == "gang",
+        is_gang=values.mode == "gang",
     )
     if request.num_workers is None:
         logger.info(
@@ -187,11 +182,57 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         data=data,
         settings=settings,
         module=module,
-        frozen=frozen,
-        objective=objective,
+        frozen=values.frozen,
+        objective=values.objective,
         columns=tuple(columns),
         validation=validation,
         slots=slots,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedValues:
+    """What follows from the Params alone."""
+
+    request: FitRequest
+    """With a strategy that is an object."""
+    mode: Literal["gang", "rounds"]
+    module: nn.Module
+    float_dtype: str
+    """Of floating features."""
+    frozen: Items[str]
+    objective: LossFunction
+
+    @property
+    def strategy(self) -> SyncStrategy:
+        """How replicas are brought to agree."""
+        strategy: SyncStrategy = self.request.config.sync_strategy
+        return strategy
+
+
+def check_values(request: FitRequest) -> CheckedValues:
+    """Check what needs neither rows nor, without initial weights, a session.
+
+    Raises:
+        ConfigError: a parameter is wrong.
+        StorageError: the initial weights cannot be read.
+        Exception: what the user's own callables raise.
+    """
+    config = request.config
+    travelling_values = {field.name: getattr(config, field.name) for field in fields(config)}
+    check_travels({**travelling_values, "inputs": request.specified, "labels": request.labels})
+    config = replace(config, sync_strategy=sync.resolve(config.sync_strategy))
+    request = replace(request, config=config)
+    mode = choose_mode(request.execution_mode, config.sync_strategy)
+    module, float_dtype = make_module(request)
+    frozen = freeze(module, config.frozen_layers)
+    return CheckedValues(
+        request=request,
+        mode=mode,
+        module=module,
+        float_dtype=float_dtype,
+        frozen=frozen,
+        objective=check_training(module, request),
     )
 
 
@@ -221,14 +262,13 @@ def choose_mode(requested: str, strategy: SyncStrategy) -> Literal["gang", "roun
     return "rounds"
 
 
-def check_travels(config: TrainConfig, **columns: Any) -> None:
+def check_travels(values: Mapping[str, Any]) -> None:
     """Refuse what cannot be sent to other processes, such as a callback that holds a lock.
 
     Raises:
         ConfigError: names the parameter.
     """
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    for name, value in {**values, **columns}.items():
+    for name, value in values.items():
         try:
             travelling(value)
         except Exception as error:  # whatever the user's classes raise when they are pickled
@@ -273,21 +313,20 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     from sparkdl.serialization.initial_weights import load_initial_weights
 
     if isinstance(request.module, nn.Module):
-        module = copy.deepcopy(request.module)
+        module = _copied(request.module)
     else:
         try:
             with borrowed_generator(request.config.seed):
                 module = request.module()
         except Exception as error:  # whatever the user's class or function raises
+            name = getattr(request.module, "__qualname__", repr(request.module))
             remedy = "correct the arguments (model.args in a job file), or what makes it"
             if isinstance(request.module, type):
-                name = request.module.__name__
                 remedy = (
                     f"pass {name}(...) or functools.partial({name}, ...) (in a job file model.args)"
                 )
             raise ConfigError(
-                f"module cannot be made: {request.module!r} raised {type(error).__name__}: "
-                f"{error}; {remedy}"
+                f"module cannot be made: {name} raised {type(error).__name__}: {error}; {remedy}"
             ) from error
         if not isinstance(module, nn.Module):
             raise ConfigError(
@@ -299,6 +338,33 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
         load_initial_weights(module, request.initial_weights)
     is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
     return module, "float64" if is_double else "float32"
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy, such as every worker gets.
+
+    Raises:
+        ConfigError: the module has something that only this process can have.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # whatever the user's classes raise when they are copied
+        raise ConfigError(
+            f"the module cannot be sent to the workers: {type(error).__name__}: {error}"
+            f"{_uncopied(module)}; make locks, files and sessions where forward first needs them"
+        ) from error
+
+
+def _uncopied(module: nn.Module) -> str:
+    """The attribute because of which a module has no copy, for a message."""
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            try:
+                if not key.startswith("_"):  # parameters and layers, which were walked already
+                    copy.deepcopy(value)
+            except Exception:  # as above
+                return f" (its attribute {'.'.join(filter(None, (name, key)))})"
+    return ""
 
 
 def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
@@ -334,7 +400,7 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
                 stand_in = nn.Parameter(torch.zeros(1))
                 strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
         else:
-            copied = copy.deepcopy(module)
+            copied = _copied(module)
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)

@@ -30,6 +30,10 @@ Metrics = Mapping[str, Metric | Mapping[str, Metric] | Sequence[Metric]] | Seque
 """By name in the history, or by label; or named by their classes and names."""
 
 
+NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+"""Types in a user's words."""
+
+
 def to_type(hint: Any, doc: str, value: Any) -> Any:
     """Accept the values of a type; ``doc`` says what they are where another is refused."""
     try:

@@ -6,7 +6,6 @@ The Params themselves are the rows of `sparkdl.spark.params.param_table`.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -23,8 +22,8 @@ from pyspark.ml.param.shared import (
 )
 
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
-from sparkdl.errors import ConfigError
-from sparkdl.spark.params.converters import to_type
+from sparkdl.errors import ConfigError, did_you_mean
+from sparkdl.spark.params.converters import NAMES, to_type
 from sparkdl.spark.params.param_table import NOT_SET, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
@@ -54,10 +53,15 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         for name, value in kwargs.items():
             if name not in self._names():
                 raise TypeError(f"{type(self).__name__} has no Param {name!r}{self._hint(name)}")
-            has_default = self._defaultParamMap.get(self.getParam(name)) is not None
+            param = self.getParam(name)
+            has_default = self._defaultParamMap.get(param) is not None
             if value is None and has_default and not self._accepts_none(name):
                 raise TypeError(f'Invalid param value given for param "{name}": None')
-        super()._set(**kwargs)
+            try:
+                self._paramMap[param] = None if value is None else param.typeConverter(value)
+            except TypeError as error:  # Spark's own _set tells the converter's frames too
+                message = f'Invalid param value given for param "{name}": {error}'
+                raise TypeError(message) from None
         return self
 
     def _accepts_none(self, name: str) -> bool:
@@ -67,8 +71,7 @@ class CheckedParams(HasFeaturesCol, HasInputCols, HasWeightCol, HasPredictionCol
         return [param.name for param in self.params]
 
     def _hint(self, name: str) -> str:
-        close = difflib.get_close_matches(name, self._names(), n=1)
-        return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(self._names())}"
+        return did_you_mean(name, self._names()) or f"; known: {', '.join(self._names())}"
 
     def value(self, name: str) -> Any:
         """The Param's value; None if it has none. An empty column name counts as none."""
@@ -107,7 +110,7 @@ def with_params(arguments: type) -> Callable[[C], C]:
         for name, option in cls._options.items():
             convert = option.convert or partial(to_type, option.type, option.doc)
             if option.convert is None and option.type in _SPARKS_CONVERTERS:
-                convert = partial(_convert_as_spark, option.type, option.doc)
+                convert = partial(_convert_as_spark, option.type)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):
@@ -119,12 +122,13 @@ def with_params(arguments: type) -> Callable[[C], C]:
     return decorate
 
 
-def _convert_as_spark(kind: Any, doc: str, value: Any) -> Any:
+def _convert_as_spark(kind: Any, value: Any) -> Any:
     """What Spark makes of a value; its own errors fail to name some values, such as tuples."""
     try:
         return _SPARKS_CONVERTERS[kind](value)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"received {value!r}; expected: {doc}") from None
+        name = NAMES.get(kind, "a list of strings")
+        raise TypeError(f"must be {name}; received {value!r}") from None
 
 
 def _setter(option: Option) -> Callable[..., Any]:

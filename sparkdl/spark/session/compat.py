@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +14,8 @@ from urllib.parse import urlsplit
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
+
+from sparkdl.errors import ClusterError
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -48,9 +52,56 @@ def run_workers_here(spark: SparkSession) -> None:
     """In local mode, let Spark's workers run this program's Python if nobody has chosen one.
 
     Spark takes the first ``python3`` of the PATH, which seldom has the packages.
+
+    Raises:
+        ClusterError: somebody has chosen one that is not there, or has not the packages. Spark
+            would write a hundred lines of stacks to the console.
     """
-    if shares_console(spark) and not os.environ.get("PYSPARK_PYTHON"):
+    if not shares_console(spark):
+        return
+    if not os.environ.get("PYSPARK_PYTHON"):
         spark.sparkContext.pythonExec = sys.executable
+    if spark.sparkContext.pythonExec != sys.executable:
+        _check_python(spark.sparkContext.pythonExec)
+
+
+_NEEDED = ("torch", "pyarrow", "numpy")
+_TELL = (
+    "import sys, importlib.util as util; print('%d.%d' % sys.version_info[:2], "
+    "*(name for name in sys.argv[1:] if util.find_spec(name) is None))"
+)
+"""Prints the version of a Python and which of the packages it has not; imports none of them."""
+_TELL_SECONDS = 20.0
+
+
+@functools.cache  # what is right stays so; an error is raised each time
+def _check_python(program: str) -> None:
+    try:
+        command = [program, "-c", _TELL, *_NEEDED]
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TELL_SECONDS, check=True
+        ).stdout.split()
+        ours = ".".join(map(str, sys.version_info[:2]))
+        problem = f"has no {', '.join(told[1:])}" if told[1:] else ""
+        if told[:1] != [ours]:
+            problem = f"is Python {told[0]}, while this program runs {ours}"
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = f"cannot be started ({error})"
+    if problem:
+        raise ClusterError(
+            f"PYSPARK_PYTHON names {program} for Spark's workers, which {problem}; unset it, so "
+            f"that they run the Python of this program, or set PYSPARK_PYTHON={sys.executable} "
+            "before the session starts"
+        )
+
+
+def workers_python(spark: SparkSession) -> str:
+    """Which Python Spark's workers run, as far as the driver knows, and what says so."""
+    if is_connect(spark):
+        return "the Python that PYSPARK_PYTHON named where the Spark Connect server was started"
+    if os.environ.get("PYSPARK_PYTHON"):
+        return f"{spark.sparkContext.pythonExec}, which PYSPARK_PYTHON names"
+    return f"{spark.sparkContext.pythonExec} of the executors, since PYSPARK_PYTHON is not set"
 
 
 def is_case_sensitive(spark: SparkSession) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 from sparkdl.storage.stateful import Stateful
 
 NEEDS_ANOTHER_LOOP = {"LBFGS", "SparseAdam"}
@@ -130,7 +130,6 @@ class OuterOptimizer(OuterRule):
 
 
 def _find(name: str) -> Any:
-    known = ", ".join(sorted(TORCH_OPTIMIZERS))
     if name.lower() not in TORCH_OPTIMIZERS:
-        raise ConfigError(f"unknown outer_optimizer {name!r}; known: {known}")
+        raise unknown("outer_optimizer", name, TORCH_OPTIMIZERS)
     return TORCH_OPTIMIZERS[name.lower()]

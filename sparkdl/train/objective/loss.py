@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sparkdl.config import Task
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 
 Sums = tuple[torch.Tensor, torch.Tensor | float]
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -86,7 +86,7 @@ def resolve_loss(loss: Any, task: Task) -> LossFunction:
     """
     if isinstance(loss, str):
         if loss.lower() not in LOSSES:
-            raise ConfigError(f"unknown loss {loss!r}; known: {', '.join(sorted(LOSSES))}")
+            raise unknown("loss", loss, LOSSES)
         loss = LOSSES[loss.lower()]
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         loss = loss()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparkdl.config import TrainConfig
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.strategy import MakeOptimizer
@@ -148,8 +148,7 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     if not isinstance(kind, str):
         return kind
     if kind.lower() not in OPTIMIZERS:
-        known = ", ".join(sorted(OPTIMIZERS))
-        raise ConfigError(f"unknown optimizer {kind!r}; known: {known}")
+        raise unknown("optimizer", kind, OPTIMIZERS)
     return OPTIMIZERS[kind.lower()]
 
 

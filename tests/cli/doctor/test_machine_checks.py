@@ -79,13 +79,13 @@ def test_the_ranges_are_those_of_the_installation() -> None:
 
 
 def test_packages_are_there_missing_or_of_another_version() -> None:
-    assert package_finding("torch", "2.13.0", ">=2.9", "torch").state == "ok"
-    missing = package_finding("torch", None, ">=2.9", "torch")
+    assert package_finding("torch", "2.13.0", ">=2.9").state == "ok"
+    missing = package_finding("torch", None, ">=2.9")
     assert (missing.state, missing.text) == (
         "wrong",
-        'is not installed; pip install "sparkdl-torch[torch]"',
+        'is not installed; pip install "torch>=2.9"',
     )
-    old = package_finding("pyspark", "3.5.1", "<4.4,>=4.1", "spark")
+    old = package_finding("pyspark", "3.5.1", "<4.4,>=4.1")
     assert old.state == "wrong"
     assert "3.5.1 is outside the range <4.4,>=4.1; pip install" in old.text
 

@@ -9,8 +9,10 @@ from sparkdl.cli.job_files.job_file import (
     EvaluateJob,
     ObjectRef,
     PredictJob,
+    SparkSection,
     TrainJob,
     ValidationSection,
+    brings_modules,
     check_reference,
     load_job,
 )
@@ -87,13 +89,42 @@ def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
         ("estimator.early_stopping.patience=0", "[estimator.early_stopping] patience must be at"),
     ],
 )
-def test_errors_begin_with_the_file_and_say_what_to_do(
+def test_errors_begin_with_what_is_wrong_and_say_what_to_do(
     smallest: Path, setting: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        load_job(TrainJob, smallest, [setting])
-    assert str(error.value).startswith(f"{smallest}: ")
+        load_job(TrainJob, smallest, ["spark.app_name=x", setting])
+    assert str(error.value).startswith(f"--set {setting}: ")
     assert message in str(error.value)
+
+
+def test_the_file_is_blamed_for_what_is_in_it(smallest: Path) -> None:
+    with smallest.open("a", encoding="utf-8") as file:
+        file.write("\n[estimator]\nepochs = 0\n")
+
+    def check(job: TrainJob) -> None:
+        if job.estimator.epochs is not None and job.estimator.epochs < 1:
+            raise ConfigError(f"epochs must be at least 1; received {job.estimator.epochs}")
+
+    def blamed(*settings: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_job(TrainJob, smallest, settings, check)
+        return str(error.value).partition(":")[0]
+
+    assert blamed() == blamed("spark.app_name=x") == str(smallest)
+    assert blamed("spark.app_name=x", "estimator.epochs=-1") == "--set estimator.epochs=-1"
+    assert load_job(TrainJob, smallest, ["estimator.epochs=2"], check).estimator.epochs == 2
+
+
+def test_modules_that_only_the_session_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    assert not brings_modules(SparkSection())
+    assert brings_modules(SparkSection(conf={"spark.submit.pyFiles": "own.py"}))
+    (tmp_path / "spark-defaults.conf").write_text("spark.submit.pyFiles own.py", encoding="utf-8")
+    assert brings_modules(SparkSection())
 
 
 def test_validation_rows_are_marked_in_one_way_only(smallest: Path) -> None:

@@ -14,7 +14,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import sparkdl
 from sparkdl.cli.job_files.job_file import PARAMS, EstimatorSection, ObjectRef, TrainJob, load_job
-from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN, make_estimator
+from sparkdl.cli.job_files.job_objects import (
+    VALIDATION_COLUMN,
+    check_training,
+    in_file_words,
+    make_estimator,
+)
 from sparkdl.cli.job_files.toml_values import build
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError
@@ -281,3 +286,57 @@ def test_metrics_are_named_or_made() -> None:
     assert list(found["kind"]) == ["accuracy", "MulticlassF1Score"]
     assert found["price"] == {"error": "mae"}
     assert make_estimator(job(estimator={"metrics": []})).getOrDefault("metrics") == {}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"learning_rate": -1.0}, "^learning_rate must be positive; received -1.0"),
+        ({"batch_size": 2, "gradient_accumulation_steps": 3}, "_steps .3. cannot exceed batch_siz"),
+        ({"optimizer": "adm"}, "unknown optimizer 'adm'; did you mean 'adam'"),
+        ({"optimizer_params": {"momentums": 1}}, "optimizer Adam refused"),
+        ({"loss": "mes"}, "unknown loss 'mes'; did you mean 'mse'"),
+        ({"loss": "torch.nn:CrosEntropyLoss"}, "estimator.loss: .*did you mean 'CrossEntropyLoss'"),
+        ({"sync_strategy": "alreduce"}, "estimator.sync_strategy: .*did you mean 'allreduce'"),
+        ({"sync_strategy": {"factory": "sparkdl:LocalSGD", "args": {"averaging_perod": 4}}},
+         "'averaging_perod' in estimator.sync_strategy.args; did you mean 'averaging_period'"),
+        ({"sync_strategy": {"factory": "sparkdl:LocalSGD", "args": {"averaging_period": 0}}},
+         "averaging_period must be a number of steps of at least 1"),
+        ({"sync_strategy": "gossip", "execution_mode": "rounds"}, "execution_mode='gang'"),
+        ({"metrics": {"f1": {"factory": "torchmetrics:F1Score"}}}, "estimator.metrics.f1: .*task"),
+        ({"early_stopping": {"monitor": "val_loss"}}, "need validation rows"),
+        ({"scheduler": {"factory": "sparkdl:warmup", "args": {"stepps": 3}}}, "mean 'steps'"),
+        ({"frozen_layers": ["layer.0"]}, "no parameter of the module fits 'layer.0'; did you mea"),
+        ({"kind": "regressor", "probability_col": "p"}, "is not for kind = 'regressor'"),
+    ],
+)  # fmt: skip
+def test_values_are_checked_without_spark_in_the_words_of_the_file(
+    sections: dict[str, Any], message: str
+) -> None:
+    """They were found after the session had started, and told in the words of Python."""
+    with pytest.raises(ConfigError, match=message):
+        check_training(job(estimator=sections))
+
+
+def test_the_module_is_checked_without_spark() -> None:
+    misspelt = {"factory": "sparkdl.models.demo:DigitNet"}
+    with pytest.raises(ConfigError, match=r"model: cannot import .*; did you mean 'DigitsNet'"):
+        check_training(job(model=misspelt))
+    options = {"factory": "sparkdl.models.demo:DigitsNet", "args": {"num_clases": 3}}
+    with pytest.raises(
+        ConfigError, match=r"'num_clases' in model.args; did you mean 'num_classes'"
+    ):
+        check_training(job(model=options))
+    with pytest.raises(ConfigError, match="module cannot be made: Linear raised TypeError"):
+        check_training(job(model={"factory": "torch.nn:Linear"}))
+
+
+def test_what_is_right_passes_the_check() -> None:
+    check_training(load_job(TrainJob, CONF / "digits.toml"))
+    far = {"initial_weights": "hdfs://nowhere/model", "num_workers": 2}
+    check_training(job(estimator=far))  # which only Spark reads
+
+
+def test_no_name_of_ours_is_in_a_message() -> None:
+    found = in_file_words(f'column "{VALIDATION_COLUMN}" has nulls; see inputShape and batchSize')
+    assert found == "the column that marks [validation] has nulls; see input_shape and batch_size"

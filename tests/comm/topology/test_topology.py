@@ -38,7 +38,7 @@ def test_what_is_asked_for_by_name_is_given() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match=r"unknown topology 'star'; known: auto, ring"):
+    with pytest.raises(ConfigError, match=r"unknown topology 'star'; known: auto, hier"):
         choose("star", (0, 0), "cpu")
     with pytest.raises(ConfigError, match=r"workers on one node, and they are on 2"):
         choose("shared", (0, 1), "cpu")

@@ -83,7 +83,7 @@ def test_without_matplotlib_the_error_names_the_remedy(monkeypatch: pytest.Monke
         return found(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(SparkDLError, match=r"pip install 'sparkdl-torch\[plot\]'"):
+    with pytest.raises(SparkDLError, match="pip install matplotlib"):
         picture([fit()])
 
 

@@ -44,14 +44,16 @@ def ask(spark: Any, **settings: float) -> Findings:
 
 def test_executors_without_sparkdl() -> None:
     spark = MagicMock()
+    spark.sparkContext.pythonExec = "/their/python"
     tasks = spark.range.return_value.mapInArrow.return_value
     tasks.collect.side_effect = PythonException(MESSAGE)
     with pytest.raises(ClusterError) as caught:
         ask(spark)
     assert str(caught.value) == (
         "sparkdl cannot run on an executor: ModuleNotFoundError: No module named 'sparkdl'; "
-        "install sparkdl-torch there as on the driver, or send it along with --archives or "
-        "--py-files"
+        "Spark's workers run /their/python, which PYSPARK_PYTHON names; set PYSPARK_PYTHON to a "
+        "Python that has the packages, install them there as on the driver, or send them with "
+        "--archives or --py-files"
     )
 
 
@@ -101,7 +103,7 @@ def test_a_task_that_executors_cannot_import(
     import only_on_the_driver  # type: ignore[import-not-found]
 
     monkeypatch.setattr(module, "ProbeTask", only_on_the_driver.Task)
-    with pytest.raises(ClusterError, match=r"No module named 'only_on_the_driver'; install spar"):
+    with pytest.raises(ClusterError, match=r"No module named 'only_on_the_driver'; Spark's work"):
         ask(spark)
     del sys.modules["only_on_the_driver"]
 

@@ -209,9 +209,12 @@ def test_none_is_a_value_where_the_type_has_it() -> None:
 
 
 def test_wrong_types_are_named() -> None:
-    for name, value in (("numWorkers", (1, 2)), ("epochs", (1,)), ("learningRate", (1.0, 2.0)),
-                        ("epochs", 10**400), ("predictionCol", (1, 2))):  # fmt: skip
-        with pytest.raises(TypeError, match=f'"{name}". received {re.escape(repr(value))}'):
+    for name, value, kind in (("numWorkers", (1, 2), "an integer"), ("epochs", "3", "an integer"),
+                              ("learningRate", (1.0, 2.0), "a number"),
+                              ("epochs", 10**400, "an integer"),
+                              ("predictionCol", (1, 2), "a string")):  # fmt: skip
+        message = f'"{name}": must be {kind}; received {re.escape(repr(value))}$'
+        with pytest.raises(TypeError, match=message):
             TorchClassifier(**{name: value})  # type: ignore[arg-type]
 
 

@@ -1,14 +1,17 @@
-"""Addresses as Spark writes them become addresses as sockets take them."""
+"""What classic Spark and Spark Connect do differently: addresses, and the workers' Python."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sparkdl.errors import ClusterError
 from sparkdl.spark.cluster.gang import _environment
-from sparkdl.spark.session.compat import driver_address, shares_console
+from sparkdl.spark.session.compat import driver_address, run_workers_here, shares_console
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,34 @@ def test_workers_of_local_mode_print_where_the_driver_does(
 ) -> None:
     session: Any = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: master))
     assert shares_console(session) is expected
+
+
+@pytest.mark.parametrize(
+    ("prints", "told"),
+    [(f"{sys.version_info[0]}.{sys.version_info[1]} torch pyarrow", "has no torch, pyarrow"),
+     ("2.7", "is Python 2.7, while this program runs 3"), (None, "cannot be started")],
+)  # fmt: skip
+def test_the_python_of_local_workers_is_looked_at_before_spark_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str | None, told: str
+) -> None:
+    """Spark's own words about it are two stacks of Java's for each task."""
+    program = tmp_path / "python"
+    if prints is not None:
+        program.write_text(f"#!/bin/sh\necho {prints}\n", encoding="utf-8")
+        program.chmod(0o755)
+    monkeypatch.setenv("PYSPARK_PYTHON", str(program))
+    context = SimpleNamespace(pythonExec=str(program))
+    master = SimpleNamespace(get=lambda key, default: "local[2]")
+    session: Any = SimpleNamespace(conf=master, sparkContext=context)
+    for _ in range(2):  # a mistake that was told once is told again
+        with pytest.raises(ClusterError) as caught:
+            run_workers_here(session)
+        assert f"PYSPARK_PYTHON names {program} for Spark's workers, which {told}" in str(
+            caught.value
+        )
+        assert str(caught.value).endswith(
+            f"or set PYSPARK_PYTHON={sys.executable} before the session starts"
+        )
+    monkeypatch.delenv("PYSPARK_PYTHON")  # the remedy
+    run_workers_here(session)
+    assert context.pythonExec == sys.executable

@@ -68,7 +68,7 @@ def test_state_is_taken_over_by_one_that_has_stepped() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sdg", {"lr": 1.0}, "unknown outer_optimizer 'sdg'; known: .*sgd"),
+        ("sdg", {"lr": 1.0}, "unknown outer_optimizer 'sdg'; did you mean 'sgd'. known: "),
         ("LBFGS", {"lr": 1.0}, "unknown outer_optimizer"),
         ("sgd", {"lr": 1.0, "betas": 3}, "SGD refused"),
         ("sgd", {"lr": 1.0, "nesterov": True}, "SGD refused"),

@@ -193,7 +193,7 @@ BATCH = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
 @pytest.mark.parametrize(
     ("loss", "output", "target", "weight", "message"),
     [
-        ("msee", *BATCH, None, "unknown loss 'msee'; known: bce, "),
+        ("msee", *BATCH, None, "unknown loss 'msee'; did you mean 'mse'. known: bce, "),
         (7, *BATCH, None, "must be a name"),
         (nn.MSELoss(reduction="sum"), *BATCH, None, "reduction='mean'"),
         (Scalar(), *BATCH, None, "returned a scalar"),

@@ -69,7 +69,7 @@ def test_callable() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adan"}, "unknown optimizer 'adan'; known: adadelta, "),
+        ({"optimizer": "adan"}, "unknown optimizer 'adan'; did you mean 'adam'. known: adadelta, "),
         ({"optimizer": torch.optim.LBFGS}, "step by step"),
         ({"optimizer": 3}, "must be a name"),
         ({"optimizer": lambda p: p}, "must make a torch.optim.Optimizer"),
