@@ -76,7 +76,12 @@ class UserData:
             )
 
     def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
+        self,
+        config: TrainConfig,
+        strategy: SyncStrategy,
+        validation_col: str | None,
+        *,
+        has_logs: bool,
     ) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
 
@@ -84,7 +89,8 @@ class UserData:
             ConfigError: names it.
         """
         if self.source is None:
-            check_monitored(config, has_validation=validation_col is not None)
+            has_validation = validation_col is not None
+            check_monitored(config, has_validation=has_validation, has_logs=has_logs)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
         if isinstance(strategy, Competition):
