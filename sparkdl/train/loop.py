@@ -27,6 +27,8 @@ from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
+from sparkdl.train.objective.lightning import TrainerStandIn
+from sparkdl.train.objective.training_step import logs
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
@@ -96,7 +98,7 @@ def train(
         CommunicationError: a peer was lost.
     """
     observer.phase("setup")
-    book = EpochBook(config, plan)
+    book = EpochBook(config, plan, has_logs=logs(config, module))
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_algorithms(config.deterministic))
         strategy = sync.resolve(config.sync_strategy)
@@ -109,6 +111,8 @@ def train(
             module, config, plan, device, lambda model, make: strategy.setup(model, make, comm)
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
+        if replica.lightning is not None:
+            stack.callback(replica.lightning.detach)
         clock = Clock(comm)
         talks_within = config.sync_batch_norm and comm.world_size > 1
         seen = None
@@ -146,6 +150,11 @@ class _Training(RankState):
     clock: Clock
     rows_by_rank: list[int]
 
+    @property
+    def lightning(self) -> TrainerStandIn | None:
+        """See `Replica.lightning`."""
+        return self.replica.lightning
+
     def run(self, resume: ResumePoint | None) -> TrainOutcome:
         """Train to the end."""
         replica, book = self.replica, self.book
@@ -153,6 +162,11 @@ class _Training(RankState):
         while not book.is_complete:
             began = time.perf_counter()
             self.observer.phase("train")
+            if self.lightning is not None:
+                state = book.state
+                self.lightning.move_to(state.epoch, state.step, state.step_in_epoch)
+                if state.step_in_epoch == 0:
+                    self.lightning.call("on_train_epoch_start")
             with contextlib.closing(self._batches()) as batches:
                 for batch in batches:
                     is_round_closed = self._train_step(batch)
@@ -166,6 +180,9 @@ class _Training(RankState):
         outcome = self._outcome()
         if book.best_model is not None:
             replica.module.load_state_dict(book.best_model)
+        if self.lightning is not None:
+            self.lightning.call("on_train_end")
+            self.lightning.call("on_fit_end")
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
         return outcome
@@ -176,6 +193,11 @@ class _Training(RankState):
         seed_everything(config.seed, self.comm.rank)
         if resume is not None:
             self.restore(resume, seed=config.seed, rank=self.comm.rank)
+        if self.lightning is not None:
+            self.lightning.global_rank = self.comm.rank
+            self.lightning.world_size = self.comm.world_size
+            self.lightning.call("on_fit_start")
+            self.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
         self.observer.clock(self.clock.seconds)
@@ -257,6 +279,8 @@ class _Training(RankState):
             batches = sequential_batches(self.validation, self.replica.plan)
             record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
+        if self.lightning is not None:
+            self.lightning.end_epoch(record, self.comm)
         return record
 
     def _end_epoch(self, record: Record) -> None:
@@ -264,6 +288,8 @@ class _Training(RankState):
         is_kept = book.end_epoch(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
+            if self.lightning is not None:
+                self.lightning.forget()
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
             self.observer.confusion(int(record["epoch"]), replica.metrics.confusion)

@@ -49,7 +49,7 @@ class RankState:
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
-        synchronizer = self.replica.synchronizer
+        synchronizer, lightning = self.replica.synchronizer, self.replica.lightning
         buffers = self.replica.module.named_buffers()
         return ResumePoint(
             step=self.book.state.step,
@@ -66,6 +66,7 @@ class RankState:
                 "own": self._own_state(),
                 "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
+                "lightning": None if lightning is None else lightning.state_dict(),
             },
         )
 
@@ -94,6 +95,8 @@ class RankState:
         self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
+        if replica.lightning is not None and rank_state["lightning"] is not None:
+            replica.lightning.load_state_dict(rank_state["lightning"])
         set_random_state(rank_state["rng"])
 
     def _own_state(self) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from sparkdl.data.source import ShardRows
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
+from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import objective_of
@@ -45,6 +46,12 @@ class Replica:
     def labels(self) -> tuple[str, ...]:
         """The labels whose losses are kept apart."""
         return part_names(self.loss)
+
+    @property
+    def lightning(self) -> TrainerStandIn | None:
+        """What calls the steps and hooks of a LightningModule; None: the module is another."""
+        step = self.loss.step if isinstance(self.loss, StepLoss) else None
+        return step if isinstance(step, TrainerStandIn) else None
 
     def batches(
         self, shards: ShardRows, rank: int, *, epoch: int, first_step: int
@@ -113,6 +120,8 @@ def make_replica(
     metrics = Metrics.of(config, loss, device)
     number_format = NumberFormat(config.precision, device)
     module.to(device)
+    if isinstance(loss, StepLoss) and isinstance(loss.step, TrainerStandIn):
+        loss.step.attach(plan)
     make_optimizer = resolve_optimizer(config, module)
     synchronizer = synchronize(module, make_optimizer)
     try:
@@ -122,7 +131,7 @@ def make_replica(
     except BaseException:
         synchronizer.close()
         raise
-    return Replica(
+    replica = Replica(
         config=config,
         plan=plan,
         device=device,
@@ -133,3 +142,6 @@ def make_replica(
         synchronizer=synchronizer,
         schedule=schedule,
     )
+    if replica.lightning is not None:
+        replica.lightning.join(synchronizer.optimizer, replica.scheduler)
+    return replica

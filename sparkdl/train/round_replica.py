@@ -30,6 +30,7 @@ from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
+from sparkdl.train.objective.logs import as_text
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
@@ -54,6 +55,8 @@ class RoundOutcome:
     """What that time was spent on, by `time_spent.SPENT_ON`."""
     label_sums: tuple[float, ...] = ()
     """The losses of each label, where there are several."""
+    logs: str | None = None
+    """What a LightningModule has logged; see `objective.logs`."""
 
 
 class RoundReplica:
@@ -116,6 +119,11 @@ class RoundReplica:
             set_values(synchronizer.optimizer, replica.scheduler, hyperparameters)
         training_mode(replica.module, config.frozen_layers)
         seed_everything(config.seed, shard_id, part.step)
+        if replica.lightning is not None:
+            replica.lightning.begin_anew()
+            replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
+            replica.lightning.global_rank = shard_id
+            replica.lightning.world_size = replica.plan.world_size
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
@@ -160,6 +168,7 @@ class RoundReplica:
             seconds=time.perf_counter() - began,
             spent=clock.seconds,
             label_sums=tuple(label_sums.tolist()),
+            logs=None if replica.lightning is None else as_text(replica.lightning.packed()),
         )
 
     def moving(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -170,14 +179,21 @@ class RoundReplica:
 
     def evaluate(
         self, state: dict[str, Any], validation: ShardRows
-    ) -> tuple[tuple[float, ...], bytes]:
+    ) -> tuple[tuple[float, ...], bytes, str | None]:
         """Measure ``state`` on this shard's validation rows.
 
         Returns:
-            The sums that `validation.measure` gives, and the metrics' states.
+            The sums that `validation.measure` gives, the metrics' states, and what a
+            LightningModule has logged.
         """
-        replica = self._replica
+        replica, lightning = self._replica, self._replica.lightning
         replica.module.load_state_dict(state["model"])
-        with in_memory_format(replica.module, replica.config.memory_format):
+        if lightning is not None:
+            lightning.begin_anew()
+        with (
+            in_memory_format(replica.module, replica.config.memory_format),
+            contextlib.nullcontext() if lightning is None else lightning.validation() as logs,
+        ):
             sums = measure(replica, sequential_batches(validation, replica.plan))
-        return tuple(sums.tolist()), replica.metrics.states()
+        text = None if lightning is None else as_text(lightning.packed(logs))
+        return tuple(sums.tolist()), replica.metrics.states(), text

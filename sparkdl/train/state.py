@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -90,8 +90,13 @@ def _gain(value: float, best: float, stopping: EarlyStopping) -> float:
     return (best - value if stopping.mode == "min" else value - best) - stopping.min_delta
 
 
-def check_monitored(config: TrainConfig, *, has_validation: bool) -> None:
+def check_monitored(config: TrainConfig, *, has_validation: bool, has_logs: bool = False) -> None:
     """Refuse metrics without rows for them, and early stopping by a value that is not there.
+
+    Args:
+        config: what the user asked for.
+        has_validation: True if there are rows for validation.
+        has_logs: True if the module may log values of other names, which training shows.
 
     Raises:
         ConfigError: with the remedy.
@@ -105,10 +110,20 @@ def check_monitored(config: TrainConfig, *, has_validation: bool) -> None:
             f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
             "none; name a validation column or fraction, or leave metrics out"
         )
-    if config.early_stopping is not None and config.early_stopping.monitor not in keys:
+    if config.early_stopping is not None and not has_logs:
+        check_recorded(config.early_stopping, keys)
+
+
+def check_recorded(stopping: EarlyStopping, names: Iterable[str]) -> None:
+    """Refuse early stopping by a value that is not among ``names``.
+
+    Raises:
+        ConfigError: with the names that there are.
+    """
+    if stopping.monitor not in names:
         raise ConfigError(
-            f"early stopping monitors {config.early_stopping.monitor!r}, but the history has only "
-            f"{', '.join(keys)}; values that begin with 'val_' need validation rows"
+            f"early stopping monitors {stopping.monitor!r}, but the history has only "
+            f"{', '.join(names)}; values that begin with 'val_' need validation rows"
         )
 
 
@@ -123,8 +138,8 @@ class EpochBook:
         is_checkpoint_due: a checkpoint was due at one of the steps since the last one.
     """
 
-    def __init__(self, config: TrainConfig, plan: TrainPlan) -> None:
-        """Open the book of a run that begins.
+    def __init__(self, config: TrainConfig, plan: TrainPlan, *, has_logs: bool = False) -> None:
+        """Open the book of a run that begins; ``has_logs`` is explained at `check_monitored`.
 
         Raises:
             ConfigError: what early stopping shall monitor will not be in the history.
@@ -134,7 +149,8 @@ class EpochBook:
         self.is_checkpoint_due = False
         self._plan = plan
         self._stopping = config.early_stopping
-        check_monitored(config, has_validation=plan.num_validation_rows > 0)
+        has_validation = plan.num_validation_rows > 0
+        check_monitored(config, has_validation=has_validation, has_logs=has_logs)
 
     @property
     def is_complete(self) -> bool:
@@ -209,10 +225,14 @@ class EpochBook:
 
         Returns:
             True if these weights are the result unless better ones come.
+
+        Raises:
+            ConfigError: the module has not logged what early stopping monitors.
         """
         state, is_kept = self.state, True
         state.add_record(record)
         if self._stopping is not None:
+            check_recorded(self._stopping, record)
             is_best = state.is_best(record, self._stopping)
             is_kept = is_best or not self._stopping.restore_best
             if is_best and self._stopping.restore_best:

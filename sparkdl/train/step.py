@@ -120,6 +120,9 @@ class TrainStep:
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
+        lightning = self._replica.lightning
+        if lightning is not None:
+            lightning.begin_step(step, batch)
         local = self._backward(batch, global_rows)
         self._clock.lap("compute")
         shared, divisor, ranks = self._synchronizer.reduce_gradients(
@@ -133,6 +136,8 @@ class TrainStep:
         elif not self._update(shared, divisor, step):
             # The forward pass may have overflowed too; such a step is no part of the history.
             local.zero_()
+        if lightning is not None:
+            lightning.end_step(batch)
         self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=ranks)
 
@@ -185,6 +190,8 @@ class TrainStep:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
+        if self._replica.lightning is not None:
+            self._replica.lightning.call("on_before_optimizer_step", optimizer)
         if self._config.gradient_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
         if self._looks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -22,13 +23,20 @@ def evaluate(replica: Replica, batches: Iterable[Batch], comm: Communicator) -> 
     Returns:
         ``val_loss`` and ``val_<name>`` for each metric, over the rows of all ranks.
     """
-    sums = measure(replica, batches)
+    lightning = replica.lightning
+    with contextlib.nullcontext() if lightning is None else lightning.validation() as logs:
+        sums = measure(replica, batches)
     comm.all_reduce(sums)
-    return record(sums, replica.metrics.compute(comm), replica.labels)
+    found = record(sums, replica.metrics.compute(comm), replica.labels)
+    if lightning is not None and logs is not None:
+        lightning.validated(found, logs, comm)
+    return found
 
 
 def measure(replica: Replica, batches: Iterable[Batch]) -> torch.Tensor:
     """One rank's part of an evaluation; the replica's metrics have then seen its rows.
+
+    Where the module is a LightningModule, inside its stand-in's `validation`.
 
     Returns:
         Sum of weighted losses, sum of weights, and the losses of each label where there are

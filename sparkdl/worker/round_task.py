@@ -235,15 +235,16 @@ class Warm:
             state, shard.shard_id, rows, part, reporter, hyperparameters=hyperparameters
         )
         self.rows[shard.shard_id] = reporter.rows
-        names = ("loss_sum", "weight", "rows", "seconds", "spent", "label_sums")
+        names = ("loss_sum", "weight", "rows", "seconds", "spent", "label_sums", "logs")
         return outcome, {name: getattr(outcome, name) for name in names}
 
     def measure(self, shard: Shard, state: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Measure ``state`` on a shard's validation rows: sums to report, and metrics' states."""
-        (loss_sum, weight, *label_sums), metrics = self.replica.evaluate(
+        (loss_sum, weight, *label_sums), metrics, logs = self.replica.evaluate(
             state, self.open(shard, "validation")
         )
-        return {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}, metrics
+        sums = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
+        return {**sums, "logs": logs}, metrics
 
     def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""

@@ -43,8 +43,9 @@ def check_training(job: TrainJob) -> None:
     try:
         # Initial weights may be where only Spark reads.
         request = replace(estimator._request(), initial_weights=None)
-        check_monitored(request.config, has_validation=request.validation is not None)
         checked = check_values(request)
+        has_validation = request.validation is not None
+        check_monitored(request.config, has_validation=has_validation, has_logs=checked.has_logs)
         if request.num_workers is not None:
             config = checked.request.config
             checked.strategy.check(config, request.num_workers)

@@ -166,7 +166,9 @@ def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
 def _check(checked: CheckedRequest, strategy: SyncStrategy, world_size: int) -> None:
     """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
     config = replace(checked.config, sync_strategy=strategy)
-    checked.data.check_training(config, strategy, checked.request.validation)
+    checked.data.check_training(
+        config, strategy, checked.request.validation, has_logs=checked.has_logs
+    )
     strategy.check(config, world_size)
     check_sync_batch_norm(checked.module, config, world_size)
 

@@ -39,6 +39,7 @@ from sparkdl.spark.session.compat import (
 from sparkdl.spark.session.settings import Settings, read_settings
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import freeze
+from sparkdl.sync.population.population import Competition
 from sparkdl.sync.strategy import SyncStrategy
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ class CheckedRequest:
         """How replicas are brought to agree."""
         strategy: SyncStrategy = self.config.sync_strategy
         return strategy
+
+    @property
+    def has_logs(self) -> bool:
+        """True if the module may log values for the history."""
+        from sparkdl.train.objective.training_step import logs
+
+        return logs(self.config, self.module)
 
     @property
     def in_rounds(self) -> bool:
@@ -151,7 +159,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     request, module = values.request, values.module
     config, strategy = request.config, values.strategy
     data.check_inputs((*request.specified, *request.labels))
-    data.check_training(config, strategy, request.validation)
+    data.check_training(config, strategy, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
     slots = plan_slots(
         data.spark,
@@ -202,6 +210,8 @@ class CheckedValues:
     """Of floating features."""
     frozen: Items[str]
     objective: LossFunction
+    has_logs: bool
+    """True if the module may log values for the history."""
 
     @property
     def strategy(self) -> SyncStrategy:
@@ -233,6 +243,7 @@ def check_values(request: FitRequest) -> CheckedValues:
         float_dtype=float_dtype,
         frozen=frozen,
         objective=check_training(module, request),
+        has_logs=check_lightning(module, config, in_rounds=mode == "rounds"),
     )
 
 
@@ -406,6 +417,32 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
             strategy.check_optimizer(optimizer)
             make_scheduler(config, optimizer, make, steps_per_epoch=1)
     return objective
+
+
+def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) -> bool:
+    """Refuse parts of a LightningModule that do not go with the strategy.
+
+    Returns:
+        True if the module may log values for the history.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    from sparkdl.train.objective import lightning
+    from sparkdl.train.objective.training_step import logs
+
+    if not logs(config, module):
+        return False
+    if in_rounds:
+        lightning.check_in_rounds(module)
+    if isinstance(config.sync_strategy, Competition) and lightning.is_overridden(
+        module, "validation_step"
+    ):
+        raise ConfigError(
+            f"{type(config.sync_strategy).__name__} compares members by the loss of the training "
+            f"step; remove validation_step from {type(module).__name__}, or use another strategy"
+        )
+    return True
 
 
 def prepare_columns(

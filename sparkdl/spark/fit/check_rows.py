@@ -110,7 +110,7 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
             batches that the plan has.
         ClusterError: the replicas do not fit into the executors' containers.
     """
-    check_monitored(checked.config, has_validation=has_validation)
+    check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
     check_empty_batches(checked.module, plan, checked.config)
     module, slots = checked.module, checked.slots
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

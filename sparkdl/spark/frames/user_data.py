@@ -76,7 +76,12 @@ class UserData:
             )
 
     def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation: str | float | None
+        self,
+        config: TrainConfig,
+        strategy: SyncStrategy,
+        validation: str | float | None,
+        *,
+        has_logs: bool,
     ) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
 
@@ -89,7 +94,7 @@ class UserData:
             ConfigError: names it.
         """
         if self.source is None:
-            check_monitored(config, has_validation=validation is not None)
+            check_monitored(config, has_validation=validation is not None, has_logs=has_logs)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
         if isinstance(validation, float):

@@ -21,7 +21,7 @@ from sparkdl.report.live.progress import Progress
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.process import cpu_model, tuned_allocator
 from sparkdl.runtime.versions import versions
-from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
+from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
 from sparkdl.spark.run.resume import find_checkpoint, patiently
 from sparkdl.spark.run.run import Run
@@ -31,6 +31,8 @@ from sparkdl.storage.lease import Lease
 from sparkdl.sync.averaging.period import Period, RoundReport
 from sparkdl.train.callbacks import CallbackState
 from sparkdl.train.objective.divergence import LossWatch
+from sparkdl.train.objective.logs import added, fill
+from sparkdl.train.objective.training_step import logs
 from sparkdl.train.state import EpochBook, Record, TrainState
 
 
@@ -120,12 +122,14 @@ class _Rounds:
         self.run = run
         self.period = period
         self.watch = watch
-        self.book = EpochBook(run.config, run.plan)
+        self.book = EpochBook(run.config, run.plan, has_logs=logs(run.config, run.module))
         self.jobs = RoundJobs(run, self.book)
         self.replicas = make(self.jobs)
         self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
+        self.logs = b""
+        """What the module has logged in the epoch; see `objective.logs`."""
 
     def train(self) -> TrainingSummary:
         """Train to the end."""
@@ -178,6 +182,8 @@ class _Rounds:
         is_due = None if self.checkpoints is None else self.checkpoints.due
         self.book.count(part.num_steps, done.rows, is_due)
         totals.add(done)
+        if parts := logged(done.reports[shard] for shard in sorted(done.reports)):
+            self.logs = added([self.logs, *parts] if self.logs else parts, self.run.module)
         loss_sum, weight, *_ = done.sums
         loss = loss_sum / weight if weight > 0 else math.nan
         if weight > 0:
@@ -211,9 +217,11 @@ class _Rounds:
         run, book = self.run, self.book
         if evaluation is not None:
             record.update(evaluation.record)
+        fill(record, [self.logs] if self.logs else [], run.module)
         is_kept = book.end_epoch(record, self.replicas.model)
         if book.state.step_in_epoch == 0:
             self.totals.begin_epoch()
+            self.logs = b""
         run.view.epoch(record)
         if is_kept and evaluation is not None and evaluation.confusion is not None:
             counts = evaluation.confusion
@@ -239,6 +247,7 @@ class _Rounds:
             "period": self.period.state_dict(),
             "watch": self.watch.state_dict(),
             "epoch_sums": self.totals.epoch_sums,
+            "logs": self.logs,
             "shards": self._fingerprints(),
             **self.book.state_dict(),
         }
@@ -258,10 +267,12 @@ class _Rounds:
         self.period.load_state_dict(shared["period"])
         self.watch.load_state_dict(shared["watch"])
         self.totals.epoch_sums = list(shared["epoch_sums"])
+        self.logs = shared["logs"]
         self.book.load_state_dict(shared)
         if shared.get("shards") != self._fingerprints():
             self.book.state.begin_epoch_anew()
             self.totals.begin_epoch()
+            self.logs = b""
 
     def _fingerprints(self) -> list[str]:
         return [shard.fingerprint for shard in self.run.plan.shards]

@@ -23,6 +23,7 @@ from sparkdl.spark.run.run import Run
 from sparkdl.storage.checkpoint_format import encode
 from sparkdl.storage.tensor_tree import Snapshot, snapshot
 from sparkdl.train.objective.label_losses import part_names
+from sparkdl.train.objective.logs import fill, from_text
 from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.state import EpochBook, Record
 from sparkdl.train.validation import record as evaluation_record
@@ -45,6 +46,11 @@ class Evaluation:
     """Its entries of the history."""
     confusion: list[list[int]] | None
     """A classifier's rows by label and prediction, or None."""
+
+
+def logged(reports: Iterable[Any]) -> list[bytes]:
+    """What LightningModules have logged in several tasks; nothing, where the module is another."""
+    return [from_text(report["logs"]) for report in reports if report.get("logs")]
 
 
 class RoundJobs:
@@ -139,11 +145,13 @@ class RoundJobs:
         """What the shards report of one model, put together."""
         config, cpu = self._run.config, torch.device("cpu")
         sums = torch.zeros(2 + len(self.labels), dtype=torch.float64)
+        reports = list(reports)
         for report in reports:
             values = (report["loss_sum"], report["weight"], *report["label_sums"])
             sums += torch.tensor(values, dtype=torch.float64)
         over_all = Metrics.of(config, self._run.objective, cpu)
         record = evaluation_record(sums, over_all.compute_over(metrics), self.labels)
+        fill(record, logged(reports), self._run.module)
         return Evaluation(record=record, confusion=over_all.confusion)
 
     def _submit(

@@ -1,18 +1,75 @@
 """Lets a LightningModule train in our loop, without its Trainer.
 
 It is known by its methods, ``training_step`` and ``configure_optimizers``: the package `lightning`
-need not be there. Its other hooks are not called, and what it logs goes nowhere.
+need not be there. `TrainerStandIn` calls its steps and hooks, and keeps what it logs. A hook that
+the loop cannot call is refused by its name, rather than left out in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import contextlib
+import functools
+import inspect
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
+from sparkdl.train.objective.logs import REDUCTIONS, Logs, fill, metrics_of
+from sparkdl.train.objective.loss import rows_of
+from sparkdl.train.objective.metrics import give, seen_by
+
+if TYPE_CHECKING:
+    from sparkdl.comm.communicator import Communicator
+    from sparkdl.data.batches import Batch
+    from sparkdl.data.plan import TrainPlan
+
+_EARLIER = "do this in __init__, before fit"
+_INPUTS = "use augmentation= of the estimator, or the transform of an input"
+_UPDATE = "the loop updates the weights; use on_before_optimizer_step, or an optimizer of your own"
+_MODES = "the loop sets the modes of layers; override train()"
+_REFUSED = {
+    "backward": _UPDATE,
+    "configure_callbacks": "pass callbacks= to the estimator, of sparkdl.Callback",
+    "configure_gradient_clipping": "set gradientClipNorm= of the estimator",
+    "configure_model": _EARLIER,
+    "configure_sharded_model": _EARLIER,
+    "lr_scheduler_step": "return a schedule whose step() needs no arguments",
+    "on_after_backward": _UPDATE,
+    "on_after_batch_transfer": _INPUTS,
+    "on_before_backward": _UPDATE,
+    "on_before_batch_transfer": _INPUTS,
+    "on_before_zero_grad": _UPDATE,
+    "on_load_checkpoint": "keep in buffers what checkpoints shall hold",
+    "on_save_checkpoint": "keep in buffers what checkpoints shall hold",
+    "on_validation_model_eval": _MODES,
+    "on_validation_model_train": _MODES,
+    "on_validation_model_zero_grad": _UPDATE,
+    "optimizer_step": _UPDATE,
+    "optimizer_zero_grad": _UPDATE,
+    "prepare_data": _EARLIER,
+    "setup": _EARLIER,
+    "teardown": "use on_fit_end",
+    "transfer_batch_to_device": _INPUTS,
+}
+"""Methods that Lightning would call in a fit and the loop does not, and what to do instead."""
+_NOT_IN_ROUNDS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+)
+"""Hooks for which there is no process that has seen the whole epoch where tasks train."""
 
 
 def is_lightning(module: nn.Module) -> bool:
@@ -22,29 +79,376 @@ def is_lightning(module: nn.Module) -> bool:
     )
 
 
-def lightning_step(module: nn.Module, inputs: Any, target: Any) -> Any:
-    """Call ``module.training_step((inputs, target), 0)``, or with the inputs alone.
+def is_overridden(module: nn.Module, name: str) -> bool:
+    """True if the user has written a method that Lightning's base class has, or would call."""
+    method = getattr(module, name, None)
+    package = getattr(method, "__module__", None) or ""
+    return callable(method) and package.split(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse a LightningModule of which a part would be left out.
 
     Raises:
-        ConfigError: it gives no loss.
+        ConfigError: names it, and what to do instead.
     """
-    batch = inputs if target is None else (inputs, target)
-    value: Any = module.training_step(batch, 0)  # type: ignore[operator]
-    if isinstance(value, Mapping):
-        value = value.get("loss")
-    if not isinstance(value, torch.Tensor):
+    name = type(module).__name__
+    if getattr(module, "automatic_optimization", True) is not True:
         raise ConfigError(
-            f"{type(module).__name__}.training_step must return a loss, or a dict with one; it "
-            f"returned {type(value).__name__}"
+            f"{name} sets automatic_optimization=False, but the loop updates the weights once for "
+            "each batch, with one optimizer: give each part of the model a group of parameters of "
+            "its own (see gan_step in docs/training_steps.md), or write the loop for TorchRunner"
         )
-    return value
+    found = [method for method in _REFUSED if is_overridden(module, method)]
+    if found:
+        reasons = "; ".join(f"{name}.{method}: {_REFUSED[method]}" for method in found)
+        raise ConfigError(f"without Lightning's Trainer nobody would call {reasons}")
+
+
+def check_in_rounds(module: nn.Module) -> None:
+    """Refuse the hooks of a LightningModule that tasks of rounds cannot call.
+
+    Raises:
+        ConfigError: names them.
+    """
+    found = [hook for hook in _NOT_IN_ROUNDS if is_overridden(module, hook)]
+    if found:
+        raise ConfigError(
+            f"{type(module).__name__} has {', '.join(found)}, but with executionMode='rounds' "
+            "each round trains in other tasks, and no process sees a whole epoch; use "
+            "executionMode='gang', or do without"
+        )
+
+
+class TrainerStandIn:
+    """What a LightningModule finds in place of Lightning's Trainer; also its training step.
+
+    As ``module.trainer`` it has those attributes of Lightning's that have a meaning here.
+    """
+
+    def __init__(self, module: nn.Module, config: TrainConfig) -> None:
+        """Take a module, which is changed by `attach` only.
+
+        Raises:
+            ConfigError: see `check_module`.
+        """
+        check_module(module)
+        self._module = module
+        self._parts = [m for m in module.modules() if m is module or hasattr(m, "_trainer")]
+        self._methods: dict[str, Any] = {
+            "log": self.log,
+            "log_dict": self.log_dict,
+            "optimizers": lambda use_pl_optimizer=True: self.optimizers[0],
+            "lr_schedulers": lambda: self._scheduler,
+        }
+        self._validates = is_overridden(module, "validation_step")
+        self._paths: dict[int, str] = {}
+        self._logs = Logs()
+        self._validation: Logs | None = None
+        self._rows = 0
+        self._first_step = 0
+        self._batch_idx = 0
+        self._outputs: Any = None
+        self._scheduler: Any = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.current_epoch = self.global_step = self.global_rank = 0
+        self.world_size = 1
+        self.max_epochs, self.max_steps = config.epochs, config.max_steps
+        self.num_training_batches = 100  # until the rows are known
+        self.sanity_checking = False
+        self.logger = self.progress_bar_callback = None
+        self.loggers: list[Any] = []
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        known = sorted(n for n in {**vars(self), **vars(type(self))} if not n.startswith("_"))
+        raise AttributeError(
+            f"sparkdl trains without Lightning's Trainer, so trainer.{name} is not there; "
+            f"trainer has {', '.join(known)}"
+        )
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def local_rank(self) -> int:
+        """The rank: workers do not number those of their node."""
+        return self.global_rank
+
+    @property
+    def training(self) -> bool:
+        """True unless validation rows are measured."""
+        return self._validation is None
+
+    @property
+    def validating(self) -> bool:
+        """True while validation rows are measured."""
+        return not self.training
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Steps of the whole run."""
+        steps = self.max_epochs * self.num_training_batches
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def attach(self, plan: TrainPlan | None = None) -> None:
+        """Become the module's trainer; with the plan's numbers, once there is a plan."""
+        if plan is not None:
+            self.num_training_batches = plan.steps_per_epoch
+        for part in self._parts:
+            vars(part)[_place(part)] = self
+            vars(part).update(self._methods)
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        for part in self._parts:
+            vars(part)[_place(part)] = None
+            for name in self._methods:
+                vars(part).pop(name, None)
+
+    def join(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        """Show the module what updates its weights."""
+        self.optimizers, self._scheduler = [optimizer], scheduler
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        """Call a hook of the module's, if the user has written it.
+
+        The index of the batch, which is the last argument of some, is left out if it takes none.
+        """
+        if is_overridden(self._module, hook):
+            return _called(getattr(self._module, hook), *arguments)
+        return None
+
+    def move_to(self, epoch: int, step: int, step_in_epoch: int) -> None:
+        """Training begins, or goes on, there; see `TrainState` for the numbers."""
+        self.current_epoch, self.global_step = epoch, step
+        self._first_step = step - step_in_epoch
+
+    def begin_step(self, step: int, batch: Batch) -> None:
+        """Step number ``step`` of the run begins; without samples there is no batch to show."""
+        self.global_step, self._batch_idx = step, step - self._first_step
+        if batch.num_rows and self.call("on_train_batch_start", *self._shown(batch)) == -1:
+            raise ConfigError(
+                f"{type(self._module).__name__}.on_train_batch_start returned -1, which ends an "
+                "epoch in Lightning; let a callback stop training, with state.stop()"
+            )
+
+    def end_step(self, batch: Batch) -> None:
+        """The step is completed."""
+        self.global_step += 1
+        if batch.num_rows:
+            self.call("on_train_batch_end", self._outputs, *self._shown(batch))
+        self._outputs = None
+
+    def _shown(self, batch: Batch) -> tuple[Any, int]:
+        inputs = batch.arguments.packed()
+        return _batch(inputs, batch.target if batch.has_label else None), self._batch_idx
+
+    def end_epoch(self, record: dict[str, float], comm: Communicator) -> None:
+        """Enter what the epoch has logged into its record. Collective."""
+        self.callback_metrics = {name: torch.tensor(value) for name, value in record.items()}
+        kept = self._logs.state_dict()
+        self.call("on_train_epoch_end")
+        self._fill(record, self._logs, comm)
+        self._logs.load_state_dict(kept)  # the epoch may have been cut short, and go on
+
+    def forget(self) -> None:
+        """The epoch is over."""
+        self._logs.reset_metrics(self._module)
+        self._logs = Logs()
+
+    def _fill(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
+        fill(record, comm.all_gather_bytes(logs.packed(self._module)), self._module)
+
+    @contextlib.contextmanager
+    def validation(self) -> Iterator[Logs]:
+        """Measure validation rows inside; what is logged is kept apart from what training logs.
+
+        Without a ``validation_step`` the rows go through ``training_step``, and what that does to
+        metrics is undone.
+        """
+        metrics = {} if self._validates else metrics_of(self._module)
+        seen = {path: seen_by(metric) for path, metric in metrics.items()}
+        batch_idx, outputs = self._batch_idx, self._outputs
+        self._validation, self._batch_idx = Logs(), -1
+        try:
+            self.call("on_validation_start")
+            self.call("on_validation_epoch_start")
+            logs = Logs() if not self._validates else self._validation
+            yield logs
+            self.call("on_validation_epoch_end")
+            self.call("on_validation_end")
+        finally:
+            self._validation, self._batch_idx, self._outputs = None, batch_idx, outputs
+            for path, metric in metrics.items():
+                give(metric, seen[path])
+
+    def validated(self, record: dict[str, float], logs: Logs, comm: Communicator) -> None:
+        """Enter what `validation` has kept into a record. Collective."""
+        self._fill(record, logs, comm)
+        logs.reset_metrics(self._module)
+
+    def packed(self, logs: Logs | None = None) -> bytes:
+        """What was logged, by this rank, for a driver that puts several ranks' together."""
+        return (self._logs if logs is None else logs).packed(self._module)
+
+    def begin_anew(self) -> None:
+        """Forget all that was logged, and all that metrics have seen."""
+        self._logs = Logs()
+        for metric in metrics_of(self._module).values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it."""
+        metrics = {path: list(seen_by(m)) for path, m in metrics_of(self._module).items()}
+        return {"logs": self._logs.state_dict(), "metrics": metrics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self._logs.load_state_dict(state["logs"])
+        for path, metric in metrics_of(self._module).items():
+            if path in state["metrics"]:
+                give(metric, tuple(state["metrics"][path]))
+
+    def __call__(self, module: nn.Module, inputs: Any, target: Any) -> Any:
+        """The loss of a batch: of ``training_step``, or ``validation_step`` where that is wanted.
+
+        Raises:
+            ConfigError: the training step gives no loss.
+        """
+        batch = _batch(inputs, target)
+        self._rows = rows_of(inputs if target is None else target)
+        try:
+            if self._validation is not None and self._validates:
+                return self._validation_loss(module, batch)
+            self._outputs = _called(module.training_step, batch, self._batch_idx)
+            return _loss_of(self._outputs, f"{type(module).__name__}.training_step")
+        finally:
+            self._rows = 0
+
+    def _validation_loss(self, module: nn.Module, batch: Any) -> Any:
+        assert self._validation is not None
+        self._batch_idx += 1
+        with torch.no_grad():
+            self.call("on_validation_batch_start", batch, self._batch_idx)
+            outputs = _called(module.validation_step, batch, self._batch_idx)
+            self.call("on_validation_batch_end", outputs, batch, self._batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            return loss
+        self._validation.without_loss += 1
+        return torch.zeros(self._rows, device=next(module.parameters()).device)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Keep a number, or a metric, for the history; Lightning's ``log``.
+
+        The history has one value for each epoch, over the rows of all ranks. So ``on_step``,
+        ``sync_dist``, ``prog_bar`` and ``logger`` make no difference.
+
+        Raises:
+            ConfigError: it cannot be kept.
+        """
+        reduce = getattr(reduce_fx, "__name__", reduce_fx)
+        reduce = "mean" if reduce == "avg" else reduce
+        where = f"self.log({name!r})"
+        if reduce not in REDUCTIONS:
+            raise ConfigError(
+                f"{where}: reduce_fx must be one of {', '.join(REDUCTIONS)}; received "
+                f"{reduce_fx!r}; log a torchmetrics.Metric for other reductions"
+            )
+        if on_step is False and on_epoch is False:
+            raise ConfigError(f"{where}: with on_step=False and on_epoch=False nothing is kept")
+        if sync_dist_group is not None:
+            raise ConfigError(f"{where}: sync_dist_group is not known here; leave it out")
+        if rank_zero_only and self.global_rank != 0:
+            return
+        logs = self._logs if self._validation is None else self._validation
+        if hasattr(value, "update_count"):
+            logs.metric(name, self._path(value, where))
+            return
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.detach().reshape(())
+        elif not isinstance(value, numbers.Real):
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(f"{where} takes one number or a torchmetrics.Metric; received {what}")
+        logs.number(name, value, batch_size or self._rows or 1, reduce)
+
+    def log_dict(self, dictionary: Any, *arguments: Any, **options: Any) -> None:
+        """Lightning's ``log_dict``: `log` of each entry, also of a MetricCollection's."""
+        for name, value in dictionary.items():
+            self.log(name, value, *arguments, **options)
+
+    def _path(self, metric: Any, where: str) -> str:
+        if id(metric) not in self._paths:
+            self._paths = {id(part): path for path, part in self._module.named_modules()}
+        if id(metric) not in self._paths:
+            raise ConfigError(
+                f"{where}: {type(metric).__name__} is no attribute of "
+                f"{type(self._module).__name__}; set it in __init__"
+            )
+        return self._paths[id(metric)]
+
+
+def _place(module: nn.Module) -> str:
+    """Where a module keeps its trainer."""
+    is_property = isinstance(getattr(type(module), "trainer", None), property)
+    return "_trainer" if is_property else "trainer"
+
+
+def _batch(inputs: Any, target: Any) -> Any:
+    """What Lightning's steps get: the inputs with the label, or alone."""
+    return inputs if target is None else (inputs, target)
+
+
+def _called(method: Any, *arguments: Any) -> Any:
+    """Call a step or a hook; those that take no index of the batch get none."""
+    takes_all = _takes(getattr(method, "__func__", method), len(arguments))
+    return method(*(arguments if takes_all else arguments[:-1]))
+
+
+@functools.lru_cache(maxsize=64)
+def _takes(function: Any, num_arguments: int) -> bool:
+    """True if a method can be called with so many."""
+    try:
+        inspect.signature(function).bind(None, *[None] * num_arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _loss_of(outputs: Any, name: str) -> torch.Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"{name} must return a loss, or a dict with one; it returned {type(loss).__name__}"
+        )
+    return loss
 
 
 class OwnOptimizer:
     """Makes a module's own optimizer; fits `strategy.MakeOptimizer`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         self._module = module
+        self._config = config
         self.schedule: tuple[Any, str, int] | None = None
         """The schedule that it gave when it was last called: the scheduler, ``step`` or ``epoch``,
         and after how many of these it is stepped; None: there is none."""
@@ -56,7 +460,8 @@ class OwnOptimizer:
             ConfigError: it is not one optimizer of just these.
         """
         name = f"{type(self._module).__name__}.configure_optimizers"
-        optimizer, schedule = _configured(name, self._module.configure_optimizers())  # type: ignore[operator]
+        with self._trainer():
+            optimizer, schedule = _configured(name, self._module.configure_optimizers())  # type: ignore[operator]
         wanted = {id(parameter) for parameter in parameters}
         groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
@@ -68,6 +473,19 @@ class OwnOptimizer:
             )
         self.schedule = schedule
         return optimizer
+
+    @contextlib.contextmanager
+    def _trainer(self) -> Iterator[None]:
+        """Have ``module.trainer`` inside, also on the driver, where nothing trains."""
+        if "log" in vars(self._module):
+            yield
+            return
+        stand_in = TrainerStandIn(self._module, self._config)
+        stand_in.attach()
+        try:
+            yield
+        finally:
+            stand_in.detach()
 
 
 def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any, str, int] | None]:

@@ -188,34 +188,15 @@ class Metrics:
 
     def seen(self) -> dict[str, State]:
         """The metrics' states on the CPU, by their names."""
-        return {
-            name: (metric.update_count, _each_tensor(_states(metric), torch.Tensor.cpu))
-            for name, metric in self._metrics.items()
-        }
+        return {name: seen_by(metric) for name, metric in self._metrics.items()}
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
         return {name: listed_bytes(_states(metric)) for name, metric in self._metrics.items()}
 
     def united(self, name: str, parts: Sequence[State]) -> list[State]:
-        """Several parts' states of a metric in as few as its rules allow, for a later `value`.
-
-        Sums, extremes and lists may be united in groups; whatever else a metric does with the
-        states of all ranks, it must do with all at once.
-        """
-        from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
-
-        parts = [part for part in parts if part[0] > 0]
-        rules: dict[str, Any] = self._metrics[name]._reductions
-        in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
-        can_unite = len(parts) > 1 and all(
-            rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
-        )
-        if not can_unite:
-            return parts
-        cpu = torch.device("cpu")
-        states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
-        return [(sum(count for count, _ in parts), states)]
+        """Several parts' states of a metric in as few as its rules allow; see `united`."""
+        return united(self._metrics[name], parts)
 
     def value(self, name: str, parts: Sequence[State]) -> Any:
         """A metric's value over several parts: a number, or (nested) lists of numbers.
@@ -243,7 +224,7 @@ class Metrics:
         right, num_rows = (0, 0) if counts is None else counts[0].tolist()
         accuracy = right / num_rows if num_rows else math.nan
         values = {
-            name: _scalar(name, merged(metric, [seen[name] for seen, _ in by_rank]).compute())
+            name: scalar(name, merged(metric, [seen[name] for seen, _ in by_rank]).compute())
             for name, metric in self._metrics.items()
         }
         return {name: values.get(name, accuracy) for name in self._names}
@@ -296,6 +277,42 @@ def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
         values = [states[name] for states in seen]
         setattr(result, name, _reduced(values, reduce, metric.device))
     return result
+
+
+def seen_by(metric: Metric) -> State:
+    """What a metric has seen, on the CPU; what it sees later does not change that."""
+    seen = metric.update_count, _each_tensor(_states(metric), lambda t: t.detach().cpu())
+    give(metric, seen)
+    return seen
+
+
+def give(metric: Metric, seen: State) -> None:
+    """Have a metric go on from what `seen_by` gave, with tensors of its own, and no caches."""
+    metric.reset()
+    metric._update_count = seen[0]
+    for name, value in _each_tensor(seen[1], lambda t: t.to(metric.device, copy=True)).items():
+        setattr(metric, name, value)
+
+
+def united(metric: Metric, parts: Sequence[State]) -> list[State]:
+    """Several parts' states of a metric in as few as its rules allow, for a later `merged`.
+
+    Sums, extremes and lists may be united in groups; whatever else a metric does with the states
+    of all ranks, it must do with all at once.
+    """
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+    parts = [part for part in parts if part[0] > 0]
+    rules: dict[str, Any] = metric._reductions
+    in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
+    can_unite = len(parts) > 1 and all(
+        rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
+    )
+    if not can_unite:
+        return parts
+    cpu = torch.device("cpu")
+    states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
+    return [(sum(count for count, _ in parts), states)]
 
 
 def _matched(output: Any, target: Any) -> tuple[Any, Any]:
@@ -373,7 +390,12 @@ def _require_no_arguments(name: str, factory: Callable[..., Any]) -> None:
         ) from error
 
 
-def _scalar(name: str, value: Any) -> float:
+def scalar(name: str, value: Any) -> float:
+    """What a metric has computed, as a number.
+
+    Raises:
+        ConfigError: it is no single number.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value)
     what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)

@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch
 from sparkdl.train.objective.label_losses import loss_of
-from sparkdl.train.objective.lightning import is_lightning, lightning_step
+from sparkdl.train.objective.lightning import TrainerStandIn, is_lightning
 from sparkdl.train.objective.loss import CallableLoss, LossFunction, ModuleLoss
 
 TrainingStep = Callable[[nn.Module, Any, Any], Any]
@@ -48,13 +48,16 @@ def objective_of(config: TrainConfig, module: nn.Module) -> LossFunction:
     """What a run minimizes: the value of its training step if it has one, else its loss.
 
     Raises:
-        ConfigError: see `loss.resolve_loss`.
+        ConfigError: see `loss.resolve_loss` and `lightning.check_module`.
     """
     loss = loss_of(config.loss, config.task, config.loss_weights)
-    step = config.training_step
-    if step is None and is_lightning(module):
-        step = lightning_step
+    step = TrainerStandIn(module, config) if logs(config, module) else config.training_step
     return loss if step is None else StepLoss(step, loss)
+
+
+def logs(config: TrainConfig, module: nn.Module) -> bool:
+    """True if the module's own training step is used, which may log values for the history."""
+    return config.training_step is None and is_lightning(module)
 
 
 def _its_value(value: Any, target: Any) -> Any:

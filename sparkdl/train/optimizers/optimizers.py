@@ -143,7 +143,7 @@ def _kind(config: TrainConfig, module: nn.Module | None) -> Any:
     kind = config.optimizer
     if kind == AUTO:
         if module is not None and is_lightning(module):
-            return OwnOptimizer(module)
+            return OwnOptimizer(module, config)
         kind = "adam"
     if not isinstance(kind, str):
         return kind
