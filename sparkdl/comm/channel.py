@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -41,10 +41,10 @@ character in the worst case. Files come in chunks (`CHUNK_BYTES`)."""
 _MOST_EVENTS = 100_000
 """Events that may wait while the driver stands still; beyond that some are left out."""
 _DISPENSABLE = ("heartbeat", "alive", "log")
-_RECONNECT = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.min_reconnect_backoff_ms", 5000)]
+_RECONNECT = (("grpc.max_reconnect_backoff_ms", 1000), ("grpc.min_reconnect_backoff_ms", 5000))
 """Options of a connection: after an absence of the server gRPC would wait up to two minutes, and
 try each new connection for 20 s."""
-_KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000)]
+_KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000))
 """Options of a connection whose requests are short: it is given up and made anew when nothing comes
 through for 10 s. TCP would wait, after a cut, for up to as long again as the cut was."""
 _TRANSPORT = (
@@ -247,7 +247,7 @@ class ChannelClient:
         CommunicationError: the server cannot be reached or refuses.
     """
 
-    _options_of_connection = [*_RECONNECT, *_KEEPALIVE]
+    _connection: ClassVar[tuple[tuple[str, int], ...]] = (*_RECONNECT, *_KEEPALIVE)
 
     def __init__(self, address: Address, *, timeout_seconds: float = 30.0) -> None:
         self.address = address
@@ -260,7 +260,7 @@ class ChannelClient:
             cert_chain=address.worker_certificate,
             private_key=address.worker_key,
             override_hostname=NAME,
-            generic_options=self._options_of_connection,
+            generic_options=list(self._connection),
         )
 
     def close(self) -> None:
@@ -348,7 +348,7 @@ class ChannelStorage(ChannelClient):
     """
 
     # The driver would take the questions of a request that waits long for an attack.
-    _options_of_connection = _RECONNECT
+    _connection = _RECONNECT
 
     def __init__(self, address: Address, *, timeout_seconds: float = 600.0) -> None:
         super().__init__(address, timeout_seconds=timeout_seconds)

@@ -19,7 +19,7 @@ from sparkdl.train.objective.label_losses import part_names
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.loss import LossFunction
 from sparkdl.train.objective.metrics import Metrics
-from sparkdl.train.objective.training_step import objective_of
+from sparkdl.train.objective.training_step import StepLoss, objective_of
 from sparkdl.train.optimizers.optimizers import Schedule, make_scheduler, resolve_optimizer
 
 

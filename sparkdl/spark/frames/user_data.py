@@ -89,6 +89,7 @@ class UserData:
             config: how workers train.
             strategy: how they agree.
             validation: the column that marks rows for validation, or their fraction.
+            has_logs: True if the module may log values for the history.
 
         Raises:
             ConfigError: names it.
