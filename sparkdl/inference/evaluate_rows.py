@@ -36,7 +36,8 @@ from sparkdl.inference.scores import (
 from sparkdl.inputs import Tensor
 from sparkdl.train.objective.label_losses import LossSum, loss_of
 from sparkdl.train.objective.loss import ClassLoss, LossFunction
-from sparkdl.train.objective.metrics import Metrics, State, listed_bytes
+from sparkdl.train.objective.metric_states import State, listed_bytes
+from sparkdl.train.objective.metrics import Metrics
 from sparkdl.train.objective.training_step import taken
 
 MOST_LISTED_BYTES = 64 << 20

@@ -21,7 +21,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.logs import REDUCTIONS, Logs, fill, metrics_of
 from sparkdl.train.objective.loss import rows_of
-from sparkdl.train.objective.metrics import give, seen_by
+from sparkdl.train.objective.metric_states import give, seen_by
 
 if TYPE_CHECKING:
     from sparkdl.comm.communicator import Communicator

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ConfigError
-from sparkdl.train.objective.metrics import merged, scalar, seen_by, united
+from sparkdl.train.objective.metric_states import merged, scalar, seen_by, united
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -20,6 +20,15 @@ from sparkdl.comm.communicator import Communicator
 from sparkdl.config import Task, TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.loss import LossFunction
+from sparkdl.train.objective.metric_states import (
+    State,
+    each_tensor,
+    listed_bytes,
+    merged,
+    scalar,
+    states_of,
+    united,
+)
 from sparkdl.train.objective.named_metrics import (
     ACCURACY,
     NamedMetric,
@@ -79,10 +88,6 @@ def added(parts: Iterable[Counts | None]) -> Counts | None:
             places = None if total[1] is None or part[1] is None else total[1] + part[1]
             total = total[0] + part[0], places
     return total
-
-
-State = tuple[int, dict[str, Any]]
-"""How often a metric was updated, and its states by name: tensors or lists of tensors."""
 
 
 class Metrics:
@@ -182,7 +187,7 @@ class Metrics:
     def states(self) -> bytes:
         """What this rank's metrics have seen, for `compute_over`."""
         buffer = io.BytesIO()
-        counts = _each_tensor(self._counts, torch.Tensor.cpu)
+        counts = each_tensor(self._counts, torch.Tensor.cpu)
         torch.save((self.seen(), counts), buffer)
         return buffer.getvalue()
 
@@ -192,7 +197,7 @@ class Metrics:
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
-        return {name: listed_bytes(_states(metric)) for name, metric in self._metrics.items()}
+        return {name: listed_bytes(states_of(metric)) for name, metric in self._metrics.items()}
 
     def united(self, name: str, parts: Sequence[State]) -> list[State]:
         """Several parts' states of a metric in as few as its rules allow; see `united`."""
@@ -265,56 +270,6 @@ def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
     Metrics(made, config.task, loss.predictions, torch.device("cpu"))
 
 
-def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
-    """A metric that has seen what several ranks have: their numbers of updates, and states."""
-    seen = [states for count, states in gathered if count > 0]
-    result = copy.deepcopy(metric)
-    result.sync_on_compute = result._to_sync = False
-    result._computed = None
-    result._update_count = sum(count for count, _ in gathered)
-    reductions: dict[str, Any] = metric._reductions
-    for name, reduce in reductions.items() if seen else ():
-        values = [states[name] for states in seen]
-        setattr(result, name, _reduced(values, reduce, metric.device))
-    return result
-
-
-def seen_by(metric: Metric) -> State:
-    """What a metric has seen, on the CPU; what it sees later does not change that."""
-    seen = metric.update_count, _each_tensor(_states(metric), lambda t: t.detach().cpu())
-    give(metric, seen)
-    return seen
-
-
-def give(metric: Metric, seen: State) -> None:
-    """Have a metric go on from what `seen_by` gave, with tensors of its own, and no caches."""
-    metric.reset()
-    metric._update_count = seen[0]
-    for name, value in _each_tensor(seen[1], lambda t: t.to(metric.device, copy=True)).items():
-        setattr(metric, name, value)
-
-
-def united(metric: Metric, parts: Sequence[State]) -> list[State]:
-    """Several parts' states of a metric in as few as its rules allow, for a later `merged`.
-
-    Sums, extremes and lists may be united in groups; whatever else a metric does with the states
-    of all ranks, it must do with all at once.
-    """
-    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
-
-    parts = [part for part in parts if part[0] > 0]
-    rules: dict[str, Any] = metric._reductions
-    in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
-    can_unite = len(parts) > 1 and all(
-        rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
-    )
-    if not can_unite:
-        return parts
-    cpu = torch.device("cpu")
-    states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
-    return [(sum(count for count, _ in parts), states)]
-
-
 def _matched(output: Any, target: Any) -> tuple[Any, Any]:
     is_plain = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
     if is_plain and output.shape != target.shape:
@@ -322,30 +277,9 @@ def _matched(output: Any, target: Any) -> tuple[Any, Any]:
     return output, target
 
 
-def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value, or several in tuples, lists or mappings, with other tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: _each_tensor(part, change) for name, part in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_each_tensor(part, change) for part in value)
-    return value
-
-
 def _full_precision(value: Any) -> Any:
     narrow = (torch.bfloat16, torch.float16)
-    return _each_tensor(value, lambda t: t.float() if t.dtype in narrow else t)
-
-
-def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: torch.device) -> Any:
-    if isinstance(values[0], list):  # states that grow by the sample: as if all had been seen here
-        return [value.to(device) for ranks_values in values for value in ranks_values]
-    values = [value.to(device) for value in values]
-    if len(values) == 1:
-        return values[0]
-    stacked = torch.stack(values)
-    return stacked if reduce is None else reduce(stacked)
+    return each_tensor(value, lambda t: t.float() if t.dtype in narrow else t)
 
 
 def _make_metric(name: str, value: Any) -> Metric:
@@ -390,34 +324,12 @@ def _require_no_arguments(name: str, factory: Callable[..., Any]) -> None:
         ) from error
 
 
-def scalar(name: str, value: Any) -> float:
-    """What a metric has computed, as a number.
-
-    Raises:
-        ConfigError: it is no single number.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
-    raise ConfigError(f"metric {name!r} must compute one number (see its average); got {what}")
-
-
 def _without_last(value: torch.Tensor) -> torch.Tensor:
     return value.squeeze(-1) if value.dim() > 1 and value.shape[-1] == 1 else value
 
 
 def _widened(value: Any) -> Any:
-    return _each_tensor(value, lambda t: t.double() if t.is_floating_point() else t)
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._reductions}
-
-
-def listed_bytes(states: Mapping[str, Any]) -> int:
-    """Size of those states of a metric that grow by the sample."""
-    lists = [value for value in states.values() if isinstance(value, list)]
-    return sum(item.nbytes for value in lists for item in value)
+    return each_tensor(value, lambda t: t.double() if t.is_floating_point() else t)
 
 
 def _plain(value: Any) -> Any:

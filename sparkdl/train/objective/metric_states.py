@@ -1,0 +1,111 @@
+"""What torchmetrics have seen, as values: read, put together over ranks, and given back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparkdl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+State = tuple[int, dict[str, Any]]
+"""How often a metric was updated, and its states by name: tensors or lists of tensors."""
+
+
+def merged(metric: Metric, gathered: Sequence[State]) -> Metric:
+    """A metric that has seen what several ranks have: their numbers of updates, and states."""
+    seen = [states for count, states in gathered if count > 0]
+    result = copy.deepcopy(metric)
+    result.sync_on_compute = result._to_sync = False
+    result._computed = None
+    result._update_count = sum(count for count, _ in gathered)
+    reductions: dict[str, Any] = metric._reductions
+    for name, reduce in reductions.items() if seen else ():
+        values = [states[name] for states in seen]
+        setattr(result, name, _reduced(values, reduce, metric.device))
+    return result
+
+
+def seen_by(metric: Metric) -> State:
+    """What a metric has seen, on the CPU; what it sees later does not change that."""
+    seen = metric.update_count, each_tensor(states_of(metric), lambda t: t.detach().cpu())
+    give(metric, seen)
+    return seen
+
+
+def give(metric: Metric, seen: State) -> None:
+    """Have a metric go on from what `seen_by` gave, with tensors of its own, and no caches."""
+    metric.reset()
+    metric._update_count = seen[0]
+    for name, value in each_tensor(seen[1], lambda t: t.to(metric.device, copy=True)).items():
+        setattr(metric, name, value)
+
+
+def united(metric: Metric, parts: Sequence[State]) -> list[State]:
+    """Several parts' states of a metric in as few as its rules allow, for a later `merged`.
+
+    Sums, extremes and lists may be united in groups; whatever else a metric does with the states
+    of all ranks, it must do with all at once.
+    """
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+    parts = [part for part in parts if part[0] > 0]
+    rules: dict[str, Any] = metric._reductions
+    in_groups = (dim_zero_sum, dim_zero_max, dim_zero_min)
+    can_unite = len(parts) > 1 and all(
+        rule in in_groups or isinstance(parts[0][1][key], list) for key, rule in rules.items()
+    )
+    if not can_unite:
+        return parts
+    cpu = torch.device("cpu")
+    states = {key: _reduced([s[key] for _, s in parts], rules[key], cpu) for key in rules}
+    return [(sum(count for count, _ in parts), states)]
+
+
+def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value, or several in tuples, lists or mappings, with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: each_tensor(part, change) for name, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(each_tensor(part, change) for part in value)
+    return value
+
+
+def _reduced(values: list[Any], reduce: Callable[[Any], Any] | None, device: torch.device) -> Any:
+    if isinstance(values[0], list):  # states that grow by the sample: as if all had been seen here
+        return [value.to(device) for ranks_values in values for value in ranks_values]
+    values = [value.to(device) for value in values]
+    if len(values) == 1:
+        return values[0]
+    stacked = torch.stack(values)
+    return stacked if reduce is None else reduce(stacked)
+
+
+def scalar(name: str, value: Any) -> float:
+    """What a metric has computed, as a number.
+
+    Raises:
+        ConfigError: it is no single number.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+    raise ConfigError(f"metric {name!r} must compute one number (see its average); got {what}")
+
+
+def states_of(metric: Metric) -> dict[str, Any]:
+    """The present states of a metric by name."""
+    return {name: getattr(metric, name) for name in metric._reductions}
+
+
+def listed_bytes(states: Mapping[str, Any]) -> int:
+    """Size of those states of a metric that grow by the sample."""
+    lists = [value for value in states.values() if isinstance(value, list)]
+    return sum(item.nbytes for value in lists for item in value)
