@@ -26,6 +26,7 @@ from sparkdl.train.objective.metric_states import (
     listed_bytes,
     merged,
     scalar,
+    seen_by,
     states_of,
     united,
 )
