@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,9 @@ class JobCommand(Generic[T]):
         parser.add_argument(
             "--starter", action="store_true", help="print a job file to begin with, and end"
         )
+        parser.add_argument(
+            "--keys", action="store_true", help="print the keys of the job file, and end"
+        )
         if self.explain is not None:
             parser.add_argument("--explain", action="store_true", help=_EXPLAIN_HELP)
         parser.add_argument("--log-level", default="WARNING", help="level of sparkdl's log lines")
@@ -131,6 +135,11 @@ class JobCommand(Generic[T]):
         if given.starter:
             file = resources.files("sparkdl.cli") / "starters" / starter
             print(file.read_text(encoding="utf-8"), end="")
+            return 0
+        if given.keys:
+            from sparkdl.cli.job_files.key_reference import as_text
+
+            print("\n".join(as_text(self.kind, shutil.get_terminal_size().columns)).lstrip())
             return 0
         level = given.log_level.upper()
         if level not in logging.getLevelNamesMapping():

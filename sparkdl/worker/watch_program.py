@@ -133,10 +133,10 @@ def watch(pipe: int, order: dict[str, Any]) -> None:
 
 
 def tell_of_crash(order: dict[str, Any], speaker: Speaker) -> None:
-    """Report where a worker has crashed that is gone without a word, if it says that."""
+    """Report that a worker is gone without a word, and where it has crashed, if it says that."""
     file = order["crash_file"]
     text = b"" if file is None else os.pread(file, 20_000, 0)
-    if text:
+    if order["address"] is not None:
         speaker.report([{"kind": "crash", "text": text.decode(errors="replace")}])
 
 

@@ -108,7 +108,7 @@ def test_the_tables_have_every_key_of_a_job_file(kind: type, extension: Any) -> 
     if kind is TrainJob:
         keys = {field.name for field in dataclasses.fields(EstimatorSection)}
         assert keys <= set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-        assert "| `epochs` | an integer |  | passes over the training rows" in text
+        assert "| `epochs` | an integer | `1` | passes over the training rows" in text
         assert "| `factory` | a string | required |" in text
 
 

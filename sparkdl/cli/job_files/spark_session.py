@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
@@ -21,6 +22,7 @@ _NEEDED_AT_START = (
 )
 """Read by the JVM when it starts."""
 _DEPLOY_MODE = "spark.submit.deployMode"
+_LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
 def make_session(section: SparkSection, app_name: str) -> SparkSession:
@@ -37,6 +39,7 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
     _check_entries(section.conf, os.environ, is_remote=master.startswith("sc://"))
     if not _is_submitted(os.environ):
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        _log_errors_only(os.environ)
     builder = SparkSession.builder.appName(section.app_name or app_name)
     if section.master is not None:
         is_remote = master.startswith("sc://")
@@ -59,6 +62,18 @@ def make_session(section: SparkSection, app_name: str) -> SparkSession:
 def _is_submitted(environ: Mapping[str, str]) -> bool:
     """Whether ``spark-submit`` has started this process, hence the JVM before it."""
     return "PYSPARK_GATEWAY_PORT" in environ
+
+
+def _log_errors_only(environ: MutableMapping[str, str]) -> None:
+    """Have Spark's JVM log as our own file says, where the user has none.
+
+    Ten lines of warnings would come before the first of ours.
+    """
+    option = f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}"
+    options = environ.get("SPARK_SUBMIT_OPTS", "")
+    own = Path(environ.get("SPARK_HOME", "/"), "conf", _LOG4J.name)
+    if "SPARK_CONF_DIR" not in environ and "-Dlog4j" not in options and not own.is_file():
+        environ["SPARK_SUBMIT_OPTS"] = f"{options} {option}".strip()
 
 
 def _check_entries(

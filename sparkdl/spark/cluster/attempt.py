@@ -8,7 +8,12 @@ from typing import Any
 
 from sparkdl import errors
 from sparkdl.errors import CollectiveError, CommunicationError, SparkDLError, WorkerError
-from sparkdl.spark.session.failures import loss_reason, raise_unless_loss
+from sparkdl.spark.session.failures import (
+    SILENT,
+    has_crashed,
+    loss_reason,
+    raise_unless_loss,
+)
 
 Rows = list[tuple[int, str, bytes]]
 """(rank, kind, payload) of everything that the workers gave back."""
@@ -37,7 +42,8 @@ class Attempt:
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     """Failures in the order of their arrival."""
     crashes: dict[int, str] = field(default_factory=dict)
-    """Of ranks whose process has crashed: where, as Python's faulthandler says it."""
+    """Of ranks whose process is gone: where it has crashed, as Python's faulthandler says it;
+    empty: it does not."""
     on_gpus: bool = False
     """True if workers may talk by NCCL, whose watchdog aborts ranks whose peers are lost."""
     cancelled: bool = False
@@ -75,8 +81,11 @@ def restart_reason(attempt: Attempt) -> str | None:
         raise_unless_loss(attempt.spark_error)
         _raise_if_sizes_differ(attempt)
         for rank, text in attempt.crashes.items():
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            return f"rank {rank} has crashed: {' | '.join(lines[:6])}"
+            if lines := [line.strip() for line in text.splitlines() if line.strip()]:
+                return f"rank {rank} has crashed: {' | '.join(lines[:6])}"
+        if has_crashed(attempt.spark_error):
+            for rank in attempt.crashes:  # Spark ends the others a moment later
+                return f"rank {rank} was lost: {SILENT}"
         return loss_reason(attempt.spark_error)
     for failure in attempt.failures:
         if failure["kind"] == "user":

@@ -26,10 +26,12 @@ from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.failures import (
     LOST,
     LOST_REMEDY,
+    SILENT,
     has_crashed,
     loss_reason,
     raise_if_ended,
     raise_unless_loss,
+    spark_message,
 )
 from sparkdl.spark.session.interrupts import raise_if_asked
 from sparkdl.spark.session.settings import Settings
@@ -114,6 +116,8 @@ def supervise(
         if failed > run.max_restarts:
             raise _given_up("training", failed, reason, run.max_restarts)
         logger.warning("%s; restart %d of %d", reason, failed, run.max_restarts)
+        if attempt.spark_error is not None:
+            logger.info("Spark's words: %s", spark_message(attempt.spark_error))
         if heal is not None:
             heal(attempt)
     raise AssertionError("the loop has no other end")
@@ -121,7 +125,7 @@ def supervise(
 
 def _given_up(what: str, times: int, reason: str, max_restarts: int) -> TrainingFailed:
     often = "once" if times == 1 else f"{times} times without progress"
-    remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) else ""
+    remedy = f"; {LOST_REMEDY}" if reason.startswith(LOST) or reason.endswith(SILENT) else ""
     message = f"{what} failed {often} (maxRestarts={max_restarts}); last: {reason}{remedy}"
     return TrainingFailed(message)
 
@@ -152,6 +156,7 @@ def persistently(
         except Exception as error:
             raise_unless_loss(error)
             reason = loss_reason(error)
+            logger.info("Spark's words: %s", spark_message(error))
         if number < max_restarts:
             logger.warning("%s; trying again, %d of %d", reason, number + 1, max_restarts)
     raise _given_up("spooling", max_restarts + 1, reason, max_restarts)

@@ -56,15 +56,17 @@ _KILLED = re.compile(
 """What YARN, Kubernetes and Spark's own master say of what was killed, mostly for memory."""
 
 LOST = "a worker or executor was lost"
+SILENT = "its process has ended without a word"
+"""Of a worker that was lost and an executor that was not."""
 LOST_REMEDY = (
     "a process that ends without a word was mostly killed for lack of memory: look into the "
-    "executor's log, then raise spark.executor.memoryOverhead or use smaller batches; where "
-    "executors come and go, raise maxRestarts"
+    "executor's log, then lower batchSize, raise gradientAccumulationSteps or "
+    "spark.executor.memoryOverhead; where executors come and go, raise maxRestarts"
 )
 """What to do about `LOST`, if it goes on."""
 _NO_MEMORY = "an executor was killed, as it seems because its container had too little memory"
 _MEMORY_REMEDY = (
-    "raise spark.executor.memoryOverhead, use smaller batches or gradientAccumulationSteps"
+    "raise spark.executor.memoryOverhead or gradientAccumulationSteps, or lower batchSize"
 )
 
 
@@ -105,10 +107,10 @@ def raise_if_ended(spark: SparkSession, error: Exception | None = None) -> None:
 
 
 def loss_reason(error: Exception) -> str:
-    """What a job was lost by, in words, with the remedy if memory was short."""
+    """What a job was lost by, in a short sentence, with the remedy if memory was short."""
     if _KILLED.search(_text_of(error)):
-        return f"{_NO_MEMORY} ({spark_message(error)}); {_MEMORY_REMEDY}"
-    return f"{LOST} ({spark_message(error)})"
+        return f"{_NO_MEMORY} ({_cause_of(error)}); {_MEMORY_REMEDY}"
+    return f"{LOST} ({_cause_of(error)})"
 
 
 def has_crashed(error: Exception) -> bool:
@@ -188,7 +190,25 @@ _OF_STACKS = ("at ", "...", "Driver stacktrace:")
 
 def spark_message(error: Exception) -> str:
     """What Spark says of a failure, without the stacks: its first lines, joined."""
-    lines = [line.strip() for line in _text_of(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith(_OF_STACKS)][:4]
-    shown = " | ".join(telling) or type(error).__name__
-    return shown if len(shown) <= 600 else shown[:597] + "..."
+    return _shortened(" | ".join(_telling_lines(error)[:4]) or type(error).__name__, 600)
+
+
+def _cause_of(error: Exception) -> str:
+    """The sentence of Spark's that says what has happened to a task."""
+    lines = _telling_lines(error) or [type(error).__name__]
+    causes = [line for line in lines if not line.startswith("Job aborted")]
+    sentence = _EXCEPTION.sub("", (causes or lines)[0]).partition(". ")[0]
+    return _shortened(sentence, 160)
+
+
+_EXCEPTION = re.compile(r"^[\w.$]+(?:Exception|Error): ")
+"""How Java begins the message of an exception."""
+
+
+def _telling_lines(error: Exception) -> list[str]:
+    lines = (line.strip() for line in _text_of(error).splitlines())
+    return [line for line in lines if line and not line.startswith(_OF_STACKS)]
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from sparkdl.cli.job_files.job_file import SparkSection
-from sparkdl.cli.job_files.spark_session import _check_entries, make_session
+from sparkdl.cli.job_files.spark_session import (
+    _LOG4J,
+    _check_entries,
+    _log_errors_only,
+    make_session,
+)
 from sparkdl.errors import ClusterError, ConfigError
 
 SUBMITTED = {"PYSPARK_GATEWAY_PORT": "1"}
@@ -52,3 +59,26 @@ def test_other_errors_of_spark_stay_as_they_are(monkeypatch: pytest.MonkeyPatch)
     failing(monkeypatch, "NO_ACTIVE_SESSION")
     with pytest.raises(PySparkRuntimeError):
         make_session(SparkSection(), "test")
+
+
+def test_spark_s_log_is_ours_where_the_user_has_none(tmp_path: Path) -> None:
+    environ: dict[str, str] = {"SPARK_SUBMIT_OPTS": "-Xss4m"}
+    for _ in range(2):
+        _log_errors_only(environ)
+    ours = f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}"
+    assert environ == {"SPARK_SUBMIT_OPTS": f"-Xss4m {ours}"}
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "log4j2.properties").touch()
+    for own in (
+        {"SPARK_CONF_DIR": "conf"},
+        {"SPARK_HOME": str(tmp_path)},
+        {"SPARK_SUBMIT_OPTS": "-Dlog4j2.configurationFile=own.xml"},
+    ):
+        environ = dict(own)
+        _log_errors_only(environ)
+        assert environ == own
+
+
+def test_jobs_under_spark_submit_have_the_same_log() -> None:
+    conf = Path(__file__).parents[3] / "conf" / "log4j2.properties"
+    assert conf.read_text(encoding="utf-8") == _LOG4J.read_text(encoding="utf-8")

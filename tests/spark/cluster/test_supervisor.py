@@ -425,13 +425,38 @@ def test_another_crash_is_told_and_may_be_healed(
     assert f"rank 1 has crashed: {SEGFAULT}" in caplog.text
 
 
+def test_a_worker_that_ends_without_a_word_is_told_by_its_rank(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a sentence of 470 characters."""
+    caplog.set_level("INFO", logger=module.logger.name)
+    words = (
+        "Job aborted due to stage failure: Could not recover from a failed barrier ResultStage.\n"
+        f"org.apache.spark.SparkException: {CRASH}. Consider setting 'spark.python.x' to 'true'."
+    )
+
+    def job() -> Rows:
+        stage.say(1, "crash", text="")
+        stage.say(0, "crash", text="")  # Spark has ended this one
+        raise PySparkException(words)
+
+    assert stage.run(job, lambda: result(0, 1), max_restarts=1).restarts == 1
+    warning, details = caplog.records
+    told = "rank 1 was lost: its process has ended without a word; restart 1 of 1"
+    assert (warning.levelname, warning.getMessage()) == ("WARNING", told)
+    assert details.levelname == "INFO"
+    assert "Consider setting" in details.getMessage()
+    with pytest.raises(TrainingFailed, match=r"last: rank 1 was lost: .* lower batchSize"):
+        stage.run(job)
+
+
 def test_restarts_are_counted_and_end(stage: Stage) -> None:
     with pytest.raises(TrainingFailed) as caught:
         stage.run(lost, lambda: error_rows(PEER_1), lost, max_restarts=2)
     assert stage.submitted == [0, 1, 2]
     told = str(caught.value)
     assert told.startswith("training failed 3 times without progress (maxRestarts=2); last: a wo")
-    assert "spark.executor.memoryOverhead or use smaller batches" in told
+    assert "lower batchSize, raise gradientAccumulationSteps" in told
 
 
 def test_progress_refills_the_restarts(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

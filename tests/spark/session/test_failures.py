@@ -98,7 +98,7 @@ def test_a_kill_for_lack_of_memory_is_told_as_such(text: str) -> None:
     raise_unless_loss(error)  # a restart may heal it
     told = loss_reason(error)
     assert told.startswith("an executor was killed, as it seems because its container had too lit")
-    assert told.endswith("gradientAccumulationSteps")
+    assert told.endswith("gradientAccumulationSteps, or lower batchSize")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,18 @@ def test_a_kill_for_lack_of_memory_is_told_as_such(text: str) -> None:
 )
 def test_another_loss_is_not_blamed_on_memory(text: str) -> None:
     assert loss_reason(PySparkException(text)) == f"a worker or executor was lost ({text})"
+
+
+def test_a_loss_is_told_in_one_short_sentence() -> None:
+    barrier = (
+        "Job aborted due to stage failure: Could not recover from a failed barrier ResultStage. "
+        "Most recent failure reason: Stage failed because barrier task ResultTask(108, 0) finished "
+        "unsuccessfully.\norg.apache.spark.SparkException: Python worker exited unexpectedly "
+        "(crashed). Consider setting 'a.b' to 'true'.\n\tat org.apache\nCaused by: java.io.EOF"
+    )
+    lost = "a worker or executor was lost (Python worker exited unexpectedly (crashed))"
+    assert loss_reason(PySparkException(barrier)) == lost
+    assert len(loss_reason(PySparkException("x" * 900))) < 200
 
 
 @pytest.mark.parametrize("condition", ["SPARK_JOB_CANCELLED", "OPERATION_CANCELED"])
