@@ -1,4 +1,4 @@
-"""Pages of the site fit every screen: those with the widest tables and the longest lines of code."""
+"""Pages of the site fit every screen, also those of wide tables and long lines of code."""
 
 from __future__ import annotations
 
