@@ -13,6 +13,7 @@ from sparkdl.comm.compression.topk import TopKCompression as TopKCompression
 from sparkdl.comm.compression.twobit import TwoBitCompression as TwoBitCompression
 from sparkdl.config import CheckpointConfig as CheckpointConfig
 from sparkdl.config import EarlyStopping as EarlyStopping
+from sparkdl.config import Looks as Looks
 from sparkdl.data.sources.parquet import ParquetSource as ParquetSource
 from sparkdl.data.sources.petastorm import PetastormSource as PetastormSource
 from sparkdl.data.sources.torch_dataset import DatasetShard as DatasetShard

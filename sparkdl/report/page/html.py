@@ -8,6 +8,8 @@ from __future__ import annotations
 import html
 import math
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 
 _EMPTY = frozenset(("br", "circle", "line", "link", "meta", "path", "rect"))
 
@@ -54,9 +56,20 @@ def tag(name: str, /, *children: Content, **attributes: Content | bool) -> Marku
     return Markup(f"<{name}{shown}>{joined(*children)}</{name}>")
 
 
-def row(*cells: Content, kind: str = "td", **attributes: Content | bool) -> Markup:
-    """A row of a table, whose cells all have these attributes; ``th`` makes it a head."""
-    return tag("tr", *(tag(kind, cell, **attributes) for cell in cells))
+def row(
+    *cells: Content, kind: str = "td", names: Sequence[str] = (), **attributes: Content | bool
+) -> Markup:
+    """A row of a table.
+
+    Args:
+        cells: what is in it.
+        kind: of the cells; ``th`` makes it a head.
+        names: of the columns, in a table of class ``rows``: where that is too wide for the screen,
+            its rows become paragraphs, which have these names in them.
+        attributes: of all cells.
+    """
+    named = zip_longest(cells, names)
+    return tag("tr", *(tag(kind, c, data_name=name or None, **attributes) for c, name in named))
 
 
 def section(title: str, *children: Content, **attributes: Content | bool) -> Markup:

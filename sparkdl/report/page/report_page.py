@@ -200,10 +200,11 @@ def _time_table(totals: Mapping[str, Mapping[str, float]], used: Sequence[str]) 
             share = html.share(seconds, whole)
             style = f"width:{100 * seconds / whole if whole else 0:.2f}%"
             pieces.append(tag("i", class_=f"on-{name}", style=style, title=f"{name} {share}"))
-            cells.append(tag("td", html.duration(seconds), class_="n", title=share))
+            text = html.duration(seconds)
+            cells.append(tag("td", text, class_="n", title=share, data_name=name))
         bar = tag("td", tag("div", *pieces, class_="bar"))
-        rows.append(tag("tr", tag("td", rank), bar, *cells))
-    table = tag("table", head, *rows)
+        rows.append(tag("tr", tag("td", rank, data_name="rank"), bar, *cells))
+    table = tag("table", head, *rows, class_="rows")
     return tag("details", tag("summary", "all ranks"), table) if len(rows) > MOST_LANES else table
 
 
@@ -242,10 +243,11 @@ def _confusion(record: RunRecord) -> Markup:
     names = ("label \\ predicted", *range(len(counts)), "right")
     head = None if is_dense else row(*names, kind="th")
     rows = [_label_row(label, of, is_dense=is_dense) for label, of in enumerate(counts)]
+    style = "dense" if is_dense else "many" if len(counts) > _MOST_WITH_NUMBERS / 2 else ""
     return section(
         f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}",
         tag("p", text, class_="hint"),
-        tag("table", head, *rows, class_="matrix dense" if is_dense else "matrix"),
+        tag("table", head, *rows, class_=f"matrix {style}"),
     )
 
 
@@ -293,12 +295,13 @@ def _hardware(record: RunRecord) -> Markup:
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, found in record.hardware.items():
         groups.setdefault(_machine(found), []).append(int(rank))
-    rows = [row("driver", *_machine(record.driver))] if record.driver else []
-    rows += [row(f"rank {html.ranks(of)}", *machine) for machine, of in groups.items()]
+    names = ("", "host", "processor", "cores", "threads", "memory", "device")
+    rows = [row("driver", *_machine(record.driver), names=names)] if record.driver else []
+    for machine, of in groups.items():
+        rows.append(row(f"rank {html.ranks(of)}", *machine, names=names))
     if not rows:
         return Markup("")
-    names = ("", "host", "processor", "cores", "threads", "memory", "device")
-    return section("Hardware", tag("table", row(*names, kind="th"), *rows))
+    return section("Hardware", tag("table", row(*names, kind="th"), *rows, class_="rows"))
 
 
 def _machine(found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ _LIGHT = """
   --c0: #2563eb; --c1: #e8590c; --c2: #0f9d6b; --c3: #9333ea; --c4: #c2255c; --c5: #0c8599;
   --on-data: #4c8df6; --on-compute: #2fb380; --on-communication: #f2a93b; --on-waiting: #e5604d;
   --on-evaluate: #9b6ddf; --on-checkpoint: #26a8bd; --on-other: #a8b0bd;
-  --u-none: #d92d20; --u-slow: #7c9fe0; --u-less: #a9d8c4; --u-good: #2fb380; --u-more: #f2c14e;
+  --u-none: #4b5563; --u-slow: #7c9fe0; --u-less: #a9d8c4; --u-good: #2fb380; --u-more: #f2c14e;
   --u-fast: #e5604d;
   --shadow: 0 1px 2px rgb(16 24 40 / 6%), 0 1px 3px rgb(16 24 40 / 8%);
 """
@@ -21,7 +21,7 @@ _DARK = """
   --c0: #7aa7ff; --c1: #ff9f5a; --c2: #3ccf97; --c3: #c79bff; --c4: #ff85b0; --c5: #4fd0e0;
   --on-data: #5b94f0; --on-compute: #2fa678; --on-communication: #d9982f; --on-waiting: #d9604f;
   --on-evaluate: #9a78d6; --on-checkpoint: #2a9dae; --on-other: #6b7484;
-  --u-none: #ff7b6e; --u-slow: #4a6fb8; --u-less: #3d7a66; --u-good: #2fa678; --u-more: #d9a92f;
+  --u-none: #cbd2dc; --u-slow: #4a6fb8; --u-less: #3d7a66; --u-good: #2fa678; --u-more: #d9a92f;
   --u-fast: #d9604f;
   --shadow: none;
 """
@@ -60,17 +60,16 @@ header + p { margin: 4px 0 20px; }
 .tile span { display: block; color: var(--quiet); font-size: 12px; }
 .tile b { font-size: 18px; font-weight: 650; white-space: nowrap; letter-spacing: -0.01em; }
 .tile small { display: block; color: var(--quiet); }
-section { padding: 20px 22px; margin-bottom: 16px; overflow-x: auto; }
+section { padding: 20px 22px; margin-bottom: 16px; overflow-x: auto; overflow-wrap: anywhere; }
 section.trouble { border-left: 4px solid var(--bad); }
-pre { margin: 10px 0 0; padding: 12px 14px; overflow-x: auto; border-radius: 8px;
+pre { margin: 10px 0 0; padding: 12px 14px; white-space: pre-wrap; border-radius: 8px;
   background: var(--ground); font: 12px/1.45 ui-monospace, "DejaVu Sans Mono", monospace; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--quiet); font-size: 12.5px; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 tr:last-child > td, tr:last-child > th { border-bottom: 0; }
-td.n, th.n { text-align: right; }
-td.text { overflow-wrap: anywhere; }
-.pairs th { width: 230px; }
+td.n, th.n { text-align: right; overflow-wrap: normal; }
+.pairs th { width: min(230px, 40%); }
 code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; }
 details summary { cursor: pointer; color: var(--quiet); margin-top: 10px; }
 figure { margin: 0; }
@@ -78,7 +77,8 @@ figcaption { display: flex; justify-content: space-between; gap: 12px; font-size
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--quiet); font-size: 12.5px; }
 .entry { white-space: nowrap; }
 .key { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 6px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 20px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr));
+  gap: 20px; }
 .chart, .timeline { display: block; width: 100%; height: auto; }
 svg text { fill: var(--ink); font-family: inherit; }
 svg .tick { fill: var(--quiet); font-size: 11px; }
@@ -96,14 +96,16 @@ line.restart { stroke: var(--good); stroke-width: 1.5; }
 .bar { display: flex; height: 12px; min-width: 180px; border-radius: 4px; overflow: hidden;
   background: var(--ground); margin-top: 4px; }
 .bar i { display: block; }
-.matrix { width: auto; border-spacing: 2px; border-collapse: separate; }
+.matrix { width: auto; border-spacing: 2px; border-collapse: separate; overflow-wrap: normal; }
 .matrix td, .matrix th { border: 0; text-align: center; padding: 3px 6px; min-width: 30px;
   border-radius: 4px; }
+.matrix.many { font-size: 11px; border-spacing: 1px; }
+.matrix.many td, .matrix.many th { padding: 3px 2px; min-width: 14px; }
 .matrix.dense td { min-width: 6px; padding: 0; height: 8px; border-radius: 1px; }
 .layers td:nth-child(2) { width: 60%; }
 .strip { display: block; width: 100%; height: 16px; margin-top: 3px; }
 .scroll { max-height: 560px; overflow: auto; }
-.graph { display: block; margin: 0 auto; max-width: none; }
+.graph { display: block; margin: 0 auto; max-width: 100%; height: auto; }
 .node { fill: var(--card); stroke: var(--on-other); stroke-width: 1.3; }
 svg .name { font-size: 12px; font-weight: 600; }
 svg .small { font-size: 10.5px; fill: var(--quiet); }
@@ -116,8 +118,19 @@ svg .small { font-size: 10.5px; fill: var(--quiet); }
 .k-embed, .k-attend { stroke: var(--c4); fill: rgb(194 37 92 / 7%); }
 .k-recur { stroke: var(--c1); fill: rgb(232 89 12 / 8%); }
 .k-end, .k-quiet { fill: var(--ground); stroke: none; }
-.runs td { vertical-align: middle; white-space: nowrap; }
-.runs td:nth-child(8) { white-space: normal; }
+.runs td { vertical-align: middle; }
+@media (max-width: 1040px) { .matrix.many td { font-size: 0; } }
+@media (max-width: 860px) {
+  .matrix { width: 100%; table-layout: fixed; }
+  .matrix td, .matrix th { padding: 3px 0; min-width: 0; overflow: hidden; font-size: 9px; }
+  .matrix td { font-size: 0; height: 12px; }
+  .rows, .rows tbody, .rows tr { display: block; }
+  .rows tr:first-child { display: none; }
+  .rows tr { border-bottom: 1px solid var(--rule); padding: 8px 0; }
+  .rows td { display: inline-block; border: 0; padding: 1px 14px 1px 0; text-align: left; }
+  .rows td:has(.bar) { display: block; }
+  .rows td[data-name]:not(:empty)::before { content: attr(data-name) " "; color: var(--quiet); }
+}
 footer { color: var(--quiet); font-size: 12px; margin-top: 24px; }
 @media print { body { background: none; } section, .tile { box-shadow: none;
   break-inside: avoid; border: 1px solid var(--rule); } .scroll { max-height: none; } }

@@ -66,9 +66,8 @@ def run_list(runs: Sequence[tuple[str, RunRecord | SparkDLError]]) -> Markup:
     if not runs:
         hint = "None yet. Set reportDir of an estimator to this directory, and fit."
         return joined(title, tag("section", tag("p", hint)))
-    names = ("run", "status", "started (UTC)", "duration", "epochs", "loss", "", "validation")
-    head = row(*names, "workers", "restarts", kind="th")
-    table = tag("table", head, *(shown for _, shown in rows), class_="runs")
+    head = row(*_COLUMNS, kind="th")
+    table = tag("table", head, *(shown for _, shown in rows), class_="runs rows")
     return joined(title, tag("section", table))
 
 
@@ -110,8 +109,9 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
         str(facts.get("workers", "")),
         str(record.restarts),
     ]
-    what = record.name if record.run_name else ""
-    return row(joined(link, tag("div", what, class_="quiet")), badge(record.status), *values)
+    what = tag("div", record.name if record.run_name else "", class_="quiet")
+    named = ("", "", *_COLUMNS[2:])
+    return row(joined(link, what), badge(record.status), *values, names=named)
 
 
 def _sparkline(values: Sequence[float | None]) -> Markup:
@@ -131,6 +131,10 @@ def _validation(last: Mapping[str, Any]) -> str:
     return ", ".join(f"{key[4:].replace('_', ' ')} {html.value(value)}" for key, value in found[:3])
 
 
+_COLUMNS = (
+    "run", "status", "started (UTC)", "duration", "epochs", "loss", "", "validation", "workers",
+    "restarts",
+)  # fmt: skip
 _BACK = tag("p", tag("a", "← all runs", href="/"))
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from sparkdl.config import EarlyStopping
 from sparkdl.errors import StorageError, WorkerError
 from sparkdl.estimator import TorchClassifier
 from sparkdl.report.listeners.listener import Listener, RunListener, RunStart
+from sparkdl.report.listeners.tensorboard import TensorBoard
 from sparkdl.report.record.run_folder import RunFolder, RunReader, read_runs
 from sparkdl.report.record.run_record import RunRecord
 from sparkdl.runner import TorchRunner
@@ -128,15 +130,20 @@ def only_run(folder: Path) -> tuple[RunRecord, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", ["gang", "rounds"])
-def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: str) -> None:
+def test_a_fit_leaves_its_record_and_page(
+    df: DataFrame, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, mode: str
+) -> None:
     strategy = "allreduce" if mode == "gang" else "parameter_averaging"
+    events = tmp_path_factory.mktemp("tensorboard")
     estimator = classifier(
         tmp_path,
         syncStrategy=strategy,
         executionMode=mode,
         callbacks=[Slow()],
         runName=f"in a {mode}",
+        listeners=[TensorBoard(log_dir=str(events), layer_interval=6)],
     )
     began = time.time()
     summary = estimator.fit(df).summary
@@ -171,6 +178,21 @@ def test_a_fit_leaves_its_record_and_page(df: DataFrame, tmp_path: Path, mode: s
         assert sum(total.values()) == pytest.approx(covered, abs=0.3)  # all of it is told
         assert covered < found.laps["train"] + 0.5
     assert "Where the time went" in text
+    every = list(range(6, summary.steps + 1, 6))
+    assert {look["step"] for look in found.layers} == {*every, summary.steps}
+    assert all(list(look["ratios"]) == ["0", "2"] for look in found.layers)
+    assert all(1e-5 < look["ratios"]["0"] < 0.1 for look in found.layers)
+    assert "Updates by layer" in text
+    shown = EventAccumulator(str(next(events.iterdir())), {"histograms": 0}).Reload()
+    assert set(shown.Tags()["histograms"]) == {
+        f"{what}/{layer}.{name}"
+        for what in ("weights", "gradients") for layer in (0, 2) for name in ("weight", "bias")
+    }  # fmt: skip
+    (first, *_) = shown.Histograms("gradients/0.weight")
+    assert (first.step, first.histogram_value.num) == (6, 24)
+    assert [node.op for node in shown.Graph().node] == [
+        "input", "Linear", "ReLU", "Linear", "output",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
