@@ -1,26 +1,44 @@
-"""The choice of the view that shows a fit, or the run of a function."""
+"""The choice of the view that shows a fit, the run of a function, or other work of the driver."""
 
 from __future__ import annotations
 
-from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
+from typing import Literal
+
+from sparkdl.report.live.notebook import (
+    CellOutputs,
+    NotebookLine,
+    NotebookView,
+    board_of_cell,
+    in_notebook,
+)
 from sparkdl.report.live.progress import ConsoleView, SilentView, View, terminal_columns
 
+Kind = Literal["fit", "run"]
+"""A fit, which has a plan, or the run of a function."""
 
-def choose_view(plan: TrainPlan | None, verbose: int) -> View:
+
+def choose_view(kind: Kind, verbose: int, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
     Args:
-        plan: of a fit; None for a function, of which only its reports are known.
+        kind: of a function only its reports are known.
         verbose: 0, 1 or 2, as the Param says.
+        name: of the run, where several are shown.
     """
     if not verbose:
         return SilentView()
     shows_logs = shows_lines(verbose)
     if in_notebook():
-        return NotebookView(board_of_cell(), plan, shows_logs=shows_logs)
-    has_bar = plan is not None and terminal_columns() is not None
-    return ConsoleView(plan, has_bar=has_bar, shows_logs=shows_logs)
+        return NotebookView(board_of_cell(), shows_logs=shows_logs, kind=kind, name=name)
+    has_bar = terminal_columns() is not None
+    return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name)
+
+
+def activity_view() -> View:
+    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell."""
+    if in_notebook():
+        return NotebookLine(CellOutputs())
+    return ConsoleView(has_bar=terminal_columns() is not None, shows_logs=False)
 
 
 def shows_lines(verbose: int) -> bool:

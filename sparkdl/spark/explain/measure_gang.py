@@ -267,7 +267,7 @@ def _measure_gang(
         )
         return run.gang_job(run.table.df, measure_worker.run, order)
 
-    result = supervise(run, submit)
+    result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
     gang = found_by([reports[rank] for rank in sorted(reports)], places, taken)

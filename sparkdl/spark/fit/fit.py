@@ -16,10 +16,11 @@ from functools import partial
 
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.choose_view import choose_view, shows_lines
+from sparkdl.report.live.choose_view import shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
@@ -111,14 +112,13 @@ def _fit(
             prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
+        doing("checking the rows")
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
-        view = choose_view(plan, request.verbose)
-        stack.callback(view.close)
-        recorder.show(view)
+        recorder.planned(plan)
         if request.on_epoch is not None:
             recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
@@ -141,8 +141,8 @@ def _fit(
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = train(run)
-        recorder.phase("clean up")
         recorder.done(trained.steps)
+        recorder.phase("clean up")
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}

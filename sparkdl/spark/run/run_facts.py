@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 
+from sparkdl.report.live.choose_view import choose_view
 from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.session.compat import conf, is_connect
 from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
+from sparkdl.spark.session.stage_progress import StageProgress
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
@@ -41,14 +43,22 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         storage=storage,
         listeners=request.listeners,
         is_interrupted=is_interrupted,
+        ask_tasks=None if spark is None or not request.verbose else StageProgress(spark),
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
     )
     with Cleanup() as stack:
         recorder = stack.enter_context(recorded)
+        name = run_label(run_id, request)
+        recorder.show_in(lambda: choose_view(request.kind, request.verbose, name))
         recorder.phase("preflight")
         yield recorder
+
+
+def run_label(run_id: str, request: Request) -> str:
+    """What tells a run from others of this process in their lines."""
+    return getattr(request, "run_name", None) or run_id[:6]
 
 
 def shown_params(params: Params) -> tuple[Mapping[str, Any], ...]:
