@@ -85,6 +85,7 @@ class Recorder(View):
         self._rows: tuple[float, float] | None = None
         self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
+        self._weights = ""
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
@@ -202,10 +203,20 @@ class Recorder(View):
     # --- the end ------------------------------------------------------------------------------
 
     def succeeded(
-        self, history: Sequence[Mapping[str, float]], module: nn.Module | None = None
+        self,
+        history: Sequence[Mapping[str, float]],
+        module: nn.Module | None = None,
+        weights: str = "",
     ) -> None:
-        """What came of the run; listeners are shown the trained module at its end."""
+        """What came of the run; listeners are shown the trained module at its end.
+
+        Args:
+            history: a record per epoch or report.
+            module: the trained one.
+            weights: which ones it has, as in `RunRecord.weights`.
+        """
         self._history, self._module = [dict(record) for record in history], module
+        self._weights = weights
         thin(self._history)
 
     def end(self, error: BaseException | None) -> None:
@@ -217,6 +228,7 @@ class Recorder(View):
             status="succeeded" if error is None else "failed",
             error=None if error is None else described(error),
             history=self._history,
+            weights=self._weights,
         )
         record = self.record()
         self._stop.set()

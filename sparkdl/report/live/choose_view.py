@@ -34,11 +34,18 @@ def choose_view(kind: Kind, verbose: int, name: str = "") -> View:
     return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name)
 
 
-def activity_view() -> View:
-    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell."""
+def activity_view(*, has_lines: bool = True) -> View:
+    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell.
+
+    Args:
+        has_lines: False: it is shown there only, and not in a file.
+    """
     if in_notebook():
         return NotebookLine(CellOutputs())
-    return ConsoleView(has_bar=terminal_columns() is not None, shows_logs=False)
+    has_bar = terminal_columns() is not None
+    if has_bar or has_lines:
+        return ConsoleView(has_bar=has_bar, shows_logs=False)
+    return SilentView()
 
 
 def shows_lines(verbose: int) -> bool:

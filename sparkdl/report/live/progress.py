@@ -306,8 +306,10 @@ class ConsoleView(View):
             return self._prefix() + status.state
         seconds = status.seconds_in_phase()
         time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
-        width = (terminal_columns() or _USUAL_COLUMNS) - 1 - len(time_text)
-        return (self._prefix() + status.phase_text)[:width] + time_text
+        width = (terminal_columns() or _USUAL_COLUMNS) - 1
+        text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
+        # What others print then begins where the line does; of one width tqdm fills nothing up.
+        return f"{text:<{width}}\r"
 
     def planned(self, plan: TrainPlan) -> None:
         """Draw the bar, which is empty yet."""

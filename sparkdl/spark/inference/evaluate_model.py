@@ -29,6 +29,7 @@ from sparkdl.spark.session.compat import conf, described, run_workers_here
 from sparkdl.spark.session.failures import LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.stage_progress import working
 
 _ADDING_TASKS = 16
 """Tasks that add up parts, where Spark does not choose their number by the parts' size."""
@@ -63,7 +64,8 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     if measures.metrics:  # their states may be large: then the driver gets one part
         together = added.repartition(1).sortWithinPartitions("part")
         added = together.mapInArrow(AddTask(measures), _SCHEMA)
-    with interruptible(spark), described(spark, "sparkdl: evaluate"):
+    shown = working(spark, "evaluating", has_lines=False)
+    with interruptible(spark), described(spark, "sparkdl: evaluate"), shown:
         try:
             rows = sorted(added.collect(), key=lambda row: int(row["part"]))
         except Exception as error:

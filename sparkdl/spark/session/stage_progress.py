@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
+from sparkdl.report.live.choose_view import activity_view
+from sparkdl.report.live.views import showing
 from sparkdl.spark.session.compat import is_connect
 
 _ASK_SECONDS = 1.0
+
+
+def working(
+    spark: SparkSession, what: str, *, has_lines: bool = True
+) -> AbstractContextManager[None]:
+    """Show what the block does, or waits for, and how many of Spark's tasks are done.
+
+    Args:
+        spark: the session.
+        what: is done first, such as ``counting the rows``; `doing` says what comes then.
+        has_lines: False: on a terminal and in a notebook only, and not in a file.
+    """
+    return showing(what, partial(activity_view, has_lines=has_lines), StageProgress(spark))
 
 
 class StageProgress:

@@ -60,7 +60,7 @@ class Console:
         return self._text
 
     def bar(self) -> str:
-        return self.text().split("\r")[-1]
+        return [part for part in self.text().split("\r") if part][-1]
 
     def lines(self) -> list[str]:
         return [line.strip() for line in self.text().replace("\r", "\n").splitlines()]
