@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _IN_WORDS = {
-    "preflight": "checking what is asked for",
-    "wait": "waiting for other fits to leave slots",
-    "spool": "writing the rows for the workers",
-    "train": "starting workers",
-    "clean up": "cleaning up",
+    "preflight": ("checking what is asked for", True),
+    "wait": ("waiting for other fits to leave slots", False),
+    "spool": ("writing the rows for the workers", True),
+    "train": ("starting workers", False),
+    "clean up": ("cleaning up", False),
 }
-"""Phases of a run, as views show them."""
+"""Phases of a run, as views show them, and whether Spark's tasks say how far they are."""
 _WRITE_SECONDS = 1.0
 _SLOWER_BY = 0.01
 """Of a run's age: files are written more seldom as it goes on, so that they do not become many."""
@@ -117,7 +117,8 @@ class Recorder(View):
         self.end_phase()
         self._phase, self._phase_began = name, self._now()
         self._note("phase", name=name)
-        self.doing(_IN_WORDS.get(name, name))
+        words, has_tasks = _IN_WORDS.get(name, (name, True))
+        self.doing(words, None if has_tasks else "")
 
     def end_phase(self) -> Mapping[str, float]:
         """The phase that goes on ends; returns phase -> seconds, in order, of all that did."""
@@ -239,7 +240,7 @@ class Recorder(View):
                 self._folder.finish(record, page(record))
             except Exception as failure:
                 self._give_up(failure)
-        self.doing("waiting for listeners")
+        self.doing("waiting for listeners", "")
         self._listeners.end(record, self._module)
 
     @property

@@ -16,6 +16,8 @@ from sparkdl.runtime.activity import doing, is_shown, shown_by
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_PATIENCE_SECONDS = 2.0
+"""Longest wait, at the end, for what asks Spark."""
 
 
 class Views:
@@ -83,6 +85,8 @@ class Views:
     def close(self) -> None:
         """The run has ended."""
         self._is_over.set()
+        if self._ticker is not None:
+            self._ticker.join(_PATIENCE_SECONDS)
         self.call(lambda view: view.close())
         with self._lock:
             self._views.clear()
