@@ -15,15 +15,17 @@ from sparkdl.report.live.progress import ConsoleView, SilentView, View, terminal
 
 Kind = Literal["fit", "run"]
 """A fit, which has a plan, or the run of a function."""
+_LETTERS = 6
 
 
-def choose_view(kind: Kind, verbose: int, name: str = "") -> View:
+def choose_view(kind: Kind, verbose: int, *, run_id: str, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
     Args:
         kind: of a function only its reports are known.
         verbose: 0, 1 or 2, as the Param says.
-        name: of the run, where several are shown.
+        run_id: the run's, by whose first letters a console tells it from others.
+        name: what the user calls the run.
     """
     if not verbose:
         return SilentView()
@@ -31,7 +33,7 @@ def choose_view(kind: Kind, verbose: int, name: str = "") -> View:
     if in_notebook():
         return NotebookView(board_of_cell(), shows_logs=shows_logs, kind=kind, name=name)
     has_bar = terminal_columns() is not None
-    return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name)
+    return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name or run_id[:_LETTERS])
 
 
 def activity_view(*, has_lines: bool = True) -> View:

@@ -199,6 +199,7 @@ class Board:
         self._lock = threading.RLock()
         self.views: list[NotebookView] = []
         self._due = {"progress": 0.0, "curves": 0.0}
+        self._progress: Bundle = {}
         self._old: set[str] = set()
         """Outputs that no longer show what is known."""
 
@@ -232,7 +233,10 @@ class Board:
             step, total = view.status.step, view.status.total_steps
             bar = f"<progress value='{step}' max='{total}'></progress> " if total else ""
             rows.append(f"<div>{bar}{html.escape(lines[-1])}</div>")
-        self._show("progress", {"text/html": "".join(rows), "text/plain": "\n".join(lines)})
+        bundle = {"text/html": "".join(rows), "text/plain": "\n".join(lines)}
+        if bundle != self._progress:
+            self._progress = bundle
+            self._show("progress", bundle)
         return _PROGRESS_SECONDS
 
     def _show_curves(self) -> float:

@@ -50,15 +50,15 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
     )
     with Cleanup() as stack:
         recorder = stack.enter_context(recorded)
-        name = run_label(run_id, request)
-        recorder.show_in(lambda: choose_view(request.kind, request.verbose, name))
+        given = {"run_id": run_id, "name": run_name(request)}
+        recorder.show_in(lambda: choose_view(request.kind, request.verbose, **given))
         recorder.phase("preflight")
         yield recorder
 
 
-def run_label(run_id: str, request: Request) -> str:
-    """What tells a run from others of this process in their lines."""
-    return getattr(request, "run_name", None) or run_id[:6]
+def run_name(request: Request) -> str:
+    """What the user calls the run in its lines and on its page; empty: nothing."""
+    return getattr(request, "run_name", None) or ""
 
 
 def shown_params(params: Params) -> tuple[Mapping[str, Any], ...]:

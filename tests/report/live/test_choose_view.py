@@ -19,7 +19,7 @@ def test_on_a_console(
     """On a terminal there is a line at once, and of a fit a bar when its steps are known."""
     monkeypatch.setattr(module, "terminal_columns", lambda: 80 if terminal else None)
     for verbose, expected in ((0, SilentView), (1, ConsoleView), (2, ConsoleView)):
-        view = choose_view("fit", verbose)
+        view = choose_view("fit", verbose, run_id="0123456789ab")
         assert type(view) is expected
         view.activity("waiting for slots", "0 of 2 are there")
         is_shown = terminal and verbose > 0
@@ -35,5 +35,5 @@ def test_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(FakeCell())
     monkeypatch.setattr(module, "board_of_cell", lambda: board)
     expected = [SilentView, NotebookView, NotebookView]
-    assert [type(choose_view("fit", n)) for n in range(3)] == expected
-    assert [type(choose_view("run", n)) for n in range(3)] == expected
+    assert [type(choose_view("fit", n, run_id="0")) for n in range(3)] == expected
+    assert [type(choose_view("run", n, run_id="0")) for n in range(3)] == expected
