@@ -67,6 +67,8 @@ class Views:
                         raise
                     self._views[place] = SilentView()  # warnings of the workers are still said
                     _say(error)
+                    with contextlib.suppress(Exception):  # it is broken, but others may know of it
+                        view.close()
 
     def activity(self, what: str, detail: str | None = None) -> None:
         """Show what the driver does now; see `sparkdl.runtime.activity.doing`."""

@@ -84,8 +84,12 @@ def test_a_closed_terminal_ends_nothing(monkeypatch: pytest.MonkeyPatch, has_bar
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     monkeypatch.setattr(sys, "stdout", closed)
-    view = lambda: ConsoleView(has_bar=has_bar, shows_logs=True)  # noqa: E731
+    view = lambda: ConsoleView(has_bar=has_bar, shows_logs=True, name="a")  # noqa: E731
     assert run(view).status == "succeeded"
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    assert run(lambda: ConsoleView(has_bar=False, shows_logs=True, name="b")).status == "succeeded"
+    assert "b: " not in written.getvalue()  # it is not one of several
 
 
 def test_the_user_and_what_may_end_a_run_still_do() -> None:
