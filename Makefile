@@ -41,6 +41,7 @@ setup: prerequisites ## make .venv with what training needs: the versions of req
 		$(BIN)/python .ci/install.py -r $(LOCK) && cp $(LOCK) $(VENV)/installed.lock; \
 	fi
 	@if ! cmp -s setup.py $(VENV)/installed.setup; then \
+		echo "installing sparkdl into $(VENV)"; \
 		PYTHONWARNINGS=ignore $(BIN)/python .ci/install.py --no-build-isolation --no-deps \
 			--editable . \
 			&& cp setup.py $(VENV)/installed.setup; \

@@ -166,12 +166,17 @@ class JobCommand(Generic[T]):
 
     def do(self, job: T, form: Form) -> None:
         """Do the job in a session of its own, and print what came of it."""
-        from sparkdl.cli.job_files.spark_session import make_session
+        from sparkdl.report.live.choose_view import activity_view
+        from sparkdl.report.live.views import showing
 
         module, _, function = self.work.partition(":")
-        spark = make_session(job.spark, f"sparkdl {self.name}")
+        with showing("starting Spark", activity_view):
+            from sparkdl.cli.job_files.spark_session import make_session
+
+            work = getattr(import_module(module), function)
+            spark = make_session(job.spark, f"sparkdl {self.name}")
         try:
-            self.show(job, getattr(import_module(module), function)(job, spark), form)
+            self.show(job, work(job, spark), form)
         finally:
             spark.stop()
 
@@ -305,6 +310,8 @@ def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
         f"\ntrained {len(summary.history)} epochs ({summary.steps:,} steps) on "
         f"{summary.world_size} workers in {summary.seconds:.0f} s, restarts: {summary.restarts}"
     )
+    if summary.weights_of is not None:
+        print(f"weights of {summary.weights_of}\n  {summary.weights_of.values_text()}")
     if report.scores is not None:
         print("\nheld-out rows:")
         print("\n".join(f"  {line}".rstrip() for line in report.scores.lines()))

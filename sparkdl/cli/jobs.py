@@ -20,10 +20,12 @@ from sparkdl.cli.job_files.job_objects import make_estimator
 from sparkdl.cli.job_files.read_rows import read_data, read_training_data
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.inference.scores import Evaluation
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.columns import find, quoted
 from sparkdl.spark.inference.output_columns import vectors_to_arrays
 from sparkdl.spark.params.stage_metadata import check_place, is_there, load_instance
 from sparkdl.spark.session.compat import is_case_sensitive
+from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver, open_parent
 from sparkdl.storage.storage import Storage, check_writable, without_password
 
@@ -59,24 +61,28 @@ def run_train(job: TrainJob, spark: SparkSession) -> TrainReport:
         DataError: the data cannot be trained on; found before training.
         StorageError: the model cannot be saved at ``output.path``; found before training.
     """
-    estimator = make_estimator(job)
-    if not job.output.overwrite and is_there(job.output.path, spark):
-        raise ConfigError(
-            f"there is something at {without_password(job.output.path)} already; choose another "
-            f"output.path, or replace it with --set output.overwrite=true"
-        )
-    check_place(job.output.path, spark)
-    if job.estimator.report_dir is None and can_report(spark):
-        estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
-    test = read_data(spark, job.test) if job.test is not None else None
-    model = estimator.fit(read_training_data(spark, job))
-    writer = model.write()
-    (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
-    scores = None
-    if test is not None:
-        kind: Any = type(model)
-        saved = kind.read().trusting(*_packages_of(job)).load(job.output.path)
-        scores = saved.evaluate(test)
+    with working(spark, "looking at the rows and at the output's place"):
+        estimator = make_estimator(job)
+        if not job.output.overwrite and is_there(job.output.path, spark):
+            raise ConfigError(
+                f"there is something at {without_password(job.output.path)} already; choose "
+                f"another output.path, or replace it with --set output.overwrite=true"
+            )
+        check_place(job.output.path, spark)
+        if job.estimator.report_dir is None and can_report(spark):
+            estimator.set(estimator.getParam("reportDir"), REPORT_DIR)
+        test = read_data(spark, job.test) if job.test is not None else None
+        rows = read_training_data(spark, job)
+    model = estimator.fit(rows)
+    with working(spark, "saving the model"):
+        writer = model.write()
+        (writer.overwrite() if job.output.overwrite else writer).save(job.output.path)
+        scores = None
+        if test is not None:
+            doing("testing the model on held-out rows")
+            kind: Any = type(model)
+            saved = kind.read().trusting(*_packages_of(job)).load(job.output.path)
+            scores = saved.evaluate(test)
     return TrainReport(path=job.output.path, summary=model.summary, scores=scores)
 
 
@@ -117,9 +123,10 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
     Raises:
         SparkDLError: what training would raise before it begins.
     """
-    estimator: Any = make_estimator(job)
-    rows = read_training_data(spark, job)
-    explanation: Explanation = estimator.explain(rows, **vars(job.explain))
+    with working(spark, "looking at the rows"):
+        estimator: Any = make_estimator(job)
+        rows = read_training_data(spark, job)
+        explanation: Explanation = estimator.explain(rows, **vars(job.explain))
     return explanation
 
 
@@ -131,11 +138,12 @@ def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:
         StorageError: there is no model, or nothing can be written at ``output.path``; found first.
     """
     output = None if job.output is None else _file_at(job.output.path)
-    model = load_model(spark, job.model.path)
     section = job.evaluation
     columns = {"labelCol": section.label_col, "weightCol": section.weight_col}
     given = {param: name for param, name in columns.items() if name is not None}
-    scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
+    with working(spark, "loading the model"):
+        model = load_model(spark, job.model.path)
+        scores: Evaluation = model.evaluate(read_data(spark, job.data), **given)
     if output is not None:
         storage, name = output
         storage.write(name, (json.dumps(scores.to_dict(), indent=2) + "\n").encode())
@@ -151,17 +159,19 @@ def run_predict(job: PredictJob, spark: SparkSession) -> DataFrame:
     Raises:
         ConfigError: a column is not there, or the format cannot hold it.
     """
-    predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
-    rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
-    if job.output.format == "csv":
-        _check_csv(rows)
-    if job.output.mode == "error" and is_there(job.output.path, spark):
-        raise ConfigError(
-            f"there is something at {without_password(job.output.path)} already; choose another "
-            f"output.path, or output.mode 'overwrite' or 'append'"
-        )
-    writer = rows.write.format(job.output.format).mode(job.output.mode)
-    writer.options(**job.output.options).save(job.output.path)
+    with working(spark, "loading the model"):
+        predictions = load_model(spark, job.model.path).transform(read_data(spark, job.data))
+        rows = _choose_columns(vectors_to_arrays(predictions), job.output.columns)
+        if job.output.format == "csv":
+            _check_csv(rows)
+        if job.output.mode == "error" and is_there(job.output.path, spark):
+            raise ConfigError(
+                f"there is something at {without_password(job.output.path)} already; choose "
+                f"another output.path, or output.mode 'overwrite' or 'append'"
+            )
+        doing("predicting and writing the rows")
+        writer = rows.write.format(job.output.format).mode(job.output.mode)
+        writer.options(**job.output.options).save(job.output.path)
     reader = spark.read.format(job.output.format).options(**job.output.options)
     return reader.schema(rows.schema).load(job.output.path)
 

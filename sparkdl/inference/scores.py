@@ -5,6 +5,7 @@ This is pure arithmetic. Every measure is a mean over rows, weighted if there ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,11 +41,11 @@ class ClassificationScores:
     confusion: Mapping[int, Mapping[int, float]]
     """label -> prediction -> rows (or sum of weights), 0 for what was never predicted for it."""
 
-    def lines(self) -> list[str]:
-        """For a terminal."""
+    def lines(self, *, with_log_loss: bool = True) -> list[str]:
+        """For a terminal; without the log loss where the loss is the same."""
         return [
             f"accuracy  {self.accuracy:.4f}",
-            f"log loss  {self.log_loss:.4f}",
+            *([f"log loss  {self.log_loss:.4f}"] if with_log_loss else []),
             "",
             f"{'class':>8} {'precision':>10} {'recall':>8} {'f1':>8} {'rows':>10}",
             *(
@@ -146,6 +147,9 @@ class Evaluation(Mapping[str, Any]):
         values |= {name: _shown(self[name]) for name in (*sorted(own), *self.metrics)}
         width = max(9, *map(len, values))
         text = [f"{name:<{width}} {value}" for name, value in values.items()]
+        if isinstance(self.scores, ClassificationScores):
+            is_loss = math.isclose(self.scores.log_loss, self.loss, rel_tol=1e-4)
+            return text + self.scores.lines(with_log_loss=not is_loss)
         return text + (self.scores.lines() if self.scores is not None else [])
 
     def __repr__(self) -> str:

@@ -18,17 +18,29 @@ from typing import TYPE_CHECKING, Any
 from sparkdl.errors import SparkDLError, WorkerError
 from sparkdl.report.listeners.listener import Listener, Listeners, RunStart
 from sparkdl.report.live.progress import Progress, View
+from sparkdl.report.live.views import Views
 from sparkdl.report.page.report_page import page
 from sparkdl.report.record.run_folder import RunFolder, folder_name
 from sparkdl.report.record.run_record import Event, RecordBuilder, RunRecord, presentable, thin
 from sparkdl.report.record.time_spans import Spans
+from sparkdl.runtime.activity import shown_by
 from sparkdl.storage.storage import Storage, without_password
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparkdl.data.plan import TrainPlan
+
 logger = logging.getLogger(__name__)
 
+_IN_WORDS = {
+    "preflight": ("checking what is asked for", True),
+    "wait": ("waiting for other fits to leave slots", False),
+    "spool": ("writing the rows for the workers", True),
+    "train": ("starting workers", False),
+    "clean up": ("cleaning up", False),
+}
+"""Phases of a run, as views show them, and whether Spark's tasks say how far they are."""
 _WRITE_SECONDS = 1.0
 _SLOWER_BY = 0.01
 """Of a run's age: files are written more seldom as it goes on, so that they do not become many."""
@@ -42,12 +54,18 @@ _MOST_WAITING = 100_000
 class Recorder(View):
     """Writes down one run, and passes it on to its views. Made by `recording`."""
 
-    def __init__(self, folder: RunFolder | None, began: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        began: Mapping[str, Any],
+        views: Views | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             folder: where the record is left; None: it is kept in memory only.
             began: fields of `RunRecord` that are known when the run begins.
+            views: what shows the run; who made them closes them.
         """
         self._clock = time.perf_counter()
         self._phase, self._phase_began = "", 0.0
@@ -57,7 +75,7 @@ class Recorder(View):
         self._lock = threading.Lock()
         self._folder = folder
         self._listeners = Listeners()
-        self._views: list[View] = []
+        self._views = Views() if views is None else views
         self._spans = Spans(1)
         self._world_size = 1
         self._steps_per_epoch = 0
@@ -67,6 +85,7 @@ class Recorder(View):
         self._rows: tuple[float, float] | None = None
         self._history: list[dict[str, float]] = []
         self._module: nn.Module | None = None
+        self._weights = ""
         self._stop = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="sparkdl-record")
         self._writer.daemon = True
@@ -80,8 +99,16 @@ class Recorder(View):
         self._listeners.start(start, listeners)
 
     def show(self, view: View) -> None:
-        """Have this view show the run from now on; what it raises ends the run."""
-        self._views.append(view)
+        """Have this view show the run from now on; see `View.ends_run`."""
+        self._views.open(lambda: view)
+
+    def show_in(self, make: Callable[[], View]) -> None:
+        """Make a view, and have it show the run; an error ends neither."""
+        self._views.open(make)
+
+    def doing(self, what: str, detail: str | None = None) -> None:
+        """Show what the driver does within the present phase; it is not recorded."""
+        self._views.activity(what, detail)
 
     # --- called by the fit ---------------------------------------------------------------------
 
@@ -90,6 +117,8 @@ class Recorder(View):
         self.end_phase()
         self._phase, self._phase_began = name, self._now()
         self._note("phase", name=name)
+        words, has_tasks = _IN_WORDS.get(name, (name, True))
+        self.doing(words, None if has_tasks else "")
 
     def end_phase(self) -> Mapping[str, float]:
         """The phase that goes on ends; returns phase -> seconds, in order, of all that did."""
@@ -108,6 +137,9 @@ class Recorder(View):
         self._note("facts", facts=shown)
         self._listeners.call(lambda listener: listener.facts(shown))
 
+    def planned(self, plan: TrainPlan) -> None:
+        self._views.call(lambda view: view.planned(plan))
+
     def graph(self, graph: Mapping[str, Any]) -> None:
         """What the module is made of; see `record.module_graph`."""
         self._note("graph", graph=graph)
@@ -116,8 +148,7 @@ class Recorder(View):
     # --- called by the supervisor -------------------------------------------------------------
 
     def attempt(self, number: int, start_step: int) -> None:
-        for view in self._views:
-            view.attempt(number, start_step)
+        self._views.call(lambda view: view.attempt(number, start_step))
         self._flush()
         self._spans = Spans(self._world_size)
         self._rows = None
@@ -125,6 +156,7 @@ class Recorder(View):
         self._note("attempt", number=number, start_step=start_step)
 
     def begun_again(self, number: int, step: int | None) -> None:
+        self._views.call(lambda view: view.begun_again(number, step))
         self._note("attempt", number=number, start_step=step)
 
     def failure(self, reason: str) -> None:
@@ -134,8 +166,7 @@ class Recorder(View):
         self._listeners.call(lambda listener: listener.failure(shown))
 
     def progress(self, rank: int, progress: Progress) -> None:
-        for view in self._views:
-            view.progress(rank, progress)
+        self._views.call(lambda view: view.progress(rank, progress))
         if progress.seconds:
             self.spent(rank, progress.seconds)
         if rank == 0 and progress.step > self._step:
@@ -156,8 +187,7 @@ class Recorder(View):
             self._listeners.call(lambda listener: listener.layers(step, body))
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        for view in self._views:
-            view.epoch(record)
+        self._views.call(lambda view: view.epoch(record))
         self._note("epoch", record=dict(record))
         if "report" in record:
             step = int(record["report"])
@@ -167,14 +197,12 @@ class Recorder(View):
 
     def log(self, rank: int, line: str, level: int) -> None:
         """Pass the line on; warnings are kept."""
-        for view in self._views:
-            view.log(rank, line, level)
+        self._views.call(lambda view: view.log(rank, line, level))
         if level >= logging.WARNING:
             self._note("log", rank=rank, level=logging.getLevelName(level), line=line)
 
     def done(self, steps: int) -> None:
-        for view in self._views:
-            view.done(steps)
+        self._views.call(lambda view: view.done(steps))
         self._flush()
         if steps > self._step:  # the last ones came between two reports
             self._note("step", step=steps, loss=None, rows_per_second=None)
@@ -182,10 +210,20 @@ class Recorder(View):
     # --- the end ------------------------------------------------------------------------------
 
     def succeeded(
-        self, history: Sequence[Mapping[str, float]], module: nn.Module | None = None
+        self,
+        history: Sequence[Mapping[str, float]],
+        module: nn.Module | None = None,
+        weights: str = "",
     ) -> None:
-        """What came of the run; listeners are shown the trained module at its end."""
+        """What came of the run; listeners are shown the trained module at its end.
+
+        Args:
+            history: a record per epoch or report.
+            module: the trained one.
+            weights: which ones it has, as in `RunRecord.weights`.
+        """
         self._history, self._module = [dict(record) for record in history], module
+        self._weights = weights
         thin(self._history)
 
     def end(self, error: BaseException | None) -> None:
@@ -197,6 +235,7 @@ class Recorder(View):
             status="succeeded" if error is None else "failed",
             error=None if error is None else described(error),
             history=self._history,
+            weights=self._weights,
         )
         record = self.record()
         self._stop.set()
@@ -207,6 +246,7 @@ class Recorder(View):
                 self._folder.finish(record, page(record))
             except Exception as failure:
                 self._give_up(failure)
+        self.doing("waiting for listeners", "")
         self._listeners.end(record, self._module)
 
     @property
@@ -312,6 +352,7 @@ def recording(
     storage: Storage | None,
     listeners: Sequence[Listener],
     is_interrupted: Callable[[], bool] = lambda: False,
+    ask_tasks: Callable[[], str] | None = None,
     **known: Any,
 ) -> Iterator[Recorder]:
     """Record what happens in the block, which calls `Recorder.succeeded` if all goes well.
@@ -324,6 +365,7 @@ def recording(
         storage: where the record is left; None: nowhere.
         listeners: what else watches the run.
         is_interrupted: asked when the block has failed, whether the user wanted that.
+        ask_tasks: as for `Views`.
         known: other fields of `RunRecord`.
 
     Raises:
@@ -339,11 +381,14 @@ def recording(
     )
     own = {"run_id": run_id, "name": name, "run_name": start.run_name}
     began = {**own, "params": [dict(p) for p in params], **known}
-    recorder = Recorder(None if storage is None else RunFolder(storage, start.folder), began)
-    try:
-        recorder.start_listeners(start, listeners)
-        yield recorder
-    except BaseException as error:
-        recorder.end(KeyboardInterrupt() if is_interrupted() else error)
-        raise
-    recorder.end(None)
+    folder = None if storage is None else RunFolder(storage, start.folder)
+    with contextlib.closing(Views(ask_tasks)) as views:
+        recorder = Recorder(folder, began, views)
+        try:
+            recorder.start_listeners(start, listeners)
+            with shown_by(recorder.doing):
+                yield recorder
+        except BaseException as error:
+            recorder.end(KeyboardInterrupt() if is_interrupted() else error)
+            raise
+        recorder.end(None)

@@ -9,19 +9,66 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Mapping
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import SparkDLError, StorageError, import_or
 from sparkdl.report.page.report_page import page
-from sparkdl.report.record.run_record import Line, RunRecord, curve_panels
+from sparkdl.report.record.run_record import Line, RunRecord, curve_names, curve_panels
 from sparkdl.runtime.json_values import finite
 
 if TYPE_CHECKING:
     import matplotlib.figure
     import pandas as pd
+
+_WIDTH = 80
+"""Columns of a terminal."""
+_LEAST_SECONDS = 0.05
+"""Of a phase that is shown; shorter ones are in ``other``."""
+_MOST_RANKS = 8
+"""Ranks up to which each is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsOf:
+    """Which weights a fitted model has; as text ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
+
+    values: dict[str, float]
+    """The history's record of then: ``epoch``, ``loss``, and what else was measured."""
+    best: str | None = None
+    """The value for which they were chosen (`EarlyStopping.monitor`); None: they are the last."""
+    planned_epochs: int
+    last_epoch: int
+    """The last one that was trained."""
+    stopped_early: bool = False
+    """True if training ended before its last planned step."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at whose end, or in which, the model had them."""
+        return int(self.values["epoch"])
+
+    @property
+    def step(self) -> int | None:
+        """The step after which the model had them, where it was measured within an epoch."""
+        return int(self.values["step"]) if "step" in self.values else None
+
+    def __str__(self) -> str:
+        text = f"epoch {self.epoch}" + ("" if self.step is None else f", step {self.step:,}")
+        if self.best is not None:
+            text += f" (best {self.best} {self.values[self.best]:.4g})"
+        text += f", of {self.planned_epochs} epoch{'s' * (self.planned_epochs != 1)}"
+        return text + f"; stopped early after epoch {self.last_epoch}" * self.stopped_early
+
+    def values_text(self) -> str:
+        """What was measured then, but for counts and costs."""
+        names = [name for name in curve_names([self.values]) if name != "step"]
+        return ", ".join(f"{name} {self.values[name]:.5g}" for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +78,8 @@ class TrainingSummary:
     history: list[dict[str, float]]
     """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in each phase of the fit, in the order of the phases."""
+    """Seconds by phase: ``fit: <phase>`` on the driver, in their order, which add up to `seconds`;
+    and ``rank 0: <what>``, on what rank 0 spent its time in the phase ``train``."""
     restarts: int = 0
     """How often the gang was started again after the loss of a worker."""
     rows: int = 0
@@ -53,6 +101,9 @@ class TrainingSummary:
     hyperparameters and contests where there were any."""
     run_name: str | None = None
     """What the user calls the run."""
+    weights_of: WeightsOf | None = None
+    """Which weights the model has: those of which epoch, and why; None: of a summary of an older
+    version."""
     report_path: str | None = None
     """Where the fit has left its page; None: nowhere."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
@@ -61,7 +112,10 @@ class TrainingSummary:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values; numbers that JSON cannot hold become None."""
         own = [entry.name for entry in dataclasses.fields(self) if entry.name != "record"]
-        return dict(finite({name: getattr(self, name) for name in own}))
+        values = {name: getattr(self, name) for name in own}
+        if self.weights_of is not None:
+            values["weights_of"] = dataclasses.asdict(self.weights_of)
+        return dict(finite(values))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainingSummary:
@@ -77,13 +131,12 @@ class TrainingSummary:
                 f"these are not the values of a training summary: unknown keys {unknown}, "
                 f"known keys {sorted(known)}"
             )
-        records = {
-            name: [
-                {key: math.nan if value is None else value for key, value in record.items()}
-                for record in values.get(name, [])
-            ]
+        records: dict[str, Any] = {
+            name: [_with_nan(record) for record in values.get(name, [])]
             for name in ("history", "population")
         }
+        if (weights := values.get("weights_of")) is not None:
+            records["weights_of"] = WeightsOf(**{**weights, "values": _with_nan(weights["values"])})
         return cls(**{**values, **records})
 
     def to_pandas(self) -> pd.DataFrame:
@@ -160,6 +213,7 @@ class TrainingSummary:
                 if name.startswith("fit: ")
             },
             history=[dict(record) for record in self.history],
+            weights="" if self.weights_of is None else str(self.weights_of),
         )
 
     def curves(self) -> dict[str, dict[str, Line]]:
@@ -167,9 +221,11 @@ class TrainingSummary:
         return {"loss": {}, **curve_panels(self.history, has_costs=True)}
 
     def __repr__(self) -> str:
-        return "TrainingSummary:\n" + "\n".join(
-            f"  {name:<16} {value}" for name, value in self._lines()
-        )
+        lines = []
+        for name, value in self._lines():
+            wrapped = textwrap.wrap(value, _WIDTH - 19) or [""]
+            lines += [f"  {n:<16} {v}" for n, v in zip_longest([name], wrapped, fillvalue="")]
+        return "\n".join(["TrainingSummary:", *lines])
 
     def _repr_html_(self) -> str:
         """The summary as notebooks show it: the facts, then the last epochs of the history."""
@@ -182,18 +238,46 @@ class TrainingSummary:
         return f"<table>{facts}</table>{table}"
 
     def _lines(self) -> list[tuple[str, str]]:
-        phases = ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
+        groups: dict[str, dict[str, float]] = {}
+        for name, seconds in self.phase_seconds.items():
+            where, _, what = name.rpartition(": ")
+            groups.setdefault("" if where == "fit" else where, {})[what] = seconds
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
             ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
-            ("restarts", str(self.restarts)),
-            ("seconds", f"{self.seconds:.1f} ({phases})"),
-            ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))
-        if self.history:
+        if self.weights_of is not None:
+            lines.append(("weights of", str(self.weights_of)))
+            lines.append(("", self.weights_of.values_text()))
+        lines.append(("restarts", str(self.restarts)))
+        lines.append(("seconds", f"{self.seconds:.1f} ({_phases_text(groups.pop('', {}))})"))
+        lines += [(f"of this, {where}", _phases_text(spent)) for where, spent in groups.items()]
+        lines.append(("rows/s by rank", _rates_text(self.throughput_by_rank)))
+        if self.history and (self.weights_of is None or self.weights_of.best is not None):
             last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]
             lines.append(("last epoch", ", ".join(last)))
         return lines
+
+
+def _with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON had to leave out comes back."""
+    return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def _phases_text(seconds: Mapping[str, float]) -> str:
+    """Phases that can be seen, and the rest as ``other``, so that they add up."""
+    shown = {k: v for k, v in seconds.items() if v >= _LEAST_SECONDS and k != "other"}
+    rest = sum(seconds.values()) - sum(shown.values())
+    if rest >= _LEAST_SECONDS:
+        shown["other"] = rest
+    return ", ".join(f"{name} {value:.1f}" for name, value in shown.items()) or "0"
+
+
+def _rates_text(rates: Sequence[float]) -> str:
+    if len(rates) <= _MOST_RANKS:
+        return ", ".join(f"{rate:,.0f}" for rate in rates)
+    found = f"{min(rates):,.0f} to {max(rates):,.0f}, median {statistics.median(rates):,.0f}"
+    return f"{found}, of {len(rates)} ranks"

@@ -127,6 +127,26 @@ def check_recorded(stopping: EarlyStopping, names: Iterable[str]) -> None:
         )
 
 
+def record_of_weights(
+    history: Sequence[Record], stopping: EarlyStopping | None
+) -> tuple[Record, str | None] | None:
+    """The entry of a run's history whose weights the run gives back, and what it is the best in.
+
+    Returns:
+        The entry, and the monitored value's name if it was chosen for that; None: it is the last
+        one. None if there is no entry.
+    """
+    if not history:
+        return None
+    if stopping is None or not stopping.restore_best:
+        return history[-1], None
+    state, found = TrainState(), None
+    for record in history:
+        if stopping.monitor in record and state.is_best(record, stopping):
+            found = record
+    return (history[-1], None) if found is None else (found, stopping.monitor)
+
+
 class EpochBook:
     """Counters, history, early stopping and the best weights of a run.
 

@@ -5,13 +5,33 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkdl.cli.images.ledger import Report
-from sparkdl.cli.job_commands import Form, next_commands, prepared_lines
+from sparkdl.cli.job_commands import TRAIN, Form, next_commands, prepared_lines
+from sparkdl.cli.jobs import TrainReport
+from sparkdl.report.summary import TrainingSummary, WeightsOf
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+def test_training_says_which_weights_the_model_has(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = WeightsOf(
+        values={"epoch": 7, "steps": 9, "loss": 0.25, "val_loss": 0.123, "seconds": 1.0},
+        best="val_loss",
+        planned_epochs=40,
+        last_epoch=10,
+        stopped_early=True,
+    )
+    summary = TrainingSummary(history=[{"epoch": 7}], weights_of=weights)
+    job: Any = None
+    TRAIN.show(job, TrainReport(path="m", summary=summary, scores=None), Form.COMMAND)
+    assert (
+        "weights of epoch 7 (best val_loss 0.123), of 40 epochs; stopped early after epoch 10\n"
+        "  loss 0.25, val_loss 0.123\n"
+    ) in capsys.readouterr().out
 
 
 def test_the_commands_after_training_name_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

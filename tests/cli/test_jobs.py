@@ -41,6 +41,7 @@ from sparkdl.data.plan import Column
 from sparkdl.errors import ConfigError, DataError, SparkDLError, StorageError
 from sparkdl.estimator import TorchEstimator
 from sparkdl.model import TorchClassifierModel
+from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.params.stage_metadata import _parent, check_place
 
 pytestmark = pytest.mark.spark
@@ -265,7 +266,10 @@ def test_a_default_place_for_reports_that_cannot_be_written(
     asked = replace(training(files, None), output=TrainOutput(path=str(tmp_path / "model")))
     model = ObjectRef(factory="torch.nn:Linear", args={"in_features": 2, "out_features": 2})
     estimator = replace(asked.estimator, features_col="x", num_workers=1, epochs=1, verbose=0)
-    report = run_train(replace(asked, model=model, estimator=estimator), spark)
+    seen: list[str] = []
+    with shown_by(lambda what, detail: seen.append(what)):
+        report = run_train(replace(asked, model=model, estimator=estimator), spark)
+    assert seen == ["looking at the rows and at the output's place", "saving the model"]
     assert report.summary.report_path is None
     assert "leave no report" in caplog.text
     named = replace(asked, model=model, estimator=replace(estimator, report_dir=below))
@@ -279,7 +283,10 @@ def test_predictions_are_written_as_arrays(
 ) -> None:
     output = PredictOutput(path=str(tmp_path / "p"), columns=("label", "probability"))
     job = PredictJob(data=DataSection(path=files), model=saved, output=output)
-    assert run_predict(job, spark).count() == 4
+    seen: list[str] = []
+    with shown_by(lambda what, detail: seen.append(what)):
+        assert run_predict(job, spark).count() == 4
+    assert seen == ["loading the model", "predicting and writing the rows"]
     written = spark.read.parquet(output.path)
     assert [kind for _, kind in written.dtypes] == ["int", "array<double>"]
     with pytest.raises(ConfigError, match=r"output\.mode 'overwrite' or 'append'"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,8 @@ def test_an_evaluation_is_json_and_text() -> None:
     assert text[:2] == ["rows              4", "loss              0.25"]
     assert "roc_auc           0.75" in text
     assert any(line.startswith("accuracy") for line in text)
+    assert "log loss" not in repr(found)  # it is the loss
+    assert "log loss  0.2500" in repr(replace(found, loss=0.5))
 
 
 def test_a_regression_has_no_confusion_and_no_curves() -> None:

@@ -48,6 +48,8 @@ def test_everything_shows_up_while_the_cell_runs(kernel: Kernel, folder: Path) -
     last = [plain for plain in cell.outputs("text/plain") if plain.startswith("fit 1: ")][-1]
     assert last.startswith("fit 1: trained · ")
     assert "epoch 3: loss" in last
+    before = [plain for plain in cell.outputs("text/plain") if " 0 of " not in plain]
+    assert any(plain.startswith("fit 1: writing the rows for the workers") for plain in before)
     assert cell.streamed("stderr") == ""
 
 
@@ -118,3 +120,20 @@ finally:
     assert any("val_" not in one and "loss  " in one for one in cell.outputs("text/plain"))
     assert "pip install matplotlib" in cell.streamed()
     assert cell.streamed("stderr") == ""
+
+
+def test_a_front_end_that_shows_nothing_ends_no_fit(kernel: Kernel) -> None:
+    cell = kernel.run("""
+import IPython.display
+display = IPython.display.display
+def broken(*arguments, **options):
+    raise OSError("the front end is gone")
+IPython.display.display = broken
+try:
+    model = classifier().fit(df)
+finally:
+    IPython.display.display = display
+""")
+    assert cell.error is None, cell.error
+    warning = "nothing more is shown of this run, which goes on: OSError: the front end is gone"
+    assert cell.streamed("stderr").count(warning) == 1

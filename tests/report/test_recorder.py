@@ -381,3 +381,9 @@ def test_events_that_nobody_takes_do_not_fill_the_hub(monkeypatch: pytest.Monkey
     kinds = [hub.events.get_nowait().body["kind"] for _ in range(hub.events.qsize())]
     assert kinds.count("epoch") == 30
     assert kinds.count("heartbeat") == kinds.count("log") == 4
+
+
+def test_the_record_says_which_weights_the_model_has() -> None:
+    with start() as recorder:
+        recorder.succeeded([{"epoch": 1, "loss": 1.0}], weights="epoch 1, of 1 epoch")
+    assert recorder.record().weights == "epoch 1, of 1 epoch"

@@ -4,11 +4,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkdl.errors import SparkDLError, StorageError
-from sparkdl.report.summary import TrainingSummary
+from sparkdl.report.summary import TrainingSummary, WeightsOf
 
 
 @pytest.fixture
@@ -27,11 +28,66 @@ def summary() -> TrainingSummary:
         throughput_by_rank=[100.0, 98.5],
         seconds=12.5,
         run_name="digits, wide",
+        weights_of=WeightsOf(
+            values={"epoch": 1, "loss": 1.0, "val_loss": 1.5},
+            best="val_loss",
+            planned_epochs=10,
+            last_epoch=4,
+            stopped_early=True,
+        ),
     )
 
 
 def test_json_round_trip(summary: TrainingSummary) -> None:
     assert TrainingSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
+
+
+def test_a_summary_of_before_does_not_know_the_weights(summary: TrainingSummary) -> None:
+    values = summary.to_dict()
+    del values["weights_of"]
+    assert TrainingSummary.from_dict(values).weights_of is None
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "text"),
+    [
+        ({"epoch": 7.0, "val_loss": 0.1234567}, {"best": "val_loss", "stopped_early": True},
+         "epoch 7 (best val_loss 0.1235), of 10 epochs; stopped early after epoch 8"),
+        ({"epoch": 7, "step": 1200, "val_loss": 0.5}, {"best": "val_loss"},
+         "epoch 7, step 1,200 (best val_loss 0.5), of 10 epochs"),
+        ({"epoch": 8, "loss": 0.5}, {}, "epoch 8, of 10 epochs"),
+        ({"epoch": 1, "loss": 0.5}, {"planned_epochs": 1}, "epoch 1, of 1 epoch"),
+    ],
+)  # fmt: skip
+def test_which_weights_a_model_has(
+    values: dict[str, float], more: dict[str, Any], text: str
+) -> None:
+    found = WeightsOf(**{"values": values, "planned_epochs": 10, "last_epoch": 8, **more})
+    assert str(found) == text
+    assert (found.epoch, found.step) == (values["epoch"], values.get("step"))
+
+
+def test_the_text_fits_a_terminal_and_its_phases_add_up() -> None:
+    spent = {"preflight": 1.0, "spool": 2.0, "train": 30.0, "clean up": 0.01, "other": 0.49}
+    mine = dict.fromkeys(("data", "compute", "communication", "waiting", "evaluate"), 5.0)
+    mine |= {"checkpoint": 0.0, "other": 0.02, "checkpoint stall": 0.04}
+    found = TrainingSummary(
+        history=[{"epoch": 1, **{f"val_metric_{n}": 0.123456 for n in range(9)}}],
+        phase_seconds={
+            **{f"fit: {name}": value for name, value in spent.items()},
+            **{f"rank 0: {name}": value for name, value in mine.items()},
+        },
+        seconds=33.5,
+        throughput_by_rank=[float(rank) for rank in range(100)],
+    )
+    text = repr(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "33.5 (preflight 1.0, spool 2.0, train 30.0, other 0.5)" in text
+    assert "0 to 99, median 50, of 100 ranks" in text
+    of_rank = " ".join(text.partition("of this, rank 0")[2].partition("rows/s")[0].split())
+    assert of_rank == (
+        "data 5.0, compute 5.0, communication 5.0, waiting 5.0, evaluate 5.0, other 0.1"
+    )
 
 
 def test_json_holds_no_nan() -> None:
@@ -76,6 +132,8 @@ def test_plot_without_matplotlib_names_the_extra(
 
 
 def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
+    assert "epoch 1 (best val_loss 1.5), of 10 epochs; stopped" in repr(summary)
+    assert repr(summary).count("val_accuracy") == 1  # of the last epoch, which is another one
     for text in (repr(summary), summary._repr_html_()):
         for fact in (
             "1,000 training, 100 validation",
@@ -93,5 +151,6 @@ def test_a_saved_model_has_a_page_of_its_curves(summary: TrainingSummary, tmp_pa
     path = summary.write_report(tmp_path / "deep" / "report.html")
     text = path.read_text(encoding="utf-8")
     assert "Learning curves" in text and "1,000" in text and "<h1>digits, wide</h1>" in text
+    assert "has the weights of epoch 1 (best val_loss 1.5), of 10 epochs" in text
     with pytest.raises(StorageError, match="choose another path"):
         summary.write_report(path / "below a file")

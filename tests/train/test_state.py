@@ -8,7 +8,7 @@ import pytest
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.errors import ConfigError, TrainingDiverged
-from sparkdl.train.state import EpochBook, Record, TrainState
+from sparkdl.train.state import EpochBook, Record, TrainState, record_of_weights
 from tests.train.runs import make_data, plan_for
 
 
@@ -122,3 +122,32 @@ def test_nan_is_no_improvement() -> None:
 def test_unknown_value() -> None:
     with pytest.raises(ConfigError, match=r"'val_f1'.*only loss, learning_rate, val_loss"):
         book(early_stopping=EarlyStopping(monitor="val_f1"))
+
+
+HISTORY: list[Record] = [
+    {"epoch": 1, "loss": 3.0, "val_loss": 2.0},
+    {"epoch": 2, "loss": 2.0, "val_loss": 1.0},
+    {"epoch": 2, "step": 15, "val_loss": 0.5},
+    {"epoch": 3, "loss": 1.0},
+    {"epoch": 4, "loss": 0.5, "val_loss": math.nan},
+    {"epoch": 5, "loss": 0.4, "val_loss": 0.45},
+]
+
+
+@pytest.mark.parametrize(
+    ("stopping", "expected"),
+    [
+        (None, (5, None)),
+        (EarlyStopping(restore_best=False), (5, None)),
+        (EarlyStopping(), (5, "val_loss")),
+        (EarlyStopping(min_delta=0.1), (2, "val_loss")),
+        (EarlyStopping(monitor="loss", mode="max"), (0, "loss")),
+        (EarlyStopping(monitor="val_f1", mode="max"), (5, None)),  # never measured
+    ],
+)
+def test_the_record_of_the_weights(
+    stopping: EarlyStopping | None, expected: tuple[int, str | None]
+) -> None:
+    number, best = expected
+    assert record_of_weights(HISTORY, stopping) == (HISTORY[number], best)
+    assert record_of_weights([], stopping) is None

@@ -23,8 +23,10 @@ from sparkdl.cli.images.write_parquet import PartWriter, Source
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.data.images import require_pillow
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.report.live.progress import terminal_columns
 from sparkdl.spark.frames.columns import quoted
 from sparkdl.spark.session.compat import described, num_slots
+from sparkdl.spark.session.stage_progress import working
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import check_writable, without_password
 
@@ -50,7 +52,8 @@ def prepare(spark: SparkSession, job: PrepareJob, label_table: DataFrame | None 
     require_pillow()
     place = qualified(spark, job.output.path)
     _check_apart(qualified(spark, job.data.path), place)
-    source = find_source(spark, job, label_table)
+    with working(spark, "listing the image files"):
+        source = find_source(spark, job, label_table)
     storage = open_on_driver(spark, place)
     check_writable(storage)
     ledger = Ledger(storage, digest_of(source.table, source.names, job))
@@ -161,6 +164,7 @@ def _bar(parts: Sequence[Part], records: Mapping[str, Record]) -> Any:
         desc="preparing",
         unit=" files",
         dynamic_ncols=True,
+        mininterval=0.1 if terminal_columns() else 30.0,  # of a file, each update fills a line
         file=sys.stderr,
     )
 

@@ -205,7 +205,8 @@ class _Entry:
     def _try(self, what: Callable[[RunListener], None]) -> None:
         try:
             what(self._listener)
-        except Exception:  # whatever a listener of the user's raises
+        # Whatever a listener of the user's raises, SystemExit too: else nobody would see its end.
+        except BaseException:
             self._has_failed = True
             logger.warning(
                 "%s has failed; of this run it is only told the end:\n%s",

@@ -1,27 +1,53 @@
-"""The choice of the view that shows a fit, or the run of a function."""
+"""The choice of the view that shows a fit, the run of a function, or other work of the driver."""
 
 from __future__ import annotations
 
-from sparkdl.data.plan import TrainPlan
-from sparkdl.report.live.notebook import NotebookView, board_of_cell, in_notebook
+from typing import Literal
+
+from sparkdl.report.live.notebook import (
+    CellOutputs,
+    NotebookLine,
+    NotebookView,
+    board_of_cell,
+    in_notebook,
+)
 from sparkdl.report.live.progress import ConsoleView, SilentView, View, terminal_columns
 
+Kind = Literal["fit", "run"]
+"""A fit, which has a plan, or the run of a function."""
+_LETTERS = 6
 
-def choose_view(plan: TrainPlan | None, verbose: int, run_name: str | None = None) -> View:
+
+def choose_view(kind: Kind, verbose: int, *, run_id: str, name: str = "") -> View:
     """A view that shows nothing, a notebook's curves, a terminal's bar, or lines.
 
     Args:
-        plan: of a fit; None for a function, of which only its reports are known.
+        kind: of a function only its reports are known.
         verbose: 0, 1 or 2, as the Param says.
-        run_name: what the user calls the run.
+        run_id: the run's, by whose first letters a console tells it from others.
+        name: what the user calls the run.
     """
     if not verbose:
         return SilentView()
     shows_logs = shows_lines(verbose)
     if in_notebook():
-        return NotebookView(board_of_cell(), plan, shows_logs=shows_logs, name=run_name or "")
-    has_bar = plan is not None and terminal_columns() is not None
-    return ConsoleView(plan, has_bar=has_bar, shows_logs=shows_logs, name=run_name or "")
+        return NotebookView(board_of_cell(), shows_logs=shows_logs, kind=kind, name=name)
+    has_bar = terminal_columns() is not None
+    return ConsoleView(has_bar=has_bar, shows_logs=shows_logs, name=name or run_id[:_LETTERS])
+
+
+def activity_view(*, has_lines: bool = True) -> View:
+    """A view of work that has phases, but no steps; nothing of it stays in a terminal or cell.
+
+    Args:
+        has_lines: False: it is shown there only, and not in a file.
+    """
+    if in_notebook():
+        return NotebookLine(CellOutputs())
+    has_bar = terminal_columns() is not None
+    if has_bar or has_lines:
+        return ConsoleView(has_bar=has_bar, shows_logs=False)
+    return SilentView()
 
 
 def shows_lines(verbose: int) -> bool:

@@ -21,6 +21,7 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live.learning_curves import Curves, panels_of, picture, sketch
 from sparkdl.report.live.progress import Progress, RunStatus, View, record_text
+from sparkdl.report.live.time_left import clock_text
 from sparkdl.report.record.run_record import add_record
 
 _PROGRESS_SECONDS = 0.25
@@ -64,27 +65,81 @@ def _shell() -> Any:
     return None if getattr(shell, "kernel", None) is None else shell
 
 
+class NotebookLine(View):
+    """What is done or waited for, in an output that is empty when it is over."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._status = RunStatus()
+        self._shown = ""
+
+    def activity(self, what: str, detail: str) -> None:
+        """Show it."""
+        self._status.phase(what, detail)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show that time goes by."""
+        self._say(with_time(self._status))
+
+    def close(self) -> None:
+        """Take it away."""
+        self._say("")
+
+    def _say(self, text: str) -> None:
+        if text != self._shown:
+            self._shown = text
+            self._show("phase", {"text/html": html.escape(text), "text/plain": text})
+
+
+def with_time(status: RunStatus) -> str:
+    """A run's state, with the time of a phase that takes long."""
+    seconds = 0.0 if status.is_training or status.has_ended else status.seconds_in_phase()
+    return status.state + f", {clock_text(seconds)}" * (seconds >= 1)
+
+
 class NotebookView(View):
     """A fit, or a function's run, on the board of its cell; ``verbose=2`` prints all log lines."""
 
     def __init__(
-        self, board: Board, plan: TrainPlan | None, *, shows_logs: bool, name: str = ""
+        self,
+        board: Board,
+        *,
+        shows_logs: bool,
+        kind: str = "fit",
+        name: str = "",
     ) -> None:
-        self.status = RunStatus(plan)
-        self.curves = Curves(name=name, unit="report" if plan is None else "epoch")
-        if plan is not None:
-            self.curves.steps_per_epoch = plan.steps_per_epoch
+        self.status = RunStatus()
+        self.kind = kind
+        self.curves = Curves(name=name, unit="epoch" if kind == "fit" else "report")
         self._least_level = logging.NOTSET if shows_logs else logging.WARNING
         self._is_open = True
-        self._began, self._first_step = time.monotonic(), 0
         self._board = board
         board.add(self)
 
+    def activity(self, what: str, detail: str) -> None:
+        """Show what is waited for."""
+        if self.status.phase(what, detail):
+            self._board.changed("progress")
+
+    def planned(self, plan: TrainPlan) -> None:
+        """The bar's length is known."""
+        self.status.planned(plan)
+        self.curves.steps_per_epoch = plan.steps_per_epoch
+        self._board.changed("progress")
+
+    def tick(self) -> None:
+        """Show that time goes by."""
+        self._board.changed(*([] if self.status.is_training else ["progress"]))
+
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What is waited for is shown again."""
+        self.status.is_training = False
+
     def attempt(self, number: int, start_step: int) -> None:
         """Go back to where the gang starts."""
-        self._began, self._first_step = time.monotonic(), start_step
         self.status.attempt(number, start_step)
-        if not self.status.epochs:
+        if self.kind != "fit":
             self.status.state = f"running, restart {number}" if number else "running"
         self._board.changed("progress")
 
@@ -117,27 +172,22 @@ class NotebookView(View):
         """Show everything once more, and leave it there."""
         self._is_open = False
         if not self.status.has_ended:
+            self.status.has_ended = True
             self.status.state = f"ended in {self.status.state}" if self.status.epochs else "ended"
         self._board.changed("progress", "curves", at_once=True)
 
     def text(self) -> str:
         """How far the run is, in words."""
         status, history = self.status, self.curves.history
-        parts = [f"{self.curves.name}: {status.state}"]
+        parts = [f"{self.curves.name}: {with_time(status)}"]
         if status.total_steps:
+            left = status.time_left()
             steps = f"{status.step:,} of {status.total_steps:,} steps"
-            parts.append(f"{steps}{self._time_left()}")
+            parts.append(steps + f", {left} left" * bool(left))
         parts += status.details()
         if history:
             parts.append(record_text(history[-1]))
         return " · ".join(parts)
-
-    def _time_left(self) -> str:
-        done, rest = self.status.step - self._first_step, self.status.total_steps - self.status.step
-        if not (self._is_open and done > 0 and rest > 0):
-            return ""
-        seconds = (time.monotonic() - self._began) / done * rest
-        return f", {int(seconds // 60)}:{int(seconds % 60):02d} left"
 
 
 class Board:
@@ -149,6 +199,7 @@ class Board:
         self._lock = threading.RLock()
         self.views: list[NotebookView] = []
         self._due = {"progress": 0.0, "curves": 0.0}
+        self._progress: Bundle = {}
         self._old: set[str] = set()
         """Outputs that no longer show what is known."""
 
@@ -156,8 +207,7 @@ class Board:
         """Begin to show another run."""
         with self._lock:
             self.views.append(view)
-            kind = "fit" if view.status.epochs else "run"
-            view.curves.name = view.curves.name or f"{kind} {len(self.views)}"
+            view.curves.name = view.curves.name or f"{view.kind} {len(self.views)}"
             # A first curve of a few steps would be drawn for nothing.
             self._due["curves"] = max(self._due["curves"], time.monotonic() + 1.0)
             self.changed("progress")
@@ -183,7 +233,10 @@ class Board:
             step, total = view.status.step, view.status.total_steps
             bar = f"<progress value='{step}' max='{total}'></progress> " if total else ""
             rows.append(f"<div>{bar}{html.escape(lines[-1])}</div>")
-        self._show("progress", {"text/html": "".join(rows), "text/plain": "\n".join(lines)})
+        bundle = {"text/html": "".join(rows), "text/plain": "\n".join(lines)}
+        if bundle != self._progress:
+            self._progress = bundle
+            self._show("progress", bundle)
         return _PROGRESS_SECONDS
 
     def _show_curves(self) -> float:
@@ -199,9 +252,11 @@ class Board:
         if self._draw is not None:
             try:
                 return {"image/png": base64.b64encode(self._draw(runs)).decode()}
-            except SparkDLError as error:
+            except Exception as error:  # such as what a half imported matplotlib raises
                 self._draw = None
-                print(f"[driver] {error}", flush=True)
+                is_ours = isinstance(error, SparkDLError)
+                why = f"the curves are text from now on: {type(error).__name__}: "
+                print(f"[driver] {'' if is_ours else why}{error}", flush=True)
         return {"text/html": f"<pre>{html.escape(text)}</pre>"}
 
 

@@ -1,7 +1,8 @@
-"""What the driver's console shows while workers train, and the base of all views of a run.
+"""What the driver's console shows of a run, and the base of all views.
 
-A terminal has a progress bar with epoch, step, loss, rows per second and worker, and time left;
-above it stand the workers' log lines with their rank. Without a terminal there is a line for each
+A terminal has a line in place: what the driver does or waits for, and then a progress bar with
+epoch, step, loss, rows per second and worker, and time left; above it stand the workers' log lines
+with their rank. Without a terminal there is a line for each phase that takes a second, and for each
 epoch. Warnings of the workers are always shown. Notebooks have a view of their own (`notebook`).
 """
 
@@ -16,15 +17,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from sparkdl.data.plan import TrainPlan
+from sparkdl.report.live.time_left import TimeLeft, clock_text
 from sparkdl.report.record.run_record import curve_names
 
 logger = logging.getLogger(__name__)
 
 _USUAL_COLUMNS = 80
 """Of a terminal that does not say how many it has."""
+_SHORT_SECONDS = 1.0
+"""A phase that takes less has no line without a terminal, and no time with one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,18 @@ class Progress:
 
 class View:
     """Shows or records a run; a subclass overrides what it needs. All calls come on the driver."""
+
+    ends_run: ClassVar[bool] = False
+    """True if what it raises ends the run; otherwise that ends the view, with a warning."""
+
+    def activity(self, what: str, detail: str) -> None:
+        """The driver does or waits for something; see `sparkdl.runtime.activity.doing`."""
+
+    def planned(self, plan: TrainPlan) -> None:
+        """The steps of a fit are known."""
+
+    def tick(self) -> None:
+        """Called several times a second, from another thread, between the other calls."""
 
     def attempt(self, number: int, start_step: int) -> None:
         """A gang, or a run in rounds, starts at ``start_step``; ``number`` counts from 0."""
@@ -104,6 +120,8 @@ class SilentView(View):
 class EpochCallback(View):
     """Calls a function with the record of each epoch."""
 
+    ends_run = True
+
     def __init__(self, on_epoch: Callable[[Mapping[str, float]], None]) -> None:
         self._on_epoch = on_epoch
 
@@ -115,22 +133,45 @@ class EpochCallback(View):
 class RunStatus:
     """How far a run has come, in the words that all views use."""
 
-    def __init__(self, plan: TrainPlan | None) -> None:
-        """``plan`` is that of a fit; a function has none."""
-        self.epochs = 0 if plan is None else plan.epochs
-        self.total_steps = 0 if plan is None else plan.total_steps
+    def __init__(self) -> None:
+        """Of a run whose steps are not known yet; those of a function never are."""
+        self.epochs = self.total_steps = 0
         self.state = "starting"
-        self.has_ended = False
+        self.has_ended = self.is_training = False
         self.step = 0
         self._loss = ""
         self._restart = ""
+        self._phase = self.phase_text = ""
+        self._phase_began = 0.0
+        self._time_left = TimeLeft()
         self._first: dict[int, tuple[float, int]] = {}
         self._speeds: dict[int, float] = {}
+
+    def planned(self, plan: TrainPlan) -> None:
+        """The steps of a fit are known."""
+        self.epochs, self.total_steps = plan.epochs, plan.total_steps
+
+    def phase(self, what: str, detail: str) -> bool:
+        """Take note of what the driver does; False if training goes on, which says more."""
+        if self.is_training:
+            return False
+        if what != self._phase:
+            self._phase, self._phase_began = what, time.monotonic()
+        self.phase_text = f"{what} ({detail})" if detail else what
+        if not self.has_ended:
+            self.state = (self.phase_text or "running") + self._restart
+        return True
+
+    def seconds_in_phase(self) -> float:
+        """For how long the driver does what it does now."""
+        return time.monotonic() - self._phase_began if self._phase else 0.0
 
     def attempt(self, number: int, start_step: int) -> None:
         """Go back to where the gang starts; the ranks count their rows anew."""
         self._restart = f", restart {number}" if number else ""
         self.state, self.step = f"starting{self._restart}", start_step
+        self.is_training = False
+        self._time_left = TimeLeft(start_step)
         self._first.clear()
         self._speeds.clear()
 
@@ -144,17 +185,24 @@ class RunStatus:
             self._speeds[rank] = (progress.rows - before) / (now - since)
         if rank != 0:
             return False
+        self.is_training = True
         phase = "" if progress.phase == "train" else f" ({progress.phase})"
         self.state = f"epoch {progress.epoch} of {self.epochs}{phase}{self._restart}"
         self._loss = f"loss {progress.loss:.4f}"
         self.step = max(self.step, progress.step)
+        self._time_left.take(now, self.step)
         return True
 
     def done(self, steps: int) -> None:
         """Training may have ended before its last planned step."""
-        self.has_ended = True
+        self.has_ended, self.is_training = True, False
         self.state = ("stopped early" if steps < self.total_steps else "trained") + self._restart
         self.step = self.total_steps = steps
+
+    def time_left(self) -> str:
+        """How long the steps that are left will take, once that is known well enough."""
+        seconds = self._time_left.seconds(time.monotonic(), self.total_steps)
+        return "" if seconds is None or self.has_ended else clock_text(seconds)
 
     def details(self) -> list[str]:
         """Loss, and the ranks' mean speed, as far as they are known."""
@@ -197,59 +245,145 @@ def _columns(output: int) -> int | None:
 
 
 class ConsoleView(View):
-    """A line for each epoch or report and for workers' lines; on a terminal with a bar below them.
+    """A line for each epoch or report and for workers' lines; on a terminal with one in place.
 
-    Without the bar, which would fill a file, restarts and the end have lines too.
+    Without a terminal, where that would fill a file, phases, restarts and the end have lines too.
     """
 
-    def __init__(
-        self, plan: TrainPlan | None, *, has_bar: bool, shows_logs: bool, name: str = ""
-    ) -> None:
-        """``plan`` is that of a fit; a function has none, and no bar. Lines begin with ``name``."""
-        self._prefix = f"{name}: " if name else ""
-        self._status = RunStatus(plan)
-        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
-        self._bar: Any = None
-        if has_bar:
-            from tqdm import tqdm
+    _open: ClassVar[set[ConsoleView]] = set()
+    """Those of this process whose runs go on; if there are several, lines say whose they are."""
 
-            self._bar = tqdm(
-                total=self._status.total_steps,
-                unit="step",
-                ncols=terminal_columns(),
-                dynamic_ncols=sys.stderr.isatty(),
-                file=sys.stderr,
-                mininterval=0.2,
-                # 80 columns have room for it.
-                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-                desc=self._status.state,
-            )
+    def __init__(self, *, has_bar: bool, shows_logs: bool, name: str = "") -> None:
+        """Begin.
+
+        Args:
+            has_bar: True on a terminal.
+            shows_logs: True if all lines of the workers are shown, not only warnings.
+            name: of the run, where several are shown.
+        """
+        self._status = RunStatus()
+        self._least_level = logging.NOTSET if shows_logs else logging.WARNING
+        self._has_bar = has_bar
+        self._name = name
+        self._began = time.monotonic()
+        self._bar: Any = None
+        """The line in place; it has no bar before the steps are known."""
+        self._drawn = "", ""
+        self._pending = self._said = ""
+        """The phase, and the newest one that has a line."""
+        if name:
+            self._open.add(self)
+
+    def _draw_line(self, bar_format: str, **options: Any) -> None:
+        from tqdm import tqdm
+
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = tqdm(
+            ncols=terminal_columns(),
+            dynamic_ncols=sys.stderr.isatty(),
+            file=sys.stderr,
+            mininterval=0.2,
+            bar_format=bar_format,
+            desc=self._state(),
+            **options,
+        )
 
     def _write(self, line: str) -> None:
-        line = self._prefix + line
+        line = self._prefix() + line
         if self._bar is None:
             print(line, file=sys.stderr, flush=True)
         else:
             self._bar.write(line, file=sys.stderr)
 
+    def _prefix(self) -> str:
+        return f"{self._name}: " if self._name and len(self._open) > 1 else ""
+
+    def _state(self) -> str:
+        """What the line in place says, which a terminal must not have to break."""
+        status = self._status
+        if status.total_steps and not status.has_ended:
+            return self._prefix() + status.state
+        seconds = status.seconds_in_phase()
+        time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
+        width = (terminal_columns() or _USUAL_COLUMNS) - 1
+        text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
+        # What others print then begins where the line does; of one width tqdm fills nothing up.
+        return f"{text:<{width}}\r"
+
+    def planned(self, plan: TrainPlan) -> None:
+        """Draw the bar, which is empty yet."""
+        self._status.planned(plan)
+        if self._has_bar:
+            # 80 columns have room for it.
+            self._draw_line(self._bar_format(), total=plan.total_steps, unit="step")
+
+    def _bar_format(self) -> str:
+        left = self._status.time_left()
+        times = clock_text(time.monotonic() - self._began) + f"<{left}" * bool(left)
+        return f"{{desc}} |{{bar}}| {{n_fmt}}/{{total_fmt}} [{times}{{postfix}}]"
+
+    def _redraw(self) -> None:
+        """Show the newest words and times, if they are new."""
+        has_steps = self._status.total_steps and not self._status.has_ended
+        bar_format = self._bar_format() if has_steps else "{desc}"
+        state = self._state()
+        if (state, bar_format) != self._drawn:
+            self._drawn = state, bar_format
+            self._bar.bar_format = bar_format
+            self._bar.set_description_str(state)
+
+    def activity(self, what: str, detail: str) -> None:
+        """Say it in place; without a terminal `tick` does, if it takes long enough."""
+        if not self._status.phase(what, detail):
+            return
+        self._pending = what
+        if self._bar is not None and (what or self._status.total_steps):
+            self._redraw()
+        elif self._has_bar and what:
+            self._draw_line("{desc}", leave=False)
+        else:
+            self._end_line()
+
+    def tick(self) -> None:
+        """Show that time goes by."""
+        if self._bar is not None:
+            self._redraw()
+            return
+        status = self._status
+        is_new = self._pending != self._said and not self._has_bar and not status.is_training
+        if is_new and status.seconds_in_phase() >= _SHORT_SECONDS:
+            self._said = self._pending
+            self._write(status.phase_text)
+
+    def _end_line(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     def attempt(self, number: int, start_step: int) -> None:
         """Put the bar where the gang starts, or print where a restart goes on."""
         self._status.attempt(number, start_step)
-        if self._bar is not None:
+        if self._bar is not None and self._status.total_steps:
             self._bar.reset(total=self._status.total_steps)
             self._bar.n = self._bar.initial = start_step
-            self._bar.set_description_str(self._status.state)
-        elif number > 0:
+            self._redraw()
+        if number > 0 and not (self._has_bar and self._status.epochs):
             unit = "step" if self._status.epochs else "checkpoint"
             place = f"from {unit} {start_step}" if start_step else "from the beginning"
             self._write(f"restart {number}, {place}")
 
+    def begun_again(self, number: int, step: int | None) -> None:
+        """What is waited for is shown again."""
+        self._status.is_training = False
+
     def progress(self, rank: int, progress: Progress) -> None:
         """Move the bar with rank 0."""
-        if self._bar is not None and self._status.progress(rank, progress):
-            self._bar.set_description_str(self._status.state)
+        is_new = self._status.progress(rank, progress)
+        if is_new and self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._status.details()), refresh=False)
             self._bar.update(max(0, progress.step - self._bar.n))
+            self._redraw()
 
     def epoch(self, record: Mapping[str, float]) -> None:
         """Print the record."""
@@ -264,15 +398,17 @@ class ConsoleView(View):
         """Fill the bar, or print whether training ended before its last planned step."""
         planned = self._status.total_steps
         self._status.done(steps)
-        if self._bar is not None:
+        if self._bar is not None and planned:
             self._bar.total = steps
             self._bar.update(steps - self._bar.n)
-            self._bar.set_description_str(self._status.state)
+            self._bar.bar_format = self._bar_format()
+            self._bar.set_description_str(self._prefix() + self._status.state)
+            self._end_line()
         elif self._status.epochs:
             state = "stopped early" if steps < planned else "trained"
             self._write(f"{state}: {steps}/{planned} steps")
 
     def close(self) -> None:
         """Leave the bar on the screen."""
-        if self._bar is not None:
-            self._bar.close()
+        self._open.discard(self)
+        self._end_line()

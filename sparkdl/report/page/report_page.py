@@ -85,6 +85,7 @@ def _header(record: RunRecord) -> Markup:
     return joined(
         tag("header", tag("h1", record.title), badge(record.status)),
         tag("p", started, class_="quiet"),
+        tag("p", f"The model has the weights of {record.weights}.") if record.weights else None,
     )
 
 

@@ -67,6 +67,8 @@ class RunRecord:
     """``at``, ``reason``: why an attempt ended."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """What was measured: a record per epoch, or per report of a function."""
+    weights: str = ""
+    """Which weights the model has, in words: ``epoch 7 (best val_loss 0.123), of 10 epochs``."""
     steps: list[list[float | None]] = field(default_factory=list)
     """``[at, step, loss, rows per second of rank 0]``, sampled."""
     spent: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -265,6 +267,7 @@ class RecordBuilder:
                 values.update(status=event["status"], error=event.get("error"), phase="")
                 values["seconds"] = event["at"]
                 values["history"] = event.get("history") or values["history"]
+                values["weights"] = event.get("weights", "")
 
     def record(self) -> RunRecord:
         """What is known so far.

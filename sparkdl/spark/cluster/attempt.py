@@ -32,6 +32,8 @@ class Attempt:
     """How often the gang may start again after this attempt, if it makes no progress."""
     start: int = -1
     """Steps (or checkpoints) done when it begins; set by who submits it; -1: not known yet."""
+    once_there: str = ""
+    """What is shown when all workers are there, until they say how far they are."""
     first_event: float = 0.0
     """When the first event of a worker arrived."""
     times_said: int = 0

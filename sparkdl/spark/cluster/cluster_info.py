@@ -18,6 +18,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.session.compat import conf, is_connect, num_slots
 from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.spark.session.interrupts import raise_if_asked
@@ -317,6 +318,7 @@ def wait_for_slots(
                 f"within {seconds:g} s{since}; lower numWorkers, give Spark more executors, or "
                 f"raise {entry}"
             )
+        doing("waiting for slots", f"{slots} of {workers} are there")
         if waited >= times_said * _SAY_SECONDS:
             _say_what_is_missing(slots, workers, waited, seconds, restarts_left)
             times_said += 1

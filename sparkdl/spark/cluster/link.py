@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 from sparkdl.comm.access import Address
 from sparkdl.comm.channel import ChannelServer, Hub
 from sparkdl.errors import ClusterError, StorageError
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.driver_folder import DriverFolder, driver_folder
 from sparkdl.spark.cluster.probe import probe
 from sparkdl.spark.cluster.slots import Slots
@@ -112,6 +113,7 @@ def open_link(
     address = server.address if server is not None else None
     # Spark Connect and rounds do without.
     needs_channel = settings.channel == "driver" or (slots.is_gang and not is_connect(spark))
+    doing("checking the executors")
     # In rounds the driver alone writes checkpoints, so executors need not see where.
     found = probe(
         spark,

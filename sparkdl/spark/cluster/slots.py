@@ -12,6 +12,7 @@ from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResour
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ClusterError
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.cluster_info import (
     ClusterInfo,
     choose_num_workers,
@@ -40,6 +41,7 @@ def await_executors(spark: SparkSession, settings: Settings) -> ClusterInfo:
     configured = from_conf(partial(conf, spark))
     if is_connect(spark) or configured.num_executors or configured.dynamic_allocation:
         return inspect_cluster(spark)
+    doing("waiting for executors")
     age_seconds = time.time() - spark.sparkContext.startTime / 1000
     settle(
         partial(registered_executors, spark),

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from sparkdl.comm.channel import Event
 from sparkdl.errors import ClusterError, TrainingFailed
 from sparkdl.report.live.progress import Progress
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.cluster.attempt import Attempt, Rows, restart_reason
 from sparkdl.spark.cluster.launch import Launch
 from sparkdl.spark.session.background_job import BackgroundJob
@@ -43,6 +44,8 @@ T = TypeVar("T")
 _TICK_SECONDS = 0.05
 _SAY_SECONDS = 60.0
 """How often a wait for slots is mentioned."""
+_QUEUED_SECONDS = 3.0
+"""After how long without a task a gang is said to wait for slots."""
 _GRACE_SECONDS = 3.0
 """How long the other ranks' reports and Spark's own reason may follow the first sign of failure."""
 
@@ -62,6 +65,7 @@ def supervise(
     first_attempt: int = 0,
     heal: Callable[[Attempt], None] | None = None,
     what: str = "train",
+    once_there: str = "waiting for the first step",
 ) -> GangResult:
     """Run a gang, or the tasks of a round, to the end, however many submissions that takes.
 
@@ -77,6 +81,7 @@ def supervise(
         first_attempt: number of the first submission, where a run makes several jobs.
         heal: given a failed attempt, mends what would make the next one fail too.
         what: is done, for Spark's UI.
+        once_there: as in `Attempt`.
 
     Raises:
         WorkerError: the user's code failed.
@@ -93,6 +98,7 @@ def supervise(
             world_size=run.slots.num_workers,
             submitted=time.monotonic(),
             restarts_left=run.max_restarts - failed,
+            once_there=once_there,
             on_gpus=bool(run.slots.gpus_per_worker or run.slots.cluster.gpus_per_executor),
         )
         try:
@@ -199,6 +205,7 @@ def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
     doomed_since: float | None = None
     while not job.wait(_TICK_SECONDS):
         _receive(run, attempt)
+        _say_how_many(attempt, job, reaches_driver=reaches_driver)
         now = time.monotonic()
         if now - before > timeout_seconds / 2:
             # The driver itself stood still; silence during that time says nothing.
@@ -219,6 +226,21 @@ def _watch(run: Launch, attempt: Attempt, job: BackgroundJob[Rows]) -> None:
                 )
                 attempt.failures.append(_failure(silent[0], "Hang", message))
                 return
+
+
+def _say_how_many(attempt: Attempt, job: BackgroundJob[Rows], *, reaches_driver: bool) -> None:
+    """Show how many workers are there until all are."""
+    num_there = len(attempt.last_event)
+    if not reaches_driver:
+        doing("training", "the workers cannot say how far they are")
+    elif num_there < attempt.world_size:
+        said = f"{num_there} of {attempt.world_size} are there"
+        is_queued = not job.progress.has_begun and not num_there
+        if is_queued and time.monotonic() - attempt.submitted > _QUEUED_SECONDS:
+            said += "; their tasks wait for slots"
+        doing("starting workers", said)
+    else:
+        doing(attempt.once_there, "")
 
 
 def _check_start(

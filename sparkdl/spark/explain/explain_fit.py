@@ -35,6 +35,7 @@ from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
+from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
 from sparkdl.sync.frozen_layers import moving_buffers
@@ -69,6 +70,8 @@ def explain(data: Data, request: FitRequest, options: ExplainOptions) -> Explana
     """
     rows = user_data(data)
     with interruptible(rows.spark), Cleanup() as stack:
+        if request.verbose:
+            stack.enter_context(working(rows.spark, "checking what is asked for"))
         return _explain(rows, request, options, stack)
 
 

@@ -24,6 +24,7 @@ from sparkdl.explain import measure_worker
 from sparkdl.explain.calibrate import found_by
 from sparkdl.explain.cost_model import Calibration, Compute, Gang
 from sparkdl.report.live.progress import SilentView
+from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
@@ -156,6 +157,7 @@ def measure(
         gang, next_attempt = _measure_gang(run, places, compressions, seconds)
         levels = {place[0]: gang.levels[place] for place in of_gang}
         task_levels = {place[0]: gang.levels[place] for place in of_tasks}
+    doing("measuring rounds of averaging")
     stages = measure_rounds(replace(run, slots=tasks), next_attempt)
     if gang is None:
         row = stages.step_seconds / checked.config.batch_size
@@ -200,6 +202,7 @@ def _spool(
         spec = replace(spec, columns=found.sample.prepared, validation=None)
         table = ShardTable(found.sample.repeated(times), spec, run_id=run_id)
     stack.callback(table.close)
+    doing("writing a sample of the rows for the workers")
     began = time.perf_counter()
     spooled = persistently(
         table.collect,
@@ -267,7 +270,7 @@ def _measure_gang(
         )
         return run.gang_job(run.table.df, measure_worker.run, order)
 
-    result = supervise(run, submit)
+    result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
     gang = found_by([reports[rank] for rank in sorted(reports)], places, taken)

@@ -8,19 +8,22 @@ Whatever happens, nothing is left behind.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from sparkdl.config import EarlyStopping
 from sparkdl.data.column_stats import SpooledShard
 from sparkdl.data.plan import TrainPlan
 from sparkdl.report.listeners.listener import wanted_looks
-from sparkdl.report.live.choose_view import choose_view, shows_lines
+from sparkdl.report.live.choose_view import shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
-from sparkdl.report.summary import TrainingSummary
+from sparkdl.report.summary import TrainingSummary, WeightsOf
+from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
@@ -41,6 +44,7 @@ from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.train.state import record_of_weights
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
@@ -68,6 +72,7 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         TrainingFailed: workers were lost more than ``max_restarts`` times.
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
+    began = time.perf_counter()
     given = user_data(data)
     run_id = uuid.uuid4().hex[:12]
     directory = request.config.checkpoint.directory
@@ -76,8 +81,17 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         record_run(given.spark, run_id, request) as recorder,
     ):
         result = _fit(given, run_id, request, spools, recorder)
-        recorder.succeeded(result.summary.history, result.module)
-    summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
+        made = result.summary
+        recorder.succeeded(made.history, result.module, str(made.weights_of or ""))
+    seconds = time.perf_counter() - began
+    other = {"fit: other": seconds - made.seconds}  # what is before and after the phases
+    summary = replace(
+        made,
+        seconds=seconds,
+        phase_seconds={**made.phase_seconds, **other},
+        record=recorder.record(),
+        report_path=recorder.page_path,
+    )
     return replace(result, summary=summary)
 
 
@@ -112,6 +126,7 @@ def _fit(
             prepare=partial(wait_again, checked.spark, checked.slots, checked.settings),
         )
         checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
+        doing("checking the rows")
         found = check_rows(checked, table, shards, recorder.graph)
         config = replace(checked.config, metrics=found.metrics)
         checked = replace(checked, request=replace(checked.request, config=config))
@@ -119,9 +134,7 @@ def _fit(
         mode, train = _mode(checked)
         key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
         plan = _make_plan(checked, table, shards, found, link, key)
-        view = choose_view(plan, request.verbose, request.run_name)
-        stack.callback(view.close)
-        recorder.show(view)
+        recorder.planned(plan)
         if request.on_epoch is not None:
             recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
@@ -145,8 +158,8 @@ def _fit(
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = train(run)
-        recorder.phase("clean up")
         recorder.done(trained.steps)
+        recorder.phase("clean up")
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
@@ -159,6 +172,7 @@ def _fit(
         run_name=request.run_name,
         world_size=plan.world_size,
         seconds=sum(laps.values()),
+        weights_of=_weights_of(trained, plan, checked.config.early_stopping),
     )
     return FitResult(
         module=checked.module.eval(),
@@ -166,6 +180,23 @@ def _fit(
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
         summary=summary,
+    )
+
+
+def _weights_of(
+    trained: TrainingSummary, plan: TrainPlan, stopping: EarlyStopping | None
+) -> WeightsOf | None:
+    """Which weights the module has; None where no epoch has a record."""
+    found = record_of_weights(trained.history, stopping)
+    if found is None:
+        return None
+    values, best = found
+    return WeightsOf(
+        values=dict(values),
+        best=best,
+        planned_epochs=plan.epochs,
+        last_epoch=int(trained.history[-1]["epoch"]),
+        stopped_early=trained.steps < plan.total_steps,
     )
 
 

@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.data.plan import SpoolColumn
 from sparkdl.errors import DataError
+from sparkdl.runtime.activity import doing
 from sparkdl.spark.frames.shard_table import selected
 from sparkdl.spark.session.background_job import BackgroundJob
 from sparkdl.spark.session.compat import is_connect
@@ -117,6 +118,7 @@ def _looked(selected: DataFrame, seconds: float) -> tuple[Look, float]:
     """The last of some looks, each larger than the one before, and the seconds of a row."""
     spark = selected.sparkSession
     ends = time.monotonic() + seconds
+    doing("looking at some rows")
     look = bounded(spark, partial(_look, selected, 1), seconds, _LOOKING)
     if look is None:
         raise DataError(
@@ -189,6 +191,7 @@ def count_rows(df: DataFrame, validation: SparkColumn | None, seconds: float) ->
     Raises:
         DataError: it takes longer than ``seconds``.
     """
+    doing("counting the rows")
     marked = (
         F.lit(0) if validation is None else F.sum(F.coalesce(validation, F.lit(False)).cast("long"))
     )

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import CheckpointLost, ConfigError, ShardLost
 from sparkdl.inputs import Specification
-from sparkdl.report.live.choose_view import choose_view, shows_lines
+from sparkdl.report.live.choose_view import shows_lines
 from sparkdl.report.recorder import Recorder
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.launch import Launch
@@ -61,6 +61,7 @@ class FunctionRequest(Request):
     resume: bool
     keep_checkpoints: int
     results: Literal["first", "all"]
+    kind = "run"
     name: str = "TorchRunner"
 
 
@@ -128,10 +129,7 @@ def _run(
             max_restarts=request.max_restarts,
             prepare=partial(wait_again, spark, slots, settings),
         )
-        view = choose_view(None, request.verbose, request.run_name)
-        recorder.show(view)
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(spark)
-        stack.callback(view.close)
         job = FunctionJob(
             spark=spark,
             run_id=run_id,
@@ -214,7 +212,9 @@ class FunctionJob(Launch):
             if checkpoints is not None:
                 lease = stack.enter_context(Lease(checkpoints, RUN_KEY, self.run_id))
             submit = partial(self._submit, lease)
-            return self._result(supervise(self, submit, heal=self._heal, what="run a function"))
+            return self._result(
+                supervise(self, submit, heal=self._heal, what="run a function", once_there="")
+            )
 
     def _heal(self, failed: Attempt) -> None:
         if failed.has_reported(ShardLost):

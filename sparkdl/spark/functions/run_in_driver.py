@@ -16,8 +16,8 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from sparkdl.comm.channel import Hub
-from sparkdl.report.live.choose_view import choose_view
 from sparkdl.report.recorder import Recorder
+from sparkdl.runtime.activity import doing
 from sparkdl.runtime.hardware import choose_device, hardware
 from sparkdl.spark.frames.user_data import user_data
 from sparkdl.spark.functions.function_data import local_data_sets
@@ -64,11 +64,8 @@ def _run(
     spark: SparkSession | None, run_id: str, request: FunctionRequest, recorder: Recorder
 ) -> FunctionResult:
     """See `run_here`."""
-    view = choose_view(None, request.verbose, request.run_name)
-    recorder.show(view)
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(removed_at_termination(folder))
-        stack.callback(view.close)
         storage = _storage(spark, request, folder)
         check_folder(storage, request)
         data = {name: user_data(one) for name, one in request.data.items()}
@@ -101,6 +98,7 @@ def _run(
         recorder.facts(world_size=1, mode="the driver's own process")
         recorder.fact(0, {"kind": "hardware", "hardware": hardware(device)})
         recorder.phase("train")
+        doing("")
         with environment_variables(place), entered(place):
             value = called(request.function)
         return FunctionResult(values=[value], history=place.history, restarts=0)

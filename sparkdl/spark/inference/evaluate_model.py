@@ -30,6 +30,7 @@ from sparkdl.spark.session.compat import conf, described, run_workers_here
 from sparkdl.spark.session.failures import LOST_REMEDY, loss_reason, raise_unless_loss
 from sparkdl.spark.session.interrupts import interruptible
 from sparkdl.spark.session.settings import read_settings
+from sparkdl.spark.session.stage_progress import working
 from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.train.objective.named_metrics import check_names, flat, resolved
 from sparkdl.train.objective.training_step import taken
@@ -67,7 +68,8 @@ def evaluate(task: EvaluateTask, dataset: DataFrame, columns: Sequence[SparkColu
     if measures.metrics:  # their states may be large: then the driver gets one part
         together = added.repartition(1).sortWithinPartitions("part")
         added = together.mapInArrow(AddTask(measures), _SCHEMA)
-    with interruptible(spark), described(spark, "sparkdl: evaluate"):
+    shown = working(spark, "evaluating", has_lines=False)
+    with interruptible(spark), described(spark, "sparkdl: evaluate"), shown:
         try:
             rows = sorted(added.collect(), key=lambda row: int(row["part"]))
         except Exception as error:

@@ -101,6 +101,7 @@ class RoundJobs:
             partial(self._submit, part, work, stage),
             first_attempt=self._next_attempt,
             what="evaluate" if part is None else f"train from step {part.step}",
+            once_there="waiting for the first round",
         )
         self.restarts += result.restarts
         self._next_attempt += result.restarts + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparkdl.config import Looks, TrainConfig, require
 from sparkdl.data.plan import Column, TrainPlan
@@ -52,6 +52,8 @@ class Request:
     report_dir: str | None = None
     """Directory or URL in which the run leaves its record; None: nowhere."""
     listeners: tuple[Listener, ...] = ()
+    kind: ClassVar[Literal["fit", "run"]] = "fit"
+    """Whether it is a fit, or the run of a function."""
     name: str = "fit"
     """What is run, for its record."""
     run_name: str | None = None

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml.param import Params
 from pyspark.sql import SparkSession
 
+from sparkdl.report.live.choose_view import choose_view
 from sparkdl.report.recorder import Recorder, recording
 from sparkdl.runtime.hardware import hardware
 from sparkdl.runtime.versions import versions
 from sparkdl.spark.session.background_job import jobs_named_after
 from sparkdl.spark.session.compat import conf, is_connect
 from sparkdl.spark.session.interrupts import Cleanup, is_interrupted
+from sparkdl.spark.session.stage_progress import StageProgress
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.storage.storage import Storage, open_storage, without_password
 
@@ -46,6 +48,7 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         storage=storage,
         listeners=request.listeners,
         is_interrupted=is_interrupted,
+        ask_tasks=None if spark is None or not request.verbose else StageProgress(spark),
         versions=versions(),
         spark={} if spark is None else _spark_facts(spark),
         driver=hardware(),
@@ -54,6 +57,10 @@ def record_run(spark: SparkSession | None, run_id: str, request: Request) -> Ite
         recorder = stack.enter_context(recorded)
         called = f" ({request.run_name})" if request.run_name else ""
         logger.info("run %s of %s%s begins", run_id, request.name, called)
+        name = request.run_name or ""
+        recorder.show_in(
+            lambda: choose_view(request.kind, request.verbose, run_id=run_id, name=name)
+        )
         recorder.phase("preflight")
         yield recorder
 

@@ -5,8 +5,8 @@ the JVM that is harmful: the job goes on, and py4j would take the late answer fo
 call. So while a fit runs, four rules hold:
 
 1. The signal cancels the fit's Spark jobs at once, from a thread of its own.
-2. KeyboardInterrupt is raised only while no call to Spark is under way in the main thread. Until
-   then the cancelling thread sends the signal again.
+2. KeyboardInterrupt is raised only while the main thread neither calls Spark nor imports a module,
+   which would stay half imported. Until then the cancelling thread sends the signal again.
 3. A press of Ctrl-C during the cleaning up takes effect when the cleaning up is over.
 4. Three presses during the cleaning up cancel the jobs that clean up.
 """
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _CALLS = ("py4j", "grpc", "pyspark.sql.connect")
 """Modules that call Spark; such a call must not be interrupted."""
+_IMPORTS = ("importlib._bootstrap", "_frozen_importlib")
+"""Names of the module that imports modules."""
 _AGAIN_SECONDS = 0.1
 _HURRY_PRESSES = 3
 """How often one must press during the cleaning up to have it cut short."""
@@ -305,10 +307,14 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 def is_in_call(frame: FrameType | None) -> bool:
-    """True if a call to Spark is under way."""
+    """True if a call to Spark is under way, or an import that the work has begun."""
+    has_work = False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if any(name == module or name.startswith(f"{module}.") for module in _CALLS):
             return True
+        if name in _IMPORTS and not has_work:  # otherwise the work is part of a module's import
+            return True
+        has_work |= name.startswith("sparkdl.") and frame.f_code.co_name != "<module>"
         frame = frame.f_back
     return False

@@ -23,14 +23,14 @@ START = RunStart(run_id="r", name="Test", folder="f", params={})
 @dataclass
 class Noted(RunListener):
     seconds: float = 0.0
-    fails: bool = False
+    fails: bool | type[BaseException] = False
     calls: list[Any] = field(default_factory=list)
 
     def _note(self, what: Any) -> None:
         self.calls.append(what)
         time.sleep(self.seconds)
         if self.fails:
-            raise RuntimeError("broken")
+            raise (RuntimeError if self.fails is True else self.fails)("broken")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._note(step)
@@ -145,3 +145,16 @@ class Lasting(Listener):
 
     def start(self, run: RunStart) -> RunListener:
         return self.listener
+
+
+def test_a_listener_that_ends_its_thread_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing = Noted(fails=SystemExit)
+    listeners = started(failing)
+    listeners.call(lambda listener: listener.epoch(1, {}))
+    began = time.monotonic()
+    listeners.end(record(), None)
+    assert time.monotonic() - began < 5
+    assert failing.calls == [{}, "end"]
+    assert "Noted has failed" in caplog.text

@@ -16,16 +16,17 @@ from tests.report.live.test_progress import PLAN
 def test_on_a_console(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
-    """Of a fit on a terminal there is a bar at once, of a function there is none."""
+    """On a terminal there is a line at once, and of a fit a bar when its steps are known."""
     monkeypatch.setattr(module, "terminal_columns", lambda: 80 if terminal else None)
     for verbose, expected in ((0, SilentView), (1, ConsoleView), (2, ConsoleView)):
-        for plan in (PLAN, None):
-            view = choose_view(plan, verbose)
-            view.close()
-            assert type(view) is expected
-            assert ("0/20 [" in capsys.readouterr().err) == (
-                terminal and verbose > 0 and plan is not None
-            )
+        view = choose_view("fit", verbose, run_id="0123456789ab")
+        assert type(view) is expected
+        view.activity("waiting for slots", "0 of 2 are there")
+        is_shown = terminal and verbose > 0
+        assert ("slots (0 of 2" in capsys.readouterr().err) == is_shown
+        view.planned(PLAN)
+        view.close()
+        assert ("0/20 [" in capsys.readouterr().err) == is_shown
     assert [shows_lines(n) for n in range(3)] == [False, False, True]
 
 
@@ -34,5 +35,5 @@ def test_in_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(FakeCell())
     monkeypatch.setattr(module, "board_of_cell", lambda: board)
     expected = [SilentView, NotebookView, NotebookView]
-    assert [type(choose_view(PLAN, n)) for n in range(3)] == expected
-    assert [type(choose_view(None, n)) for n in range(3)] == expected
+    assert [type(choose_view("fit", n, run_id="0")) for n in range(3)] == expected
+    assert [type(choose_view("run", n, run_id="0")) for n in range(3)] == expected

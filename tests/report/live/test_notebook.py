@@ -13,7 +13,7 @@ import pytest
 
 from sparkdl.errors import SparkDLError
 from sparkdl.report.live import notebook, progress
-from sparkdl.report.live.notebook import Board, Bundle, NotebookView, in_notebook
+from sparkdl.report.live.notebook import Board, Bundle, NotebookLine, NotebookView, in_notebook
 from sparkdl.report.live.progress import Progress, View
 from tests.report.live.test_progress import PLAN, Clock, at
 
@@ -54,21 +54,33 @@ def board(cell: FakeCell, clock: Clock) -> Board:
 
 
 def view_of(board: Board, *, shows_logs: bool = False) -> View:
-    return NotebookView(board, PLAN, shows_logs=shows_logs)
+    view = NotebookView(board, shows_logs=shows_logs)
+    view.planned(PLAN)
+    return view
 
 
 def test_a_fit_from_start_to_end(board: Board, cell: FakeCell, clock: Clock) -> None:
-    view = view_of(board)
-    assert cell.text("progress") == "fit 1: starting · 0 of 20 steps"
+    view = NotebookView(board, shows_logs=False)
+    clock.now += 0.3
+    view.activity("waiting for slots", "0 of 2 are there")
+    assert cell.text("progress") == "fit 1: waiting for slots (0 of 2 are there)"
+    clock.now += 5
+    view.tick()
+    assert cell.text("progress").endswith("slots (0 of 2 are there), 0:05")
+    view.planned(PLAN)
     view.attempt(0, 0)
     for rank in (0, 1):
         view.progress(rank, at(2, 20))
     clock.now += 4
     view.progress(1, at(9, 60))  # only rank 0 moves the bar
-    view.progress(0, at(5, 40))
+    view.progress(0, at(3, 40))
     assert cell.text("progress") == (
-        "fit 1: epoch 1 of 2 · 5 of 20 steps, 0:12 left · loss 0.2500 · 8 rows/s per worker"
+        "fit 1: epoch 1 of 2 · 3 of 20 steps · loss 0.2500 · 8 rows/s per worker"
     )
+    for step in (4, 5):
+        clock.now += 4
+        view.progress(0, at(step, 20 * step))
+    assert "5 of 20 steps, 1:00 left" in cell.text("progress")
     assert "<progress value='5' max='20'></progress>" in cell.outputs["progress"]["text/html"]
     view.epoch(RECORD)
     view.done(20)
@@ -179,7 +191,7 @@ def test_fits_of_a_search_share_the_outputs(cell: FakeCell, clock: Clock) -> Non
 
 
 def test_a_function_is_known_by_its_reports(board: Board, cell: FakeCell) -> None:
-    view: View = NotebookView(board, None, shows_logs=False, name="mine")
+    view: View = NotebookView(board, shows_logs=False, kind="run", name="mine")
     view.attempt(0, 0)
     view.progress(0, Progress())
     view.epoch({"report": 1.0, "loss": 0.5})
@@ -233,3 +245,37 @@ def test_a_cell_has_one_board(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook.board_of_cell() is first
     header["msg_id"] = "b"
     assert notebook.board_of_cell() is not first
+
+
+def test_a_picture_that_cannot_be_drawn_is_replaced_by_text(
+    cell: FakeCell, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an interrupted import of matplotlib, which leaves a module without attributes."""
+
+    def draw(fits: Any) -> bytes:
+        raise AttributeError(
+            "partially initialized module 'matplotlib' has no attribute 'rcParams'"
+        )
+
+    view = view_of(Board(cell, draw=draw))
+    view.epoch(RECORD)
+    clock.now += 5
+    view.epoch({**RECORD, "epoch": 2})
+    view.close()
+    assert cell.text("curves").split()[0] == "loss"
+    printed = capsys.readouterr().out
+    assert printed.count("the curves are text from now on: AttributeError") == 1
+
+
+def test_a_line_is_gone_when_the_work_is_over(cell: FakeCell, clock: Clock) -> None:
+    line = NotebookLine(cell)
+    line.activity("counting rows", "1 of 8 tasks done")
+    assert cell.text("phase") == "counting rows (1 of 8 tasks done)"
+    for _ in range(4):
+        line.tick()
+    assert cell.times["phase"] == 1
+    clock.now += 2
+    line.tick()
+    assert cell.text("phase").endswith("done), 0:02")
+    line.close()
+    assert cell.text("phase") == ""

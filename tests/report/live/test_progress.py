@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ class Console:
         return self._text
 
     def bar(self) -> str:
-        return self.text().split("\r")[-1]
+        return [part for part in self.text().split("\r") if part][-1]
 
     def lines(self) -> list[str]:
         return [line.strip() for line in self.text().replace("\r", "\n").splitlines()]
@@ -70,12 +71,18 @@ def console(capsys: pytest.CaptureFixture[str]) -> Console:
     return Console(capsys)
 
 
+def console_view(**options: Any) -> ConsoleView:
+    view = ConsoleView(**options)
+    view.planned(PLAN)
+    return view
+
+
 def at(step: int, rows: int, phase: str = "train") -> Progress:
     return Progress(phase=phase, epoch=1 + step // 10, step=step, loss=0.25, rows=rows)
 
 
 def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
+    view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, Progress.of({"kind": "heartbeat", "phase": "setup"}))
     for rank in (0, 1):
@@ -95,7 +102,7 @@ def test_a_run_from_start_to_end(console: Console, clock: Clock) -> None:
 
 
 def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: Clock) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
+    view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(5, 50))
     view.progress(1, at(9, 90))
@@ -105,7 +112,7 @@ def test_only_rank_0_moves_the_bar_and_never_backwards(console: Console, clock: 
 
 
 def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
+    view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(15, 150))
     view.attempt(1, 10)
@@ -122,7 +129,7 @@ def test_a_restart_begins_at_its_checkpoint(console: Console, clock: Clock) -> N
 
 
 def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
+    view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.log(1, "hello", logging.INFO)
     view.epoch(
@@ -135,7 +142,7 @@ def test_lines_and_epochs_appear_above_the_bar(console: Console, clock: Clock) -
 
 @pytest.mark.parametrize(("steps", "shown"), [(20, "trained"), (14, "stopped early")])
 def test_the_bar_ends_full(console: Console, clock: Clock, steps: int, shown: str) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=True)
+    view = console_view(has_bar=True, shows_logs=True)
     view.attempt(0, 0)
     view.progress(0, at(11, 110))
     view.done(steps)
@@ -156,7 +163,7 @@ def test_the_silent_view_shows_nothing(console: Console) -> None:
 
 
 def test_without_logs_only_warnings_appear_above_the_bar(console: Console) -> None:
-    view = ConsoleView(PLAN, has_bar=True, shows_logs=False)
+    view = console_view(has_bar=True, shows_logs=False)
     view.log(0, "hello", logging.INFO)
     view.log(1, "beware", logging.WARNING)
     view.close()
@@ -172,7 +179,7 @@ def test_the_silent_view_passes_warnings_on(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console) -> None:
-    view = ConsoleView(None, has_bar=False, shows_logs=False)
+    view = ConsoleView(has_bar=False, shows_logs=False)
     view.attempt(0, 0)
     view.attempt(1, 7)
     view.epoch({"report": 2.0, "epoch": 1.0, "loss": 0.5})
@@ -188,7 +195,7 @@ def test_a_function_has_a_line_for_each_report_and_for_restarts(console: Console
 def test_without_a_terminal_there_is_a_line_for_each_epoch(
     console: Console, steps: int, last: str
 ) -> None:
-    view = ConsoleView(PLAN, has_bar=False, shows_logs=False)
+    view = console_view(has_bar=False, shows_logs=False)
     view.attempt(0, 0)
     for step in range(steps):
         view.progress(0, at(step, 10 * step))
@@ -255,3 +262,77 @@ def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
 
 def test_a_pipe_is_no_terminal() -> None:
     assert statuses(subprocess.PIPE) == (0, 0)
+
+
+def test_phases_stand_in_one_line_of_a_terminal(console: Console, clock: Clock) -> None:
+    view = ConsoleView(has_bar=True, shows_logs=False)
+    view.activity("checking", "")
+    view.activity("waiting for slots", "0 of 2 are there")
+    clock.now += 65
+    for _ in range(8):
+        view.tick()
+    long = "a long text of many words " * 5
+    view.activity("waiting for slots", long)
+    view.activity("writing", "1 of 4 tasks done")
+    text = console.text()
+    assert "\n" not in text
+    assert text.count("1:05") == 2  # time goes by, and nothing is written that stands there
+    assert max(len(part) for part in text.split("\r")) < 80
+    view.planned(PLAN)
+    view.attempt(0, 0)
+    view.activity("starting workers", "1 of 2 are there")
+    assert "starting workers (1 of 2 are there) |" in console.bar()
+    assert "0/20 [1:05]" in console.bar()
+    view.progress(0, at(3, 30))
+    view.activity("waiting for slots", "")  # of another round: training says more
+    view.tick()
+    assert "epoch 1 of 2 |" in console.bar()
+    view.done(20)
+    view.activity("cleaning up", "")
+    assert console.bar().strip() == "cleaning up"
+    view.close()
+    assert console.bar().strip() == ""
+
+
+def test_in_a_file_each_phase_that_takes_long_has_one_line(console: Console, clock: Clock) -> None:
+    view = ConsoleView(has_bar=False, shows_logs=False)
+    view.activity("checking", "")
+    view.tick()
+    view.activity("waiting for slots", "0 of 2 are there")
+    for number in range(100):
+        clock.now += 0.25
+        view.activity("waiting for slots", f"{number // 60} of 2 are there")
+        view.tick()
+    view.activity("writing the rows", "")
+    clock.now += 2
+    view.tick()
+    view.planned(PLAN)
+    view.progress(0, at(1, 10))
+    view.tick()
+    view.close()
+    assert console.lines() == ["waiting for slots (0 of 2 are there)", "writing the rows"]
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_lines_say_whose_they_are_while_there_are_several(console: Console, has_bar: bool) -> None:
+    first = console_view(has_bar=has_bar, shows_logs=False, name="deep")
+    first.epoch({"epoch": 1, "loss": 0.5})
+    second = console_view(has_bar=has_bar, shows_logs=False, name="1f0c9a")
+    for view in (first, second):
+        view.epoch({"epoch": 2, "loss": 0.25})
+        view.log(0, "beware", logging.WARNING)
+        view.activity("starting workers", "")
+    assert ("deep: starting workers |" in console.text()) == has_bar
+    second.close()
+    first.epoch({"epoch": 3, "loss": 0.125})
+    first.close()
+    lines = [line.removeprefix("\x1b[A") for line in console.lines()]  # tqdm goes to the other bar
+    found = [line for line in lines if line.endswith(("beware", "5"))]
+    assert found == [
+        "epoch 1: loss 0.5",
+        "deep: epoch 2: loss 0.25",
+        "deep: [rank 0] beware",
+        "1f0c9a: epoch 2: loss 0.25",
+        "1f0c9a: [rank 0] beware",
+        "epoch 3: loss 0.125",
+    ]

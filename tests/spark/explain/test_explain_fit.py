@@ -16,6 +16,7 @@ from torch import nn
 
 from sparkdl.config import CheckpointConfig, EarlyStopping, ExplainOptions, TrainConfig
 from sparkdl.errors import ClusterError, ConfigError, DataError, WorkerError
+from sparkdl.runtime.activity import shown_by
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.cluster.slots import Slots
 from sparkdl.spark.explain import explain_fit, measure_gang
@@ -170,7 +171,25 @@ class Broken(nn.Module):
 @pytest.fixture(scope="module")
 def explained(spark: SparkSession) -> Explanation:
     """Measured with all that training has; a callback that refuses is left out."""
-    return explain(rows(spark, 5000), request(callbacks=(Refusing(),)), QUICK)
+    with shown_by(lambda what, detail: SEEN.append(what)):
+        return explain(rows(spark, 5000), request(callbacks=(Refusing(),), verbose=1), QUICK)
+
+
+SEEN: list[str] = []
+
+
+def test_it_says_what_it_does(explained: Explanation) -> None:
+    phases = [
+        "checking what is asked for",
+        "looking at some rows",
+        "counting the rows",
+        "checking the executors",
+        "writing a sample of the rows for the workers",
+        "starting workers",
+        "measuring steps and messages",
+        "measuring rounds of averaging",
+    ]
+    assert [what for what in dict.fromkeys(SEEN) if what in phases] == phases
 
 
 def test_all_that_was_measured_has_times(explained: Explanation, spark: SparkSession) -> None:

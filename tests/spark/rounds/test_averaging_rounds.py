@@ -202,6 +202,9 @@ def test_metrics_and_early_stopping_see_the_merged_model(df: DataFrame) -> None:
     labels = torch.tensor([row["label"] for row in held_out])
     accuracy = (result.module(features).argmax(1) == labels).double().mean().item()
     assert accuracy == pytest.approx(best)
+    weights = result.summary.weights_of
+    assert weights is not None and weights.stopped_early and weights.planned_epochs == 30
+    assert weights.values == next(entry for entry in history if entry["val_accuracy"] == best)
     assert history[-1]["val_accuracy"] <= best
 
 

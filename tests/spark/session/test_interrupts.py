@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
@@ -363,3 +365,19 @@ def test_a_call_is_seen_from_within() -> None:
     in_py4j(lambda: found.append(is_in_call(sys._getframe())))
     found.append(is_in_call(sys._getframe()))
     assert found == [True, False]
+
+
+def test_an_import_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What KeyboardInterrupt leaves of a package is broken for the rest of the process."""
+    (tmp_path / "imported_now.py").write_text(
+        "import sys\n"
+        "from sparkdl.spark.session.interrupts import is_in_call\n"
+        "IN_IMPORT = is_in_call(sys._getframe())\n"
+        "namespace = {'__name__': 'sparkdl.spark.fit.fit', 'is_in_call': is_in_call, 'sys': sys}\n"
+        "exec('def fit(): return is_in_call(sys._getframe())', namespace)\n"
+        "IN_FIT = namespace['fit']()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = importlib.import_module("imported_now")
+    assert found.IN_IMPORT
+    assert not found.IN_FIT  # a script that is imported, as %run does, may train

@@ -1,0 +1,79 @@
+"""How far Spark's tasks are, and Spark's own bar, which is kept off ours."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark.sql import SparkSession
+
+from sparkdl.report.live.choose_view import activity_view
+from sparkdl.report.live.views import showing
+from sparkdl.spark.session.compat import is_connect
+
+_ASK_SECONDS = 1.0
+
+
+def working(
+    spark: SparkSession, what: str, *, has_lines: bool = True
+) -> AbstractContextManager[None]:
+    """Show what the block does, or waits for, and how many of Spark's tasks are done.
+
+    Args:
+        spark: the session.
+        what: is done first, such as ``counting the rows``; `doing` says what comes then.
+        has_lines: False: on a terminal and in a notebook only, and not in a file.
+    """
+    return showing(what, partial(activity_view, has_lines=has_lines), StageProgress(spark))
+
+
+class StageProgress:
+    """Asked four times a second while something of ours is on the screen.
+
+    Spark draws its bar over whatever stands in the terminal's last line, for each stage that takes
+    longer than half a second, unless a job has ended within that time. So it is told that one has:
+    nothing of the session is changed, and the user's own jobs have their bar again afterwards.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        """Of this session; Spark Connect has neither a bar nor an answer."""
+        context: Any = None if is_connect(spark) else spark.sparkContext
+        self._scala: Any = None if context is None else context._jsc.sc()
+        self._bar: Any = None
+        if self._scala is not None:
+            bar = self._scala.progressBar()
+            self._bar = bar.get() if bar.isDefined() else None
+        self._found, self._next = "", 0.0
+        self._times_idle = 0
+
+    def __call__(self) -> str:
+        """Tasks of the stages that run now, in words; empty: none runs, or nobody knows."""
+        if self._scala is None:
+            return ""
+        try:
+            if self._bar is not None:
+                self._bar.finishAll()
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + _ASK_SECONDS
+                self._found = self._tasks()
+        except (Py4JError, OSError):  # the session has ended
+            self._scala, self._found = None, ""
+        return self._found
+
+    def _tasks(self) -> str:
+        tracker = self._scala.statusTracker()
+        found = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
+        stages = [stage.get() for stage in found if stage.isDefined()]
+        if not stages:
+            return ""
+        total = sum(stage.numTasks() for stage in stages)
+        ended = sum(stage.numCompletedTasks() for stage in stages)
+        is_idle = not ended and not any(stage.numActiveTasks() for stage in stages)
+        self._times_idle = self._times_idle + 1 if is_idle else 0
+        if self._times_idle > 1:  # not just about to start
+            return "waiting for slots"
+        return f"{ended} of {total} task{'s' * (total != 1)} done"

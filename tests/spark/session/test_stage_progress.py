@@ -1,0 +1,122 @@
+"""On a terminal our line is alone: Spark's own bar comes back when ours has gone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from py4j.protocol import Py4JError
+
+from sparkdl.spark.session import stage_progress
+from sparkdl.spark.session.stage_progress import StageProgress
+
+PROGRAM = """
+import time
+from pyspark.sql import SparkSession
+from torch import nn
+from sparkdl import TorchRegressor
+
+spark = SparkSession.builder.master("local[2]").getOrCreate()
+df = spark.range(64).selectExpr("array(cast(id as float), 1f) as features", "id as label")
+
+def slowly(batches):
+    for batch in batches:
+        time.sleep(2)
+        yield batch
+
+model = TorchRegressor(module=lambda: nn.Linear(2, 1), inputShape=(2,), batchSize=4, epochs=3,
+                       numWorkers=2, learningRate=1e-4).fit(df.mapInArrow(slowly, df.schema))
+print("FITTED", model.summary)
+spark.range(0, 2, 1, 2).mapInArrow(slowly, "id long").collect()
+spark.stop()
+"""
+
+
+def on_terminal(program: str) -> str:
+    """What a program writes to a terminal of 80 columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    found = b""
+    try:
+        while part := os.read(ours, 65536):
+            found += part
+    except OSError:  # Linux says so when the last writer has gone
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait() == 0, found.decode()
+    return found.decode()
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_fit_on_a_terminal() -> None:
+    text = on_terminal(PROGRAM)
+    fit, _, after = text.partition("FITTED")
+    phases = ["checking", "writing the rows for the workers", "starting workers", "epoch 3 of 3"]
+    places = [fit.find(phase) for phase in phases]
+    assert -1 not in places and places == sorted(places)
+    assert re.search(r"writing the rows for the workers \(\d of \d tasks? done\)", fit)
+    assert "[Stage" not in fit[fit.index("checking") :]
+    assert "[Stage" in after  # the user's own job has Spark's bar
+    drawn = re.split(r"[\r\n]", fit[fit.index("checking") :])
+    assert max(map(len, drawn)) <= 80
+    assert all(len(line) <= 80 for line in after.splitlines() if "Stage" not in line)
+
+
+class FakeSpark:
+    """A classic session with one stage of 8 tasks."""
+
+    def __init__(self, *, has_bar: bool = True) -> None:
+        self.sparkContext: Any = MagicMock()
+        self.scala = self.sparkContext._jsc.sc()
+        self.scala.progressBar().isDefined.return_value = has_bar
+        self.bar = self.scala.progressBar().get()
+        tracker = self.scala.statusTracker()
+        tracker.getActiveStageIds.return_value = [3]
+        self.stage = tracker.getStageInfo(3).get()
+        self.stage.numTasks.return_value = 8
+        self.say(0, 0)
+
+    def say(self, ended: int, active: int) -> None:
+        self.stage.numCompletedTasks.return_value = ended
+        self.stage.numActiveTasks.return_value = active
+
+
+def test_tasks_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_progress, "_ASK_SECONDS", 0.0)
+    spark: Any = FakeSpark()
+    ask = StageProgress(spark)
+    said = []
+    for ended, active in ((0, 0), (0, 0), (0, 2), (3, 2), (8, 0)):
+        spark.say(ended, active)
+        said.append(ask())
+    assert said == [
+        "0 of 8 tasks done", "waiting for slots", "0 of 8 tasks done", "3 of 8 tasks done",
+        "8 of 8 tasks done",
+    ]  # fmt: skip
+    assert spark.bar.finishAll.call_count == 5
+    spark.scala.statusTracker().getActiveStageIds.return_value = []
+    assert ask() == ""
+
+
+def test_a_session_that_has_ended_is_asked_no_more() -> None:
+    spark: Any = FakeSpark(has_bar=False)
+    spark.scala.statusTracker.side_effect = Py4JError("gone")
+    ask = StageProgress(spark)
+    assert [ask(), ask()] == ["", ""]
+    assert not spark.bar.finishAll.called
+    connected = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
+    assert StageProgress(connected)() == ""
