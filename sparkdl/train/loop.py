@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -22,7 +21,15 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
-from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.callbacks import (
+    NO_PLACE,
+    OUTSIDE,
+    CallbackState,
+    Observer,
+    Requests,
+    acts_in_steps,
+    agreed,
+)
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
 from sparkdl.train.objective.label_losses import no_sums
@@ -32,7 +39,7 @@ from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
 from sparkdl.train.state import EpochBook, Record
-from sparkdl.train.step import TrainStep
+from sparkdl.train.step import READ_EVERY, TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import evaluate, sync_buffers
 
@@ -126,6 +133,10 @@ def train(
             step=step,
             clock=clock,
             rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
+            requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
+            acts_in_steps=acts_in_steps(config.callbacks),
+            # Where time decides, all ranks would have to wait for the slowest.
+            acts_at_once=strategy.deterministic,
         ).run(resume)
 
 
@@ -141,6 +152,11 @@ class _Training(RankState):
     step: TrainStep
     clock: Clock
     rows_by_rank: list[int]
+    requests: Requests
+    acts_in_steps: bool
+    """Whether callbacks may ask for something in the middle of an epoch."""
+    acts_at_once: bool
+    """Whether it is done whenever a round is closed, not only before checkpoints."""
 
     @property
     def lightning(self) -> TrainerStandIn | None:
@@ -167,6 +183,8 @@ class _Training(RankState):
             self._close_round()
             self._average_buffers()
             self._end_epoch(self._record(began))
+            if replica.config.callbacks:
+                self._act()
             self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
@@ -175,6 +193,7 @@ class _Training(RankState):
         if self.lightning is not None:
             self.lightning.call("on_train_end")
             self.lightning.call("on_fit_end")
+        self.requests.refusal = OUTSIDE
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
         return outcome
@@ -192,6 +211,7 @@ class _Training(RankState):
             self.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
+        self.requests.refusal = None
         self.observer.clock(self.clock.seconds)
 
     def _batches(self) -> Generator[Batch, None, None]:
@@ -228,8 +248,28 @@ class _Training(RankState):
             seen = self._callback_state()
             for callback in replica.config.callbacks:
                 callback.on_step_end(seen)
+            if is_closed and self.acts_in_steps and self._acts_now(step):
+                self._act()
         self.clock.lap("other")
         return is_closed
+
+    def _acts_now(self, step: int) -> bool:
+        """True if the ranks shall agree now on what callbacks ask for; equal on all of them."""
+        if self.book.is_checkpoint_due:  # which does not hold what was asked for
+            return True
+        # On CUDA the agreement waits for the device, as a look at the loss does.
+        is_cheap = self.replica.device.type == "cpu" or step % READ_EVERY == 0
+        return self.acts_at_once and is_cheap
+
+    def _act(self) -> None:
+        """Do what callbacks have asked for; the round is closed."""
+        book = self.book
+        asked = agreed(self.requests.take(), self.comm, self.replica.device, book.state.step)
+        if asked.learning_rate is not None:
+            self.replica.set_learning_rate(asked.learning_rate)
+        book.is_checkpoint_due |= asked.save
+        if asked.stop:
+            book.stop()
 
     def _batch_rows(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
@@ -256,12 +296,10 @@ class _Training(RankState):
         sums = self.epoch_sums.clone()
         self.comm.all_reduce(sums)
         self.clock.lap("communication")
-        # That of the first parameter group; optimizers of the user's own may have none.
-        group = self.replica.synchronizer.optimizer.param_groups[0]
         record = self.book.record(
             sums.tolist(),
             self.replica.labels,
-            learning_rate=float(group.get("lr", math.nan)),
+            learning_rate=self.replica.learning_rate,
             seconds=time.perf_counter() - began,
         )
         if self.replica.plan.num_validation_rows:
@@ -324,6 +362,8 @@ class _Training(RankState):
             step=self.book.state.step,
             loss=self.step.loss,
             model=self.replica.module,
+            learning_rate=self.replica.learning_rate,
+            requests=self.requests,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sparkdl.train.callbacks import give_states, states_of
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
@@ -57,6 +58,7 @@ class RankState:
                 **self.replica.state_dict(),
                 "strategy": synchronizer.state_dict(),
                 **self.book.state_dict(),
+                "callbacks": states_of(self.replica.config.callbacks),
             },
             rank_state={
                 "rng": random_state(),
@@ -79,6 +81,7 @@ class RankState:
         self.replica.load_state_dict(point.shared)
         self.replica.synchronizer.load_state_dict(point.shared["strategy"])
         self.book.load_state_dict(point.shared)
+        give_states(self.replica.config.callbacks, point.shared["callbacks"])
         if point.rank_state is not None:
             self._restore_rank(point.rank_state)
             return
