@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -86,10 +86,12 @@ class Requests:
     Attributes:
         refusal: why nothing can be asked for now; None: it can.
         no_save: why no checkpoint can be asked for; None: it can.
+        taken_at: completed steps of the run when `take` was last called.
     """
 
     def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
         self.refusal, self.no_save = refusal, no_save
+        self.taken_at = 0
         self._stop = self._save = False
         self._learning_rate: float | None = None
 
@@ -109,11 +111,23 @@ class Requests:
         if learning_rate is not None:
             self._learning_rate = learning_rate
 
-    def take(self) -> Request:
+    def take(self, step: int) -> Request:
         """What was asked for since this was last called; of several learning rates the last."""
+        self.taken_at = step
         taken = Request(self._stop, self._save, self._learning_rate)
         self._stop, self._save, self._learning_rate = False, False, None
         return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it."""
+        asked = {"stop": self._stop, "save": self._save, "learning_rate": self._learning_rate}
+        return {"asked": asked, "taken_at": self.taken_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        asked = Request(**state["asked"])
+        self._stop, self._save, self._learning_rate = asked.stop, asked.save, asked.learning_rate
+        self.taken_at = state["taken_at"]
 
 
 OUTSIDE = "callbacks may act in on_step_end and in on_epoch_end only"
@@ -159,9 +173,9 @@ def agreed(own: Request, comm: Communicator, device: torch.device, step: int) ->
 class CallbackState:
     """What a callback sees of training, and what it may ask for.
 
-    All ranks must ask for the same. It is done when a round is closed: after the step where
-    gradients are exchanged at every step, after the mean where replicas train apart, and at the
-    end of the epoch at the latest.
+    All ranks must ask for the same. What `on_epoch_end` asks for is done at once. What
+    `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every`` steps, and
+    at the end of the epoch.
     """
 
     rank: int
@@ -188,7 +202,7 @@ class CallbackState:
         self.requests.ask(stop=True)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Give the first parameter group this learning rate from the next step on.
+        """Give the first parameter group this learning rate.
 
         The other groups keep their proportion to it. A schedule keeps its shape, and its place in
         it: all rates that it sets later are multiplied by the same factor.
@@ -230,6 +244,10 @@ class Callback:
                     state.stop()
     """
 
+    acts_every: ClassVar[int] = 16
+    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message. 1
+    does it after each step, which costs small networks much of their speed."""
+
     def on_train_begin(self, state: CallbackState) -> None:
         """Training begins, or goes on after a restart."""
 
@@ -250,9 +268,17 @@ class Callback:
         """Go on from what `state_dict` gave, before `on_train_begin`, after a restart."""
 
 
-def acts_in_steps(callbacks: Iterable[Any]) -> bool:
-    """True if some callback is called at steps, so that it may ask for something there."""
-    return any(type(callback).on_step_end is not Callback.on_step_end for callback in callbacks)
+def steps_between(callbacks: Iterable[Any]) -> int | None:
+    """Steps between two agreements on what callbacks ask for; None: none is called at steps.
+
+    Raises:
+        ConfigError: it is less than one step.
+    """
+    at_steps = [c for c in callbacks if type(c).on_step_end is not Callback.on_step_end]
+    every: int | None = min((callback.acts_every for callback in at_steps), default=None)
+    if every is not None and every < 1:
+        raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
+    return every
 
 
 def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from sparkdl.train.callbacks import (
     CallbackState,
     Observer,
     Requests,
-    acts_in_steps,
     agreed,
+    steps_between,
 )
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
@@ -39,7 +39,7 @@ from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.rank_state import CheckpointSink, RankState, ResumePoint
 from sparkdl.train.replica import make_replica
 from sparkdl.train.state import EpochBook, Record
-from sparkdl.train.step import READ_EVERY, TrainStep
+from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import evaluate, sync_buffers
 
@@ -134,9 +134,8 @@ def train(
             clock=clock,
             rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
             requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
-            acts_in_steps=acts_in_steps(config.callbacks),
             # Where time decides, all ranks would have to wait for the slowest.
-            acts_at_once=strategy.deterministic,
+            acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
         ).run(resume)
 
 
@@ -152,11 +151,8 @@ class _Training(RankState):
     step: TrainStep
     clock: Clock
     rows_by_rank: list[int]
-    requests: Requests
-    acts_in_steps: bool
-    """Whether callbacks may ask for something in the middle of an epoch."""
-    acts_at_once: bool
-    """Whether it is done whenever a round is closed, not only before checkpoints."""
+    acts_every: int | None
+    """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
     @property
     def lightning(self) -> TrainerStandIn | None:
@@ -248,23 +244,17 @@ class _Training(RankState):
             seen = self._callback_state()
             for callback in replica.config.callbacks:
                 callback.on_step_end(seen)
-            if is_closed and self.acts_in_steps and self._acts_now(step):
+            every, last = self.acts_every, self.requests.taken_at
+            if is_closed and every is not None and book.state.step // every > last // every:
                 self._act()
         self.clock.lap("other")
         return is_closed
 
-    def _acts_now(self, step: int) -> bool:
-        """True if the ranks shall agree now on what callbacks ask for; equal on all of them."""
-        if self.book.is_checkpoint_due:  # which does not hold what was asked for
-            return True
-        # On CUDA the agreement waits for the device, as a look at the loss does.
-        is_cheap = self.replica.device.type == "cpu" or step % READ_EVERY == 0
-        return self.acts_at_once and is_cheap
-
     def _act(self) -> None:
         """Do what callbacks have asked for; the round is closed."""
         book = self.book
-        asked = agreed(self.requests.take(), self.comm, self.replica.device, book.state.step)
+        own = self.requests.take(book.state.step)
+        asked = agreed(own, self.comm, self.replica.device, book.state.step)
         if asked.learning_rate is not None:
             self.replica.set_learning_rate(asked.learning_rate)
         book.is_checkpoint_due |= asked.save

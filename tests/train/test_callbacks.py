@@ -45,6 +45,8 @@ def shown(history: list[dict[str, float]]) -> list[dict[str, float]]:
 class At(Callback):
     """Asks for something after some step, or at the end of some epoch."""
 
+    acts_every = 1
+
     def __init__(self, method: str, *arguments: Any, step: int = 0, epoch: int = 0) -> None:
         self.method, self.arguments, self.step, self.epoch = method, arguments, step, epoch
 
@@ -117,12 +119,14 @@ def test_save_writes_a_checkpoint_now() -> None:
 class Plateau(Callback):
     """Decides by what it has seen, so that its state must survive a restart."""
 
+    acts_every = 3
+
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_step_end(self, state: CallbackState) -> None:
         self.losses.append(state.loss)
-        if len(self.losses) % 3 == 0:
+        if len(self.losses) % 2 == 0:
             state.set_learning_rate(state.learning_rate * (0.5 + min(self.losses) % 1))
         if len(self.losses) == 11:
             state.stop()
@@ -173,6 +177,41 @@ def test_states_belong_to_classes_and_places() -> None:
 def test_what_cannot_be_had_is_refused(ask: Callback, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(make_net(), with_callbacks(ask), make_data([20]))
+
+
+class Every16(Callback):
+    """Asks at each step; without a number of its own it is heard every 16 steps."""
+
+    def on_step_end(self, state: CallbackState) -> None:
+        state.set_learning_rate(state.step / 100)
+        if state.step == 23:
+            state.stop()
+
+
+def test_what_steps_ask_for_waits_for_16_steps_or_the_end_of_the_epoch() -> None:
+    rates: list[float] = []
+
+    class Look(Every16):
+        def on_step_end(self, state: CallbackState) -> None:
+            super().on_step_end(state)
+            rates.append(state.learning_rate)
+
+    data, sink = make_data([40]), Keeper(steps=(5, 37))
+    outcome = run(make_net(), with_callbacks(Look(), batch_size=2), data, sink=sink)
+    # 20 steps an epoch.
+    assert rates == [*[0.02] * 16, *[0.16] * 4, *[0.2] * 12]
+    assert (outcome.steps, outcome.stopped_early) == (32, True)
+    expected = [*rates]
+    rates.clear()
+    again = run(make_net(), with_callbacks(Look(), batch_size=2), data, resume=sink.points[5])
+    assert shown(again.history) == shown(outcome.history)
+    assert rates == expected[5:]
+
+    class Never(Every16):
+        acts_every = 0
+
+    with pytest.raises(ConfigError, match="at least 1"):
+        run(make_net(), with_callbacks(Never()), data)
 
 
 def test_only_steps_and_epochs_may_act() -> None:

@@ -248,7 +248,7 @@ class _Rounds:
             run.module.load_state_dict(self.replicas.model())
             for callback in run.config.callbacks:
                 callback.on_epoch_end(self._callback_state(), record)
-            asked = self.requests.take()
+            asked = self.requests.take(book.state.step)
             if asked.learning_rate is not None:
                 self.replicas.set_learning_rate(asked.learning_rate)
             book.is_checkpoint_due |= asked.save

@@ -1,4 +1,4 @@
-"""Callbacks that act, and LightningModules, in fits: in a gang as in rounds, and after a restart."""
+"""Callbacks that act, and LightningModules, in fits: in a gang, in rounds, and after a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkdl.train.callbacks import CallbackState
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +108,15 @@ class Strike(Callback):
         self.marker = f"{folder}/struck"
 
     def on_step_end(self, state: CallbackState) -> None:
-        if state.rank == 0 and state.step == 11 and not os.path.exists(self.marker):
+        if state.rank == 0 and state.step == 11 and not Path(self.marker).exists():
             Path(self.marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Plan(Callback):
     """Counts its own steps, and acts by their number."""
+
+    acts_every = 1
 
     def __init__(self) -> None:
         self.count = 0
@@ -165,10 +167,10 @@ class Hooked(Duck):
 
 
 def test_what_cannot_be_honoured_is_refused_before_any_job(df: DataFrame) -> None:
-    with pytest.raises(ConfigError, match="Hooked.optimizer_step"):
+    with pytest.raises(ConfigError, match=r"Hooked.optimizer_step"):
         regressor(module=Hooked).fit(df)
     hooked = type("Hooked", (Duck,), {"on_train_epoch_end": Hooked.on_train_epoch_end})
-    with pytest.raises(ConfigError, match="on_train_epoch_end.*executionMode='rounds'"):
+    with pytest.raises(ConfigError, match=r"on_train_epoch_end.*executionMode='rounds'"):
         regressor(module=hooked(), syncStrategy=ParameterAveraging(), executionMode="rounds").fit(
             df
         )
@@ -180,5 +182,5 @@ def test_a_rank_that_asks_alone_ends_the_fit(df: DataFrame) -> None:
             if state.rank == 1 and state.step == 2:
                 state.stop()
 
-    with pytest.raises(ConfigError, match="after step 2 rank . asked"):
+    with pytest.raises(ConfigError, match=r"after step 2 rank . asked"):
         regressor(callbacks=[Alone()]).fit(df)
