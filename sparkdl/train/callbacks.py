@@ -1,15 +1,21 @@
-"""Those who watch training, and do not change it.
+"""Those who watch training; what callbacks may ask for, and how the ranks agree on it.
 
-Callbacks are the user's observers, on every rank; the `Observer` is the worker's way to the driver.
+Callbacks are the user's, on every rank; the `Observer` is the worker's way to the driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import nn
+
+from sparkdl.comm.communicator import Communicator
+from sparkdl.errors import ConfigError
 
 Phase = Literal["setup", "train", "evaluate", "checkpoint", "finish"]
 
@@ -65,9 +71,118 @@ class NullObserver:
         pass
 
 
+@dataclass(frozen=True)
+class Request:
+    """What the callbacks of a rank have asked for."""
+
+    stop: bool = False
+    save: bool = False
+    learning_rate: float | None = None
+
+    def __str__(self) -> str:
+        parts = ["to stop"] * self.stop + ["to save"] * self.save
+        if self.learning_rate is not None:
+            parts.append(f"for the learning rate {self.learning_rate:g}")
+        return " and ".join(parts) or "for nothing"
+
+
+class Requests:
+    """Collects what the callbacks of one rank ask for, until it is carried out.
+
+    Attributes:
+        refusal: why nothing can be asked for now; None: it can.
+        no_save: why no checkpoint can be asked for; None: it can.
+        taken_at: completed steps of the run when `take` was last called.
+    """
+
+    def __init__(self, *, refusal: str | None = None, no_save: str | None = None) -> None:
+        self.refusal, self.no_save = refusal, no_save
+        self.taken_at = 0
+        self._stop = self._save = False
+        self._learning_rate: float | None = None
+
+    def ask(
+        self, *, stop: bool = False, save: bool = False, learning_rate: float | None = None
+    ) -> None:
+        """Take note of what a callback wants.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        refusal = self.refusal or (self.no_save if save else None)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        self._stop |= stop
+        self._save |= save
+        if learning_rate is not None:
+            self._learning_rate = learning_rate
+
+    def take(self, step: int) -> Request:
+        """What was asked for since this was last called; of several learning rates the last."""
+        self.taken_at = step
+        taken = Request(self._stop, self._save, self._learning_rate)
+        self._stop, self._save, self._learning_rate = False, False, None
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it."""
+        asked = {"stop": self._stop, "save": self._save, "learning_rate": self._learning_rate}
+        return {"asked": asked, "taken_at": self.taken_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        asked = Request(**state["asked"])
+        self._stop, self._save, self._learning_rate = asked.stop, asked.save, asked.learning_rate
+        self.taken_at = state["taken_at"]
+
+
+OUTSIDE = "callbacks may act in on_step_end and in on_epoch_end only"
+IN_TASKS = (
+    "with executionMode='rounds' on_step_end runs in tasks, which cannot act on the run; act in "
+    "on_epoch_end, which runs on the driver, or use executionMode='gang'"
+)
+NO_PLACE = "state.save() needs a place for checkpoints; set checkpointDir"
+
+
+def agreed(own: Request, comm: Communicator, device: torch.device, step: int) -> Request:
+    """What the callbacks of all ranks have asked for. Collective.
+
+    Args:
+        own: what those of this rank have.
+        comm: the gang.
+        device: where its tensors are.
+        step: completed steps of the run.
+
+    Raises:
+        ConfigError: not all have asked for the same; names a rank.
+    """
+    if comm.world_size == 1:
+        return own
+    rate = math.nan if own.learning_rate is None else own.learning_rate
+    sent = torch.tensor([own.stop, own.save, rate], dtype=torch.float64, device=device)
+    asked = [
+        Request(bool(stop), bool(save), None if math.isnan(rate) else rate)
+        for stop, save, rate in comm.all_gather(sent).tolist()
+    ]
+    usual = Counter(asked).most_common(1)[0][0]
+    for rank, other in enumerate(asked):
+        if other != usual:
+            raise ConfigError(
+                f"callbacks must ask for the same on all ranks, but after step {step} rank {rank} "
+                f"asked {other}, and rank {asked.index(usual)} {usual}; decide by what is equal on "
+                "all ranks, such as the loss or an epoch's record"
+            )
+    return own
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallbackState:
-    """What a callback sees of training."""
+    """What a callback sees of training, and what it may ask for.
+
+    All ranks must ask for the same. What `on_epoch_end` asks for is done at once. What
+    `on_step_end` asks for is done when a round is closed, every ``Callback.acts_every`` steps, and
+    at the end of the epoch.
+    """
 
     rank: int
     world_size: int
@@ -79,18 +194,65 @@ class CallbackState:
     """Newest known loss of the global batch; NaN before the first step."""
     model: nn.Module
     """This rank's replica, to look at."""
+    learning_rate: float = math.nan
+    """Present one of the first parameter group; NaN if it has none, or where it is not known."""
+    requests: Requests = field(default_factory=lambda: Requests(refusal=OUTSIDE), repr=False)
+    """Where `stop`, `set_learning_rate` and `save` take note of what was asked for."""
+
+    def stop(self) -> None:
+        """End training. The epoch gets its record, with what its steps so far have brought.
+
+        Raises:
+            ConfigError: callbacks may not act here.
+        """
+        self.requests.ask(stop=True)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Give the first parameter group this learning rate.
+
+        The other groups keep their proportion to it. A schedule keeps its shape, and its place in
+        it: all rates that it sets later are multiplied by the same factor.
+
+        Args:
+            learning_rate: at least 0.
+
+        Raises:
+            ConfigError: it is negative or not finite, or callbacks may not act here.
+        """
+        if not (math.isfinite(learning_rate) and learning_rate >= 0):
+            raise ConfigError(
+                f"set_learning_rate takes a finite number of at least 0; received {learning_rate}"
+            )
+        self.requests.ask(learning_rate=float(learning_rate))
+
+    def save(self) -> None:
+        """Write a checkpoint, whatever ``checkpointInterval`` says.
+
+        Raises:
+            ConfigError: there is no place for checkpoints, or callbacks may not act here.
+        """
+        self.requests.ask(save=True)
 
 
 class Callback:
-    """Watches training on every rank; override what you need. It may not change training.
+    """Watches training on every rank, and may act on it; override what you need.
+
+    Through the state that they get, `on_step_end` and `on_epoch_end` may stop training, change the
+    learning rate and save a checkpoint. All ranks must ask for the same.
 
     Example::
 
-        class PrintLoss(Callback):
+        class Halve(Callback):
             def on_epoch_end(self, state, record):
-                if state.rank == 0:
-                    print(record["epoch"], record["loss"])
+                if record["epoch"] % 10 == 0:
+                    state.set_learning_rate(state.learning_rate / 2)
+                if record["loss"] < 0.01:
+                    state.stop()
     """
+
+    acts_every: ClassVar[int] = 16
+    """Steps after which the ranks agree on what `on_step_end` has asked for, by a small message. 1
+    does it after each step, which costs small networks much of their speed."""
 
     def on_train_begin(self, state: CallbackState) -> None:
         """Training begins, or goes on after a restart."""
@@ -103,3 +265,45 @@ class Callback:
 
     def on_train_end(self, state: CallbackState) -> None:
         """Training is over; the model has its final weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints shall hold of it: plain values and tensors. That of rank 0 is kept."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, before `on_train_begin`, after a restart."""
+
+
+def steps_between(callbacks: Iterable[Any]) -> int | None:
+    """Steps between two agreements on what callbacks ask for; None: none is called at steps.
+
+    Raises:
+        ConfigError: it is less than one step.
+    """
+    at_steps = [c for c in callbacks if type(c).on_step_end is not Callback.on_step_end]
+    every: int | None = min((callback.acts_every for callback in at_steps), default=None)
+    if every is not None and every < 1:
+        raise ConfigError(f"acts_every of a callback must be at least 1; received {every}")
+    return every
+
+
+def states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """What checkpoints hold of callbacks, by their classes and their places among these."""
+    return {name: callback.state_dict() for name, callback in _named(callbacks)}
+
+
+def give_states(callbacks: Iterable[Any], states: Mapping[str, Any]) -> None:
+    """Restore what `states_of` gave; callbacks that were not there begin anew."""
+    for name, callback in _named(callbacks):
+        if name in states:
+            callback.load_state_dict(states[name])
+
+
+def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    seen: Counter[str] = Counter()
+    named = []
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        named.append((f"{kind} {seen[kind]}", callback))
+        seen[kind] += 1
+    return named

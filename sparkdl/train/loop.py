@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -22,7 +21,15 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.frozen_layers import training_mode
-from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.callbacks import (
+    NO_PLACE,
+    OUTSIDE,
+    CallbackState,
+    Observer,
+    Requests,
+    agreed,
+    steps_between,
+)
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.modules.sync_batch_norm import synchronized
@@ -133,6 +140,9 @@ def train(
             looks=seen,
             clock=clock,
             rows_by_rank=[plan.rows_of(rank) for rank in range(plan.world_size)],
+            requests=Requests(refusal=OUTSIDE, no_save=NO_PLACE if checkpoints is None else None),
+            # Where time decides, all ranks would have to wait for the slowest.
+            acts_every=steps_between(config.callbacks) if strategy.deterministic else None,
         ).run(resume)
 
 
@@ -149,6 +159,8 @@ class _Training(RankState):
     looks: LayerLooks | None
     clock: Clock
     rows_by_rank: list[int]
+    acts_every: int | None
+    """Steps after which the ranks agree on what callbacks ask for; None: when epochs end."""
 
     @property
     def lightning(self) -> TrainerStandIn | None:
@@ -175,6 +187,8 @@ class _Training(RankState):
             self._close_round()
             self._average_buffers()
             self._end_epoch(self._record(began))
+            if replica.config.callbacks:
+                self._act()
             self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
@@ -183,6 +197,7 @@ class _Training(RankState):
         if self.lightning is not None:
             self.lightning.call("on_train_end")
             self.lightning.call("on_fit_end")
+        self.requests.refusal = OUTSIDE
         for callback in replica.config.callbacks:
             callback.on_train_end(self._callback_state())
         return outcome
@@ -200,6 +215,7 @@ class _Training(RankState):
             self.lightning.call("on_train_start")
         for callback in config.callbacks:
             callback.on_train_begin(self._callback_state())
+        self.requests.refusal = None
         self.observer.clock(self.clock.seconds)
 
     def _batches(self) -> Generator[Batch, None, None]:
@@ -238,8 +254,22 @@ class _Training(RankState):
             seen = self._callback_state()
             for callback in replica.config.callbacks:
                 callback.on_step_end(seen)
+            every, last = self.acts_every, self.requests.taken_at
+            if is_closed and every is not None and book.state.step // every > last // every:
+                self._act()
         self.clock.lap("other")
         return is_closed
+
+    def _act(self) -> None:
+        """Do what callbacks have asked for; the round is closed."""
+        book = self.book
+        own = self.requests.take(book.state.step)
+        asked = agreed(own, self.comm, self.replica.device, book.state.step)
+        if asked.learning_rate is not None:
+            self.replica.set_learning_rate(asked.learning_rate)
+        book.is_checkpoint_due |= asked.save
+        if asked.stop:
+            book.stop()
 
     def _batch_rows(self, step_in_epoch: int) -> list[int]:
         """Each rank's samples in a step; `TrainPlan.bounds` is too slow for every step."""
@@ -266,12 +296,10 @@ class _Training(RankState):
         sums = self.epoch_sums.clone()
         self.comm.all_reduce(sums)
         self.clock.lap("communication")
-        # That of the first parameter group; optimizers of the user's own may have none.
-        group = self.replica.synchronizer.optimizer.param_groups[0]
         record = self.book.record(
             sums.tolist(),
             self.replica.labels,
-            learning_rate=float(group.get("lr", math.nan)),
+            learning_rate=self.replica.learning_rate,
             seconds=time.perf_counter() - began,
         )
         if self.replica.plan.num_validation_rows:
@@ -334,6 +362,8 @@ class _Training(RankState):
             step=self.book.state.step,
             loss=self.step.loss,
             model=self.replica.module,
+            learning_rate=self.replica.learning_rate,
+            requests=self.requests,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sparkdl.train.callbacks import Requests, give_states, states_of
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.random_state import random_state, seed_everything, set_random_state
 from sparkdl.train.replica import Replica
@@ -46,6 +47,8 @@ class RankState:
     where there are several, float64."""
     watch: LossWatch
     """What the loss is compared with."""
+    requests: Requests
+    """What callbacks have asked for, and was not done yet."""
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
@@ -57,6 +60,7 @@ class RankState:
                 **self.replica.state_dict(),
                 "strategy": synchronizer.state_dict(),
                 **self.book.state_dict(),
+                "callbacks": states_of(self.replica.config.callbacks),
             },
             rank_state={
                 "rng": random_state(),
@@ -66,6 +70,7 @@ class RankState:
                 "own": self._own_state(),
                 "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
+                "requests": self.requests.state_dict(),
                 "lightning": None if lightning is None else lightning.state_dict(),
             },
         )
@@ -79,6 +84,7 @@ class RankState:
         self.replica.load_state_dict(point.shared)
         self.replica.synchronizer.load_state_dict(point.shared["strategy"])
         self.book.load_state_dict(point.shared)
+        give_states(self.replica.config.callbacks, point.shared["callbacks"])
         if point.rank_state is not None:
             self._restore_rank(point.rank_state)
             return
@@ -95,6 +101,7 @@ class RankState:
         self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
+        self.requests.load_state_dict(rank_state["requests"])
         if replica.lightning is not None and rank_state["lightning"] is not None:
             replica.lightning.load_state_dict(rank_state["lightning"])
         set_random_state(rank_state["rng"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
+from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.sync.strategy import MakeOptimizer, Synchronizer
 from sparkdl.train.modules.precision import NumberFormat
 from sparkdl.train.objective.label_losses import part_names
@@ -52,6 +54,18 @@ class Replica:
         """What calls the steps and hooks of a LightningModule; None: the module is another."""
         step = self.loss.step if isinstance(self.loss, StepLoss) else None
         return step if isinstance(step, TrainerStandIn) else None
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first parameter group; optimizers of the user's own may have none."""
+        return float(self.synchronizer.optimizer.param_groups[0].get("lr", math.nan))
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Go on with another learning rate; see `CallbackState.set_learning_rate`."""
+        groups, scheduler = self.synchronizer.optimizer.param_groups, self.scheduler
+        factor = set_present_rate(groups, rate, is_scheduled=scheduler is not None)
+        if scheduler is not None:
+            scheduler.load_state_dict(rescaled(scheduler.state_dict(), factor))
 
     def batches(
         self, shards: ShardRows, rank: int, *, epoch: int, first_step: int

@@ -27,7 +27,7 @@ from sparkdl.data.source import ShardRows
 from sparkdl.sync.apart import ApartSynchronizer
 from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
-from sparkdl.train.callbacks import CallbackState, Observer
+from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text
@@ -124,6 +124,7 @@ class RoundReplica:
             replica.lightning.move_to(part.epoch, part.step, part.step_in_epoch)
             replica.lightning.global_rank = shard_id
             replica.lightning.world_size = replica.plan.world_size
+        requests = Requests(refusal=IN_TASKS)
         clock = Clock()
         looks = self._looks if shard_id == 0 else None
         step = TrainStep(replica, clock=clock, looks=looks)
@@ -155,6 +156,8 @@ class RoundReplica:
                         step=number + 1,
                         loss=step.loss,
                         model=replica.module,
+                        learning_rate=replica.learning_rate,
+                        requests=requests,
                     )
                     for callback in config.callbacks:
                         callback.on_step_end(seen)

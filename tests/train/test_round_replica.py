@@ -164,7 +164,7 @@ def test_evaluation_measures_the_given_state() -> None:
     replica, _ = make_replica()
     state = {"model": make_net().state_dict()}
     train(replica, state, 0, part(0, 4))
-    (loss_sum, weight), _ = replica.evaluate(state, rows_of(1))
+    (loss_sum, weight), *_ = replica.evaluate(state, rows_of(1))
     net = make_net().eval()
     columns = SHARDS[1].columns
     expected = ((net(columns["feature x"]).squeeze(1) - columns["label y"]) ** 2).sum().item()

@@ -395,12 +395,14 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     import torch
     from torch import nn
 
+    from sparkdl.train.callbacks import steps_between
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
     from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
+    steps_between(config.callbacks)
     with borrowed_generator(config.seed):
         objective = objective_of(config, module)
         check_metrics(config, objective)

@@ -22,6 +22,7 @@ from sparkdl.spark.rounds.round_totals import RoundDone
 from sparkdl.spark.run.run import Run
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
+from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
@@ -51,6 +52,14 @@ class Averaged(Stateful):
         if "optimizer" not in self._round:
             return math.nan
         return float(self._round["optimizer"]["param_groups"][0].get("lr", math.nan))
+
+    def set_learning_rate(self, rate: float) -> None:
+        """See `Replicas.set_learning_rate`: what the next round begins from has it."""
+        schedule = self._round["scheduler"]
+        groups = self._round["optimizer"]["param_groups"]
+        factor = set_present_rate(groups, rate, is_scheduled=schedule is not None)
+        if schedule is not None:
+            self._round["scheduler"] = rescaled(schedule, factor)
 
     def train(self, part: RoundPart) -> RoundDone:
         state = self._jobs.encoded(self._round)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.errors import CheckpointError, TrainingDiverged
+from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
@@ -151,6 +151,17 @@ class Population:
             },
         )
 
+    def set_learning_rate(self, rate: float) -> None:
+        """See `Replicas.set_learning_rate`; members have rates of their own.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a callback asked for the learning rate {rate:g}, but each member of a population has "
+            "its own; use another strategy, or PopulationBasedTraining with mutations"
+        )
+
     def measure(self) -> list[Record]:
         """Each member's entries of the history, over the validation rows of all shards."""
         models = [member.model for member in self.members]
@@ -219,6 +230,7 @@ class _OneShot:
         self._jobs = jobs
         self._population = Population(run, jobs)
         self.notes = self._population.notes
+        self.set_learning_rate = self._population.set_learning_rate
         self.state_dict = self._population.state_dict
         self.load_state_dict = self._population.load_state_dict
 
@@ -257,6 +269,7 @@ class _Competition(Stateful, ABC):
         self._measured: tuple[int, list[Record]] | None = None
         """Steps, and what the members were worth after them."""
         self.notes = self._population.notes
+        self.set_learning_rate = self._population.set_learning_rate
 
     @property
     def learning_rate(self) -> float:

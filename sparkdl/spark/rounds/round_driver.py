@@ -29,7 +29,14 @@ from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import Lease
 from sparkdl.sync.averaging.period import Period, RoundReport
-from sparkdl.train.callbacks import CallbackState
+from sparkdl.train.callbacks import (
+    NO_PLACE,
+    OUTSIDE,
+    CallbackState,
+    Requests,
+    give_states,
+    states_of,
+)
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.logs import added, fill
 from sparkdl.train.objective.training_step import logs
@@ -42,6 +49,13 @@ class Replicas(Protocol):
     @property
     def learning_rate(self) -> float:
         """That of the first parameter group, at the end of the newest round."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Go on with another learning rate; see `CallbackState.set_learning_rate`.
+
+        Raises:
+            ConfigError: the strategy decides on it.
+        """
 
     def train(self, part: RoundPart) -> RoundDone:
         """Train the steps of ``part`` on all shards, and keep what comes of it."""
@@ -128,6 +142,7 @@ class _Rounds:
         self.totals = Totals(run.plan.world_size, self.jobs.labels, run.view.spent)
         self.checkpoints: CheckpointManager | None = None
         self.lease: Lease | None = None
+        self.requests = Requests(refusal=OUTSIDE)
         self.logs = b""
         """What the module has logged in the epoch; see `objective.logs`."""
 
@@ -140,6 +155,8 @@ class _Rounds:
         totals.began = time.perf_counter()
         for callback in callbacks:
             callback.on_train_begin(self._callback_state())
+        self.requests.refusal = None
+        self.requests.no_save = NO_PLACE if self.checkpoints is None else None
         while not book.is_complete:
             began = time.perf_counter()
             while not book.is_epoch_over:
@@ -157,6 +174,7 @@ class _Rounds:
         if self.checkpoints is not None:
             self.checkpoints.final(book.state.step, self._shared_state(), {})
         run.module.load_state_dict(book.best_model or self.replicas.model())
+        self.requests.refusal = OUTSIDE
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
         return TrainingSummary(
@@ -230,6 +248,12 @@ class _Rounds:
             run.module.load_state_dict(self.replicas.model())
             for callback in run.config.callbacks:
                 callback.on_epoch_end(self._callback_state(), record)
+            asked = self.requests.take(book.state.step)
+            if asked.learning_rate is not None:
+                self.replicas.set_learning_rate(asked.learning_rate)
+            book.is_checkpoint_due |= asked.save
+            if asked.stop:
+                book.stop()
 
     def _save_if_due(self) -> None:
         book = self.book
@@ -250,6 +274,7 @@ class _Rounds:
             "logs": self.logs,
             "shards": self._fingerprints(),
             **self.book.state_dict(),
+            "callbacks": states_of(self.run.config.callbacks),
         }
 
     def _resume(self) -> None:
@@ -269,6 +294,7 @@ class _Rounds:
         self.totals.epoch_sums = list(shared["epoch_sums"])
         self.logs = shared["logs"]
         self.book.load_state_dict(shared)
+        give_states(self.run.config.callbacks, shared["callbacks"])
         if shared.get("shards") != self._fingerprints():
             self.book.state.begin_epoch_anew()
             self.totals.begin_epoch()
@@ -286,4 +312,6 @@ class _Rounds:
             step=state.step,
             loss=state.history[-1]["loss"] if state.history else math.nan,
             model=self.run.module,
+            learning_rate=self.replicas.learning_rate,
+            requests=self.requests,
         )

@@ -57,6 +57,48 @@ def set_values(
             scheduler.load_state_dict(_scaled(scheduler.state_dict(), factor))
 
 
+def set_present_rate(
+    groups: list[dict[str, Any]], rate: float, *, is_scheduled: bool
+) -> float | None:
+    """Give the first parameter group the learning rate ``rate`` now.
+
+    Other groups keep their proportion to it; if it was 0, they get the same.
+
+    Args:
+        groups: an optimizer's, or those of its state.
+        rate: the learning rate.
+        is_scheduled: True if a schedule goes on from there; see `rescaled`.
+
+    Returns:
+        By what the rates of the schedule must be multiplied; None if there is none, and it was 0.
+
+    Raises:
+        ConfigError: there is no learning rate, or a schedule has set it to 0.
+    """
+    before = groups[0].get("lr")
+    if not isinstance(before, int | float):
+        raise ConfigError(f"the optimizer has no number lr that could be changed; it has {before}")
+    if before == 0 and is_scheduled:
+        raise ConfigError(
+            f"the schedule has set the learning rate to 0, of which it cannot go on to {rate:g}"
+        )
+    factor = rate / before if before else None
+    for group in groups:
+        for key in _RATES:
+            if key == "lr" and (group is groups[0] or factor is None):
+                group[key] = rate
+            elif key in group and factor is not None:
+                group[key] *= factor
+    return factor
+
+
+def rescaled(schedule: dict[str, Any], factor: float | None) -> dict[str, Any]:
+    """A schedule's state, after its rates were multiplied by what `set_present_rate` gave."""
+    assert factor is not None, "refused by set_present_rate"
+    scaled: dict[str, Any] = _scaled(schedule, factor)
+    return scaled
+
+
 def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
     group = optimizer.param_groups[0]
     key = _key(optimizer, name)

@@ -188,6 +188,18 @@ class TrainerStandIn:
         return not self.training
 
     @property
+    def should_stop(self) -> bool:
+        """False: hooks do not stop training, callbacks do."""
+        return False
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        raise ConfigError(
+            "a module cannot stop training by trainer.should_stop; let a sparkdl.Callback do it, "
+            "with state.stop()"
+        )
+
+    @property
     def estimated_stepping_batches(self) -> int:
         """Steps of the whole run."""
         steps = self.max_epochs * self.num_training_batches

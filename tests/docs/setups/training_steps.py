@@ -6,34 +6,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torchmetrics
 from pyspark.sql import SparkSession
 from torch import nn
 from torch.nn.functional import softplus
 
-from sparkdl import Sequence, TorchClassifier, TorchEstimator
+from sparkdl import EarlyStopping, Sequence, TorchClassifier, TorchEstimator
 from sparkdl.models import GAN
 
 
-class MyLightningModule(nn.Module):
-    """Has what is looked for in a LightningModule."""
+class LightningModule(nn.Module):
+    """Lightning's takes long to import; sparkdl asks for methods only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        inputs, target = batch
-        return nn.functional.cross_entropy(self(inputs), target)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+    log: Any
 
 
 def prepare(spark: SparkSession) -> dict[str, Any]:
     points = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    rows = [(p.tolist(), int(p[0] > 0), i % 4 == 0) for i, p in enumerate(points)]
     return {
         "torch": torch,
         "softplus": softplus,
@@ -42,10 +32,17 @@ def prepare(spark: SparkSession) -> dict[str, Any]:
         "TorchClassifier": TorchClassifier,
         "Sequence": Sequence,
         "GAN": GAN,
-        "MyLightningModule": MyLightningModule,
-        "df": spark.createDataFrame([(p.tolist(),) for p in points], "features array<float>"),
+        "LightningModule": LightningModule,
+        "Accuracy": torchmetrics.Accuracy,
+        "EarlyStopping": EarlyStopping,
+        "cross_entropy": nn.functional.cross_entropy,
+        "nn": nn,
+        "df": spark.createDataFrame(rows, "features array<float>, label int, held_out boolean"),
     }
 
 
 def check(names: dict[str, Any]) -> None:
     assert names["rows"].shape == (1000, 2)
+    record = names["model"].summary.history[-1]
+    assert 0 < record["train_accuracy"] <= 1
+    assert record["val_loss"] > 0

@@ -13,7 +13,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from sparkdl.errors import ConfigError
-from sparkdl.sync.population.hyperparameters import first_values, set_values
+from sparkdl.sync.population.hyperparameters import (
+    first_values,
+    rescaled,
+    set_present_rate,
+    set_values,
+)
 from sparkdl.train.optimizers.warmup import warmup
 
 
@@ -76,6 +81,38 @@ def test_a_schedule_keeps_its_shape_and_place(name: str, at: int) -> None:
         for optimizer, schedule in zip((base, double), schedules, strict=True):
             optimizer.step()
             schedule.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("at", [2, 5])
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+def test_a_present_rate_is_where_the_schedule_goes_on(name: str, at: int) -> None:
+    plain, changed = sgd({}, {"lr": 0.05}), sgd({}, {"lr": 0.05})
+    schedules = [SCHEDULES[name](optimizer) for optimizer in (plain, changed)]
+    factor = 1.0
+    for step in range(8):
+        if step == at:
+            groups = changed.param_groups
+            factor = 0.3 / groups[0]["lr"]
+            state = rescaled(
+                schedules[1].state_dict(), set_present_rate(groups, 0.3, is_scheduled=True)
+            )
+            schedules[1].load_state_dict(state)
+            assert groups[0]["lr"] == 0.3
+        assert values(changed, "lr") == pytest.approx([factor * r for r in values(plain, "lr")])
+        for optimizer, schedule in zip((plain, changed), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+
+
+def test_a_present_rate_of_zero() -> None:
+    optimizer = sgd({}, {"lr": 0.01})
+    set_present_rate(optimizer.param_groups, 0.0, is_scheduled=False)
+    assert values(optimizer, "lr") == [0.0, 0.0]
+    with pytest.raises(ConfigError, match="has set the learning rate to 0"):
+        set_present_rate(optimizer.param_groups, 0.3, is_scheduled=True)
+    set_present_rate(optimizer.param_groups, 0.3, is_scheduled=False)
+    assert values(optimizer, "lr") == [0.3, 0.3]
 
 
 def test_what_is_there_already_changes_nothing() -> None:

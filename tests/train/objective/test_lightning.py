@@ -14,14 +14,12 @@ from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import RoundPart
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
-from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.objective.lightning import TrainerStandIn, check_in_rounds, check_module
 from sparkdl.train.objective.logs import added, fill, from_text
 from sparkdl.train.objective.training_step import objective_of
 from sparkdl.train.optimizers.optimizers import resolve_optimizer
 from sparkdl.train.round_replica import RoundReplica
-from tests.gang import Gang
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
 
 lightning = pytest.importorskip("lightning")
@@ -86,28 +84,6 @@ def test_what_is_logged_is_in_the_history() -> None:
     assert outcome.history[1]["train_mae"] < outcome.history[0]["train_mae"]
     assert lit._trainer is None
     assert "log" not in vars(lit)
-
-
-def two_ranks(comm: Any, strategy: Any) -> list[dict[str, float]]:
-    rows = make_data([13, 5])
-    config = but(CONFIG, batch_size=4, sync_strategy=strategy)
-    validation = make_data([7, 0])
-    return shown(run(make_lit(), config, rows, validation=validation, comm=comm).history)
-
-
-@pytest.mark.slow
-def test_two_ranks_log_what_one_logs(gang: Gang) -> None:
-    by_rank = gang.run(two_ranks, None)
-    assert by_rank[0] == by_rank[1]
-    found = by_rank[0]
-    assert found[0]["rows"] == 18
-    for record in found:
-        assert record["train_loss"] == pytest.approx(record["loss"], rel=1e-12)
-    one = run(make_lit(), but(CONFIG, batch_size=4), make_data([7]), validation=make_data([7]))
-    assert sorted(found[0]) == sorted(shown(one.history)[0])
-    apart = gang.run(two_ranks, ParameterAveraging(averaging_period=2))
-    assert apart[0] == apart[1]
-    assert apart[0][1]["train_loss"] == pytest.approx(apart[0][1]["loss"])
 
 
 class Changing(Lit):
