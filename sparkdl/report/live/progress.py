@@ -117,8 +117,8 @@ class RunStatus:
 
     def __init__(self, plan: TrainPlan | None) -> None:
         """``plan`` is that of a fit; a function has none."""
-        self.epochs = 0 if plan is None else plan.epochs
-        self.total_steps = 0 if plan is None else plan.total_steps
+        self.epochs = 0 if plan is None else plan.end_epoch
+        self.total_steps = 0 if plan is None else plan.first_step + plan.total_steps
         self.state = "starting"
         self.has_ended = False
         self.step = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
+import json
 import logging
 import pickle
 from collections.abc import Sequence as Items
@@ -21,7 +23,9 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.slots import Slots, plan_slots
+from sparkdl.spark.fit.check_initial_state import check_initial_state
 from sparkdl.spark.frames.columns import validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.train.objective.loss import LossFunction
+    from sparkdl.train.training_state import TrainingMethod, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,10 @@ class CheckedRequest:
     validation: SparkColumn | None
     """Says which rows are for validation; None: none."""
     slots: Slots
+    method: TrainingMethod | None
+    """How the module is trained; None if no other fit goes on from this one, or this from one."""
+    begins_from: TrainingState | None
+    """What an earlier fit has left; None: training begins."""
 
     @property
     def spark(self) -> SparkSession:
@@ -87,6 +96,14 @@ class CheckedRequest:
         """How replicas are brought to agree."""
         strategy: SyncStrategy = self.config.sync_strategy
         return strategy
+
+    @property
+    def begins_from_text(self) -> str:
+        """What tells the checkpoints of a fit that goes on from those of others."""
+        if self.begins_from is None:
+            return ""
+        text = json.dumps(identity(self.begins_from.shared()))
+        return f"-after-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @property
     def in_rounds(self) -> bool:
@@ -124,6 +141,8 @@ class CheckedRequest:
                 batch_size=self.config.batch_size,
                 epochs=self.config.epochs,
                 max_steps=self.config.max_steps,
+                first_epoch=0 if self.begins_from is None else self.begins_from.epoch,
+                first_step=0 if self.begins_from is None else self.begins_from.step,
             )
         )
 
@@ -154,6 +173,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     mode = choose_mode(request.execution_mode, strategy)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
+    method, begins_from = check_initial_state(module, request, mode)
     objective = check_training(module, request)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation_col)
@@ -192,6 +212,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         columns=tuple(columns),
         validation=validation,
         slots=slots,
+        method=method,
+        begins_from=begins_from,
     )
 
 

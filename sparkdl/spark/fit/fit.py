@@ -19,7 +19,6 @@ from sparkdl.data.plan import TrainPlan
 from sparkdl.report.live.choose_view import choose_view, shows_lines
 from sparkdl.report.live.progress import EpochCallback
 from sparkdl.report.recorder import Recorder
-from sparkdl.report.summary import TrainingSummary
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, wait_again
@@ -33,13 +32,14 @@ from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
-from sparkdl.spark.run.run import FitRequest, FitResult, Run
+from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
+from sparkdl.train.training_state import TrainingState
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
@@ -114,7 +114,8 @@ def _fit(
         found = check_rows(checked, table, shards, recorder.graph)
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
-        key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
+        content = content_of(shards) + mode + checked.begins_from_text
+        key = run_key(checked.module, found.columns, checked.config, content)
         plan = _make_plan(checked, table, shards, found, link, key)
         view = choose_view(plan, request.verbose, request.run_name)
         stack.callback(view.close)
@@ -123,6 +124,8 @@ def _fit(
             recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
+            begins_from=checked.begins_from,
+            keeps_state=request.keep_training_state,
             spark=checked.spark,
             run_id=run_id,
             run_key=key,
@@ -142,13 +145,13 @@ def _fit(
         recorder.phase("train")
         trained = train(run)
         recorder.phase("clean up")
-        recorder.done(trained.steps)
+        recorder.done(trained.summary.steps)
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
     summary = replace(
-        trained,
-        phase_seconds={**phases, **trained.phase_seconds},
+        trained.summary,
+        phase_seconds={**phases, **trained.summary.phase_seconds},
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
@@ -156,12 +159,17 @@ def _fit(
         world_size=plan.world_size,
         seconds=sum(laps.values()),
     )
+    state = None
+    if trained.left is not None:
+        assert checked.method is not None
+        state = TrainingState(**trained.left, method=checked.method)
     return FitResult(
         module=checked.module.eval(),
         columns=tuple(column for column in found.columns if column.role == "feature"),
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
         summary=summary,
+        training_state=state,
     )
 
 
@@ -185,7 +193,7 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], TrainingSummary]]:
+def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
     """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
     if checked.slots.is_gang:
         return "", train_in_gang
