@@ -245,9 +245,7 @@ def test_files_of_torch_save_are_read_on_request_and_run_nothing(
     load_initial_weights(target, inside(key="model"))
     assert equal(source, target)
     for key in ("", "epoch", "modl"):
-        with pytest.raises(
-            ConfigError, match=r"has the entries epoch, model, and .* no state"
-        ):
+        with pytest.raises(ConfigError, match=r"has the entries epoch, model, and .* no state"):
             load_initial_weights(target, inside(key=key))
 
     pickled(tmp_path, {**source.state_dict(), "x": Malicious()})
