@@ -171,6 +171,7 @@ class _TorchEstimator(
             summary=result.summary,
         )
         module = self.getOrDefault("module")
+        model._training_state = result.training_state
         model.module_factory = None if isinstance(module, nn.Module) else module
         model._resetUid(self.uid)
         for name in ("featuresCol", "inputCols", "inputs"):

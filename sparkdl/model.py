@@ -55,6 +55,8 @@ from sparkdl.spark.session.compat import is_case_sensitive
 if TYPE_CHECKING:
     from typing import Self
 
+    from sparkdl.train.training_state import TrainingState
+
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="TorchModel")
 
@@ -73,6 +75,8 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
 
     module_factory: Any = None
     """The callable that made the module, if there is one; see `serialization.saved_module`."""
+
+    _training_state: TrainingState | None = None
 
     def __init__(
         self,
@@ -108,6 +112,11 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
     def columns(self) -> tuple[Column, ...]:
         """The inputs as the module was trained on them."""
         return self._columns
+
+    @property
+    def trainingState(self) -> TrainingState | None:
+        """What a fit with ``initialState`` goes on from; None without ``keepTrainingState``."""
+        return self._training_state
 
     @property
     def hasSummary(self) -> bool:

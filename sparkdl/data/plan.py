@@ -139,13 +139,18 @@ class TrainPlan:
     batch_size: int
     """Largest number of samples that one rank uses in one step."""
     epochs: int
+    """Epochs of this run."""
     max_steps: int
-    """Steps after which training ends whatever the epoch; -1 for no limit."""
+    """Steps of this run after which it ends whatever the epoch; -1 for no limit."""
     steps_per_epoch: int
     shards_by_rank: tuple[tuple[int, ...], ...] = field(default=())
     """Shard ids of each rank; a rank keeps its shards over restarts."""
     windows: Windows | None = None
     """How rows are mixed that do not fit into memory; None: each rank's as a whole."""
+    first_epoch: int = 0
+    """Number of the first epoch: those of the fits that this one goes on from count too."""
+    first_step: int = 0
+    """Steps of the fits that this one goes on from."""
 
     @property
     def num_rows(self) -> int:
@@ -159,9 +164,19 @@ class TrainPlan:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps of the whole run, which are counted from ``first_step``."""
         steps = self.epochs * self.steps_per_epoch
         return min(steps, self.max_steps) if self.max_steps >= 0 else steps
+
+    @property
+    def end_epoch(self) -> int:
+        """Number of the first epoch that is not trained any more."""
+        return self.first_epoch + self.epochs
+
+    @property
+    def end_step(self) -> int:
+        """Number of the first step that is too many, whatever the epoch; -1 for no limit."""
+        return self.first_step + self.max_steps if self.max_steps >= 0 else -1
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
         """The shards of ``rank``, in shard-id order."""
@@ -220,6 +235,8 @@ def make_plan(
     epochs: int,
     max_steps: int = -1,
     windows: Windows | None = None,
+    first_epoch: int = 0,
+    first_step: int = 0,
 ) -> TrainPlan:
     """Derive the numbers of a run; see `TrainPlan`.
 
@@ -247,4 +264,6 @@ def make_plan(
         steps_per_epoch=steps_per_epoch(rows, batch_size),
         shards_by_rank=shards_by_rank,
         windows=windows,
+        first_epoch=first_epoch,
+        first_step=first_step,
     )

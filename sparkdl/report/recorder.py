@@ -78,7 +78,7 @@ class Recorder(View):
         self._views = Views() if views is None else views
         self._spans = Spans(1)
         self._world_size = 1
-        self._steps_per_epoch = 0
+        self._steps_per_epoch = self._first_epoch = self._first_step = 0
         self._step = 0
         self._step_noted = -1.0
         self._unnoted: dict[str, Any] | None = None
@@ -133,6 +133,8 @@ class Recorder(View):
         """What is known before training begins; ``world_size`` ranks will report."""
         self._world_size = world_size
         self._steps_per_epoch = int(facts.get("steps_per_epoch", 0))
+        self._first_epoch = int(facts.get("first_epoch", 0))
+        self._first_step = int(facts.get("first_step", 0))
         shown = presentable({"workers": world_size, **facts})
         self._note("facts", facts=shown)
         self._listeners.call(lambda listener: listener.facts(shown))
@@ -192,7 +194,8 @@ class Recorder(View):
         if "report" in record:
             step = int(record["report"])
         else:
-            step = int((record["epoch"] - 1) * self._steps_per_epoch + record["steps"])
+            epoch = record["epoch"] - 1 - self._first_epoch
+            step = int(self._first_step + epoch * self._steps_per_epoch + record["steps"])
         self._listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:

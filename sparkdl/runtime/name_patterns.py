@@ -7,8 +7,11 @@ one of these. It means a parameter if it fits its name, or the name of a layer t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from sparkdl.errors import ConfigError, did_you_mean
 
@@ -39,9 +42,50 @@ def check_fit(patterns: Iterable[str], names: Sequence[str], param: str) -> None
         if not any(fits(pattern, name) for name in names):
             layers = sorted({name.rpartition(".")[0] for name in names} - {""}) or list(names)
             hint = did_you_mean(pattern.rstrip(".*"), [*layers, *names])
-            hint = hint or f"; there are {_shown(layers)}"
+            hint = hint or f"; there are {some_of(layers)}"
             raise ConfigError(f"{param}: no parameter of the module fits {pattern!r}{hint}")
 
 
-def _shown(names: Sequence[str]) -> str:
+def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The state dict with other names; see `InitialWeights.names`.
+
+    Raises:
+        ConfigError: a name means nothing, or two come to be the same.
+    """
+    rules = [(_pattern(old), old) for old in sorted(names, key=len, reverse=True)]
+    used: set[str] = set()
+    origin: dict[str, str] = {}
+    for name in state:
+        matches = ((pattern.match(name), old) for pattern, old in rules)
+        match, old = next((found for found in matches if found[0]), (None, ""))
+        becomes = name
+        if match:
+            used.add(old)
+            *parts, rest = match.groups()
+            left = iter(parts)
+            layer = re.sub(r"\*", lambda _, left=left: next(left), names[old])  # type: ignore[misc]
+            becomes = ".".join(filter(None, (layer, rest)))
+        if becomes in origin:
+            raise ConfigError(f"names: both {origin[becomes]} and {name} would become {becomes}")
+        origin[becomes] = name
+    for old in names.keys() - used:
+        split = [name.split(".") for name in state]
+        layers = sorted({".".join(one[:end]) for one in split for end in range(1, len(one) + 1)})
+        close = difflib.get_close_matches(old, layers, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = hint or f"there are {some_of(list(state))}"
+        raise ConfigError(f"names: nothing in the weights is called {old!r}; {hint}")
+    return {becomes: state[name] for becomes, name in origin.items()}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Of the names that a name of `InitialWeights.names` means; its last group is what follows."""
+    if not name:
+        return re.compile(r"(.+)$")
+    parts = "([^.]*)".join(map(re.escape, name.split("*")))
+    return re.compile(rf"{parts}(?:$|\.(?=.))(.*)$")
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names in words, the first of them if they are many."""
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import io
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.runtime.name_patterns import check_fit, fits_any
+from sparkdl.runtime.name_patterns import check_fit, fits_any, renamed, some_of
 from sparkdl.storage.hadoop_storage import open_parent
 from sparkdl.storage.storage import scheme_of, without_password
 
@@ -34,18 +38,40 @@ class InitialWeights:
     """
 
     source: Any
-    """A fitted model, a module, a state dict, or the path or URL of a saved model or of a
-    ``.safetensors`` file."""
+    """A fitted model, a module, a state dict, or the path or URL of a saved model, of a
+    ``.safetensors`` file, or with ``weights_only`` of a file of ``torch.save``."""
     skip: tuple[str, ...] = ()
     """Patterns (see `runtime.name_patterns`) of names that may be missing, left over or of another
     shape: the module keeps its own values there. All other names and shapes must agree."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of layers or parameters in the source -> in the module, such as ``{"encoder.layer.*":
+    "blocks.*"}``; ``*`` stands for one part of a name, such as a number. An empty name is the whole
+    module: ``{"module": ""}`` takes a prefix away. Of several that fit, the longest counts."""
+    weights_only: bool = False
+    """Whether the source is a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It
+    is read with torch's restricted unpickler, which makes tensors and plain values only."""
+    key: str = ""
+    """Entry of that file that holds the state dict, such as ``state_dict``; empty: it is one."""
 
     def __post_init__(self) -> None:
         skip: Any = self.skip
         if isinstance(skip, str) or not all(isinstance(one, str) for one in skip):
             raise ConfigError(f"skip must be a tuple of patterns; received {skip!r}")
         object.__setattr__(self, "skip", tuple(skip))  # lists, from files
-        object.__setattr__(self, "source", _source(self.source))
+        names: Any = self.names
+        pairs = names.items() if isinstance(names, Mapping) else [(names, None)]
+        for old, new in pairs:
+            if not isinstance(old, str) or not isinstance(new, str):
+                raise ConfigError(f"names must be a dict from names to names; received {names!r}")
+            if old.count("*") != new.count("*"):
+                raise ConfigError(f"names: {old!r} and {new!r} must have as many *")
+        object.__setattr__(self, "names", dict(names))
+        object.__setattr__(self, "source", _source(self.source, self.weights_only))
+        if (self.weights_only and self.is_in_memory) or (self.key and not self.weights_only):
+            raise ConfigError(
+                "weights_only=True, and key with it, are for the path of a file of torch.save; "
+                f"received {_shown(self.source)}, weights_only={self.weights_only}"
+            )
 
     @property
     def is_in_memory(self) -> bool:
@@ -53,8 +79,10 @@ class InitialWeights:
         return not isinstance(self.source, str)
 
 
-def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
-    """Give the weights to ``module``, on the CPU.
+def load_initial_weights(
+    module: nn.Module, initial: InitialWeights, what: str = "initialWeights"
+) -> None:
+    """Give the weights to ``module``, on the CPU; ``what`` they are is said in errors.
 
     Numbers take the module's dtype.
 
@@ -65,13 +93,14 @@ def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
     """
     import torch
 
-    state, own = _state(initial.source), module.state_dict()
+    state, own = renamed(_state(initial), initial.names), module.state_dict()
     check_fit(initial.skip, [*own, *state], "initialWeights.skip")
     state = {name: value for name, value in state.items() if not fits_any(initial.skip, name)}
     wanted = {name: value for name, value in own.items() if not fits_any(initial.skip, name)}
+    missing, superfluous = wanted.keys() - state.keys(), state.keys() - wanted.keys()
     differences = [
-        *(f"{name} is not in the weights" for name in wanted.keys() - state.keys()),
-        *(f"{name} is not in the module" for name in state.keys() - wanted.keys()),
+        *(f"{name} is not in the weights" for name in missing),
+        *(f"{name} is not in the module" for name in superfluous),
         *(
             f"{name} is {_kind(wanted[name])} in the module, {_kind(state[name])} in the weights"
             for name in wanted.keys() & state.keys()
@@ -81,23 +110,25 @@ def load_initial_weights(module: nn.Module, initial: InitialWeights) -> None:
     ]
     if differences:
         shown = "; ".join(sorted(differences)[:5])
+        shown += "; ..." * (len(differences) > 5) + _alike(sorted(missing), sorted(superfluous))
         raise ConfigError(
-            f"initialWeights differ from the module in {len(differences)} place(s): {shown}"
-            f"{'; ...' * (len(differences) > 5)}; use the module that they are of, or "
-            "InitialWeights(source=..., skip=(patterns of names to leave aside,))"
+            f"{what} differ from the module in {len(differences)} place(s): {shown}; "
+            "use the module that they are of, or InitialWeights(source=..., skip=(patterns of "
+            'names to leave aside,), names={"name in the weights": "name in the module"})'
         )
     with torch.no_grad():
         module.load_state_dict(state, strict=False)
 
 
-def _source(value: Any) -> Any:
+def _source(value: Any, weights_only: bool) -> Any:
     """What is kept of what the user gave: a path, or a plain state dict."""
     if isinstance(value, str | os.PathLike):
         path = os.fspath(value)
-        if path.endswith(_PICKLED):
+        if path.endswith(_PICKLED) and not weights_only:
             raise ConfigError(
-                f"{without_password(path)} is a pickle, which can run code; load it with "
-                "torch.load(path, weights_only=True) and pass the state dict"
+                f"{without_password(path)} is a pickle, which can run code; pass "
+                "InitialWeights(source=..., weights_only=True), which reads nothing but tensors "
+                "and plain values of it"
             )
         return path if scheme_of(path) is not None else str(Path(path).expanduser().absolute())
     from torch import nn
@@ -112,9 +143,16 @@ def _source(value: Any) -> Any:
     return dict(state)
 
 
-def _state(source: Any) -> dict[str, Any]:
+def _shown(source: Any) -> str:
+    return without_password(source) if isinstance(source, str) else "weights in memory"
+
+
+def _state(initial: InitialWeights) -> dict[str, Any]:
+    source = initial.source
     if not isinstance(source, str):
         return dict(source)
+    if initial.weights_only:
+        return _of_torch_save(source, initial.key)
     if not source.endswith(_SUFFIX):
         from sparkdl.serialization.load import open_saved
 
@@ -128,6 +166,58 @@ def _state(source: Any) -> dict[str, Any]:
     except SafetensorError as error:
         name = without_password(source)
         raise StorageError(f"{name} is no whole file of safetensors: {error}") from error
+
+
+def _of_torch_save(path: str, key: str) -> dict[str, Any]:
+    """The state dict in a file of ``torch.save``, read without running anything of it.
+
+    Raises:
+        ConfigError: it holds more than tensors and plain values, or no state dict.
+        StorageError: it cannot be read.
+    """
+    import torch
+
+    shown = without_password(path)
+    storage, name = open_parent(path)
+    try:
+        found = torch.load(io.BytesIO(storage.read(name)), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = re.search(r"Unsupported (?:global|class|operand)[^.]*\S*", str(error))
+        raise ConfigError(
+            f"{shown} is refused by torch's restricted unpickler"
+            f"{f' ({reason[0]})' if reason else ''}: it holds more than tensors and plain values, "
+            "or is none of torch.save; save the state dict alone, with "
+            "torch.save(module.state_dict(), path)"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        first = str(error).partition("\n")[0]
+        raise StorageError(f"{shown} is no whole file of torch.save: {first}") from error
+    entries = found if isinstance(found, Mapping) else {}
+    chosen = entries.get(key, {}) if key else entries
+    if not isinstance(chosen, Mapping) or not _is_state(chosen):
+        raise ConfigError(
+            f"{shown} has the entries {some_of(list(map(str, entries))) or '(none)'}, and "
+            f"{f'key={key!r}' if key else 'it'} is no state dict; name the entry that is one: "
+            "InitialWeights(source=..., weights_only=True, key=...)"
+        )
+    return dict(chosen)
+
+
+def _is_state(value: Mapping[Any, Any]) -> bool:
+    """Whether it is flat and has a tensor."""
+    import torch
+
+    is_flat = all(isinstance(k, str) and not isinstance(v, Mapping) for k, v in value.items())
+    return is_flat and any(isinstance(v, torch.Tensor) for v in value.values())
+
+
+def _alike(missing: Sequence[str], superfluous: Sequence[str]) -> str:
+    """Which of the weights' names are like those that the module misses."""
+    pairs = [(name, difflib.get_close_matches(name, superfluous, n=1)) for name in missing[:5]]
+    shown = [f"{close[0]} for {name}" for name, close in pairs if close]
+    if shown or not missing or not superfluous:
+        return f"; alike are {', '.join(shown)}" if shown else ""
+    return f"; the weights have {some_of(superfluous)}"
 
 
 def _agree(ours: Any, theirs: Any) -> bool:

@@ -127,7 +127,7 @@ def load_signature(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> 
     """
     storage = open_place(path_or_url)
     trust = trusting(trusted)
-    signature = signature_of(read_module_index(storage, _find(storage)), trust)
+    signature = signature_of(read_module_index(storage, place_of_saved(storage)), trust)
     if signature is None:
         raise StorageError(
             f"{storage} holds an estimator, which has not seen its columns; save the model "
@@ -139,7 +139,7 @@ def load_signature(path_or_url: Place, *, trusted: str | Iterable[str] = ()) -> 
 def open_saved(path_or_url: Place, trusted: str | Iterable[str] = ()) -> SavedModule:
     """The files of a saved model, read and found whole; see `load_module`."""
     trust, storage = trusting(trusted), open_place(path_or_url)
-    return open_module(storage, _find(storage), trust)
+    return open_module(storage, place_of_saved(storage), trust)
 
 
 def signature_of(index: Mapping[str, Any], trust: Trust) -> ModelSignature | None:
@@ -190,7 +190,7 @@ def _unimported(column: Mapping[str, Any], trust: Trust) -> Mapping[str, Any]:
     return {**column, "specification": {**specification, "fields": fields}}
 
 
-def _find(storage: Storage) -> str:
+def place_of_saved(storage: Storage) -> str:
     """The folder of the storage that holds a saved module.
 
     Raises:

@@ -82,7 +82,8 @@ class RankState:
         the rank draws random numbers that no rank has drawn yet.
         """
         self.replica.load_state_dict(point.shared)
-        self.replica.synchronizer.load_state_dict(point.shared["strategy"])
+        if "strategy" in point.shared:  # of an earlier fit there may be none
+            self.replica.synchronizer.load_state_dict(point.shared["strategy"])
         self.book.load_state_dict(point.shared)
         give_states(self.replica.config.callbacks, point.shared["callbacks"])
         if point.rank_state is not None:

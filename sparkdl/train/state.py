@@ -175,14 +175,14 @@ class EpochBook:
     @property
     def is_complete(self) -> bool:
         """True if nothing is left to train."""
-        return self.state.is_complete(self._plan.epochs, self._plan.max_steps)
+        return self.state.is_complete(self._plan.end_epoch, self._plan.end_step)
 
     @property
     def num_steps_left(self) -> int:
         """Steps to the end of the epoch, or to the last step of the run."""
         left = self._plan.steps_per_epoch - self.state.step_in_epoch
-        if self._plan.max_steps >= 0:
-            left = min(left, self._plan.max_steps - self.state.step)
+        if self._plan.end_step >= 0:
+            left = min(left, self._plan.end_step - self.state.step)
         return left
 
     @property

@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 INITIAL = f"{OF_DRIVER}/initial.safetensors"
 FINAL = "final.safetensors"
+STATE = f"{OF_DRIVER}/state.safetensors"
+"""What an earlier fit has left."""
+LEFT = "left.safetensors"
+"""What this one leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,12 @@ class WorkOrder(GangOrder):
     """cloudpickle of ``(TrainConfig, structure of the module)``."""
     weights: bytes | None
     """safetensors of the initial weights; None: read them from the storage."""
+    begins_from_state: bool = False
+    """True if training goes on from the state of an earlier fit."""
+    state: bytes | None = None
+    """safetensors of that; None: read it from the storage."""
+    keeps_state: bool = False
+    """True if rank 0 sends what this fit leaves for another."""
     source: ShardSource = field(default_factory=SpoolSource)
     """Opens the plan's shards."""
     looks: Looks | None = None
@@ -82,6 +92,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
     from sparkdl.storage.checkpoint_writer import CheckpointManager
     from sparkdl.storage.tensor_tree import snapshot
     from sparkdl.train.loop import train
+    from sparkdl.train.training_state import left_by
 
     config, structure = cloudpickle.loads(order.payload)
     comm, files, reporter = member.comm, member.files, member.reporter
@@ -114,7 +125,7 @@ def _train(order: WorkOrder, member: Member) -> Results:
             comm=comm,
             device=member.device,
             checkpoints=checkpoints,
-            resume=_resume_point(order, storage, comm),
+            resume=_resume_point(order, storage, comm) or _initial_state(order, files, comm),
             observer=reporter,
             looks=order.looks if member.client is not None else None,
         )
@@ -127,6 +138,9 @@ def _train(order: WorkOrder, member: Member) -> Results:
         if comm.rank == 0:
             weights = snapshot(module.state_dict())
             results += deliver(member, "weights", FINAL, lambda: encode(weights))
+            if order.keeps_state:
+                left = snapshot(left_by(outcome.final.shared))
+                results += deliver(member, "left", LEFT, lambda: encode(left))
     return results
 
 
@@ -136,11 +150,27 @@ def initial_module(
     """The module with its initial weights, which rank 0 reads unless all have them."""
     from sparkdl.serialization.packed_module import unpack
 
-    if weights is None:
-        assert files is not None
-        read = again(partial(files.read, INITIAL), OUTAGE_SECONDS) if comm.rank == 0 else None
-        weights = comm.broadcast_bytes(read)
-    return unpack(structure, weights)
+    return unpack(structure, _read(INITIAL, files, comm) if weights is None else weights)
+
+
+def _initial_state(
+    order: WorkOrder, files: ChannelStorage | None, comm: Communicator
+) -> ResumePoint | None:
+    """What an earlier fit has left; None: training begins."""
+    from sparkdl.storage.checkpoint_format import decode
+    from sparkdl.train.rank_state import ResumePoint
+
+    if not order.begins_from_state:
+        return None
+    data = _read(STATE, files, comm) if order.state is None else order.state
+    return ResumePoint(step=order.plan.first_step, shared=decode(data, STATE), rank_state=None)
+
+
+def _read(name: str, files: ChannelStorage | None, comm: Communicator) -> bytes:
+    """A file of the driver's, which rank 0 reads."""
+    assert files is not None
+    read = again(partial(files.read, name), OUTAGE_SECONDS) if comm.rank == 0 else None
+    return comm.broadcast_bytes(read)
 
 
 def _bits_depend_on(order: WorkOrder) -> dict[str, str]:

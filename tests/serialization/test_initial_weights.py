@@ -216,3 +216,82 @@ def test_damage_and_absence_are_storage_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(StorageError, match=message):
             load_initial_weights(make(), InitialWeights(source=source))
+
+
+def pickled(path: Path, value: Any) -> str:
+    torch.save(value, path / "weights.pt")
+    return str(path / "weights.pt")
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("touched"),))
+
+
+def test_files_of_torch_save_are_read_on_request_and_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, target = make(seed=1), make(seed=2)
+    path = pickled(tmp_path, source.state_dict())
+    with pytest.raises(ConfigError, match=r"pickle, which can run code; .*weights_only"):
+        InitialWeights(source=path)
+    load_initial_weights(target, InitialWeights(source=path, weights_only=True))
+    assert equal(source, target)
+
+    path = pickled(tmp_path, {"epoch": 3, "model": source.state_dict()})
+    target = make(seed=2)
+    inside = functools.partial(InitialWeights, source=f"file://{path}", weights_only=True)
+    load_initial_weights(target, inside(key="model"))
+    assert equal(source, target)
+    for key in ("", "epoch", "modl"):
+        with pytest.raises(ConfigError, match=r"has the entries epoch, model, and .* no state"):
+            load_initial_weights(target, inside(key=key))
+
+    pickled(tmp_path, {**source.state_dict(), "x": Malicious()})
+    with pytest.raises(ConfigError, match="refused by torch's restricted unpickler"):
+        load_initial_weights(target, inside())
+    assert not Path("touched").exists()
+    Path(path).write_bytes(Path(path).read_bytes()[:500])
+    with pytest.raises((ConfigError, StorageError), match=r"weights\.pt is "):
+        load_initial_weights(target, inside())
+
+
+def test_weights_only_is_for_files_of_torch_save() -> None:
+    for options in ({"source": make(), "weights_only": True}, {"source": "/a/model", "key": "x"}):
+        with pytest.raises(ConfigError, match=r"for the path of a file of torch\.save"):
+            InitialWeights(**options)  # type: ignore[arg-type]
+
+
+def test_foreign_names_become_the_modules() -> None:
+    source, target = make(seed=1), make(seed=2)
+    foreign = {
+        f"module.{name}".replace("module.body", "module.trunk.block"): value
+        for name, value in source.state_dict().items()
+    }
+    names = {"module": "", "module.trunk.block.*": "body.*"}
+    load_initial_weights(target, InitialWeights(source=foreign, names=names))
+    assert equal(source, target)
+    body = {name.removeprefix("body."): v for name, v in source.state_dict().items()}
+    target = make(seed=2)
+    inner = {name: value for name, value in body.items() if not name.startswith("head")}
+    load_initial_weights(target, InitialWeights(source=inner, names={"": "body"}, skip=("head",)))
+    assert equal(source, target, "body")
+
+
+def test_names_that_do_not_match_are_told_with_those_that_are_alike() -> None:
+    foreign = {name.replace("body", "trunk"): v for name, v in make().state_dict().items()}
+    with pytest.raises(ConfigError) as caught:
+        load_initial_weights(make(), InitialWeights(source=foreign))
+    assert "alike are trunk.0.bias for body.0.bias, trunk.0.weight for body.0" in str(caught.value)
+    wrong: list[tuple[dict[str, str], str]] = [
+        ({"trunc": "body"}, "nothing in the weights is called 'trunc'; did you mean 'trunk'"),
+        ({"xyz": "body"}, "nothing in the weights is called 'xyz'; there are trunk.0.weight, "),
+        ({"trunk.*": "body.0"}, "'trunk.\\*' and 'body.0' must have as many"),
+        ({"trunk.0": "body", "trunk.1": "body"}, "both trunk.0.weight and trunk.1.weight would"),
+    ]
+    for names, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            load_initial_weights(make(), InitialWeights(source=foreign, names=names))
+    with pytest.raises(ConfigError, match="names must be a dict"):
+        InitialWeights(source=foreign, names=["trunk"])  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ with short rounds. Forms that keep more in checkpoints follow.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from typing import Any
@@ -26,6 +27,8 @@ from sparkdl.sync.averaging.slowmo import SlowMo
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging
 from sparkdl.sync.strategy import SyncStrategy
+from sparkdl.train.rank_state import ResumePoint
+from sparkdl.train.training_state import TrainingState, left_by, method_of
 from tests.gang import Gang
 from tests.sync.apart import (
     ROWS,
@@ -36,7 +39,7 @@ from tests.sync.apart import (
     train_and_resume,
     train_on_rank,
 )
-from tests.train.runs import Keeper, but, make_data, run, weights
+from tests.train.runs import Keeper, but, make_data, plan_for, run, weights
 
 COARSE = ThresholdCompression(threshold=0.01, max_sparsity=0.5)
 ADAM = but(SGD, optimizer="adam", learning_rate=0.01, epochs=3)
@@ -124,6 +127,38 @@ def go_on_from(comm: Any, config: TrainConfig, rows: list[int], point: Any) -> t
     resume = dataclasses.replace(point, rank_state=None)
     run(net, config, make_data(rows), comm=comm, resume=resume)
     return weights(net)
+
+
+@strategy_name
+@pytest.mark.gang
+def test_another_fit_goes_on(gang: Gang, gang3: Gang, name: str) -> None:
+    """With other rows, and another number of ranks, from what the first has left."""
+    net, left = gang.run(fit_and_leave, config_of(name), [22, 17])[0]
+    results = gang3.run(go_on_after, config_of(name), [13, 9, 0], net, left)
+    assert all(torch.equal(results[0][0], other) for other, _ in results)
+    assert results[0][0].isfinite().all()
+    assert [record["epoch"] for record in results[0][1]] == [4, 5, 6]
+    assert results[0][1][-1]["loss"] < 2 * results[0][1][0]["loss"]
+
+
+def fit_and_leave(comm: Any, config: TrainConfig, rows: list[int]) -> Any:
+    net = make_net()
+    outcome = run(net, config, make_data(rows), comm=comm)
+    return net.state_dict(), copy.deepcopy(left_by(outcome.final.shared))
+
+
+def go_on_after(comm: Any, config: TrainConfig, rows: list[int], weights_: Any, left: Any) -> Any:
+    net, data = make_net(), make_data(rows)
+    net.load_state_dict(weights_)
+    state = TrainingState(**left, method=method_of(config, make_net(), "gang"))
+    plan = dataclasses.replace(
+        plan_for(data, config, world_size=comm.world_size),
+        first_epoch=state.epoch,
+        first_step=state.step,
+    )
+    resume = ResumePoint(step=state.step, shared=state.shared(), rank_state=None)
+    outcome = run(net, config, data, comm=comm, plan=plan, resume=resume)
+    return weights(net), outcome.history
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, *FORMS])

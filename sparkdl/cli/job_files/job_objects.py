@@ -41,8 +41,8 @@ def check_training(job: TrainJob) -> None:
 
     estimator = make_estimator(job)
     try:
-        # Initial weights may be where only Spark reads.
-        request = replace(estimator._request(), initial_weights=None)
+        # Initial weights and states may be where only Spark reads.
+        request = replace(estimator._request(), initial_weights=None, initial_state=None)
         checked = check_values(request)
         has_validation = request.validation is not None
         check_monitored(request.config, has_validation=has_validation, has_logs=checked.has_logs)

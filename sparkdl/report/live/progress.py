@@ -149,7 +149,7 @@ class RunStatus:
 
     def planned(self, plan: TrainPlan) -> None:
         """The steps of a fit are known."""
-        self.epochs, self.total_steps = plan.epochs, plan.total_steps
+        self.epochs, self.total_steps = plan.end_epoch, plan.first_step + plan.total_steps
 
     def phase(self, what: str, detail: str) -> bool:
         """Take note of what the driver does; False if training goes on, which says more."""
@@ -316,7 +316,7 @@ class ConsoleView(View):
         self._status.planned(plan)
         if self._has_bar:
             # 80 columns have room for it.
-            self._draw_line(self._bar_format(), total=plan.total_steps, unit="step")
+            self._draw_line(self._bar_format(), total=self._status.total_steps, unit="step")
 
     def _bar_format(self) -> str:
         left = self._status.time_left()

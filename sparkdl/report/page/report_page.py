@@ -104,7 +104,8 @@ def _tiles(record: RunRecord) -> Markup:
         tiles.append(_tile("workers", str(record.facts["workers"]), record.facts.get("mode")))
     steps = record.steps[-1][1] if record.steps else None
     if steps is not None and record.facts.get("steps"):
-        tiles.append(_tile("steps", html.value(steps), f"of {record.facts['steps']:,} planned"))
+        planned = record.facts.get("first_step", 0) + record.facts["steps"]
+        tiles.append(_tile("steps", html.value(steps), f"of {planned:,} planned"))
     if record.restarts or record.attempts:
         tiles.append(_tile("restarts", str(record.restarts), None))
     return tag("div", *tiles, class_="tiles")

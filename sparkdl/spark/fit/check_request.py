@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
+import json
 import logging
 import pickle
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ from sparkdl.data.plan import Column, Shard, SpoolColumn, TrainPlan, make_plan
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Named
 from sparkdl.runtime.process import borrowed_generator
+from sparkdl.serialization.identity import identity
 from sparkdl.spark.cluster.slots import Slots, plan_slots
+from sparkdl.spark.fit.check_initial_state import check_initial_state
 from sparkdl.spark.frames.columns import drawn, validation_indicator
 from sparkdl.spark.frames.prepare_columns import prepare, prepare_labels
 from sparkdl.spark.frames.row_table import TableSpec
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.train.objective.loss import LossFunction
+    from sparkdl.train.training_state import TrainingMethod, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,10 @@ class CheckedRequest:
     validation: SparkColumn | None
     """Says which rows are for validation; None: none."""
     slots: Slots
+    method: TrainingMethod | None
+    """How the module is trained; None if no other fit goes on from this one, or this from one."""
+    begins_from: TrainingState | None
+    """What an earlier fit has left; None: training begins."""
 
     @property
     def spark(self) -> SparkSession:
@@ -96,6 +105,14 @@ class CheckedRequest:
         from sparkdl.train.objective.training_step import logs
 
         return logs(self.config, self.module)
+
+    @property
+    def begins_from_text(self) -> str:
+        """What tells the checkpoints of a fit that goes on from those of others."""
+        if self.begins_from is None:
+            return ""
+        text = json.dumps(identity(self.begins_from.shared()))
+        return f"-after-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     @property
     def in_rounds(self) -> bool:
@@ -133,6 +150,8 @@ class CheckedRequest:
                 batch_size=self.config.batch_size,
                 epochs=self.config.epochs,
                 max_steps=self.config.max_steps,
+                first_epoch=0 if self.begins_from is None else self.begins_from.epoch,
+                first_step=0 if self.begins_from is None else self.begins_from.step,
             )
         )
 
@@ -158,6 +177,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     values = check_values(request)
     request, module = values.request, values.module
     config, strategy = request.config, values.strategy
+    method, begins_from = check_initial_state(module, request, values.mode)
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
@@ -195,6 +215,8 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         columns=tuple(columns),
         validation=validation,
         slots=slots,
+        method=method,
+        begins_from=begins_from,
     )
 
 

@@ -37,7 +37,7 @@ from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.rounds.averaging_rounds import train_in_rounds
 from sparkdl.spark.rounds.populations import train_population
 from sparkdl.spark.run.resume import run_key, windows_to_go_on
-from sparkdl.spark.run.run import FitRequest, FitResult, Run
+from sparkdl.spark.run.run import FitRequest, FitResult, Run, Trained
 from sparkdl.spark.run.run_facts import facts, record_run
 from sparkdl.spark.session.compat import shares_console
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
@@ -45,6 +45,7 @@ from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.frozen_layers import thaw
 from sparkdl.sync.population.population import PopulationStrategy
 from sparkdl.train.state import record_of_weights
+from sparkdl.train.training_state import TrainingState
 
 __all__ = ["FitRequest", "FitResult", "fit"]
 
@@ -132,13 +133,16 @@ def _fit(
         checked = replace(checked, request=replace(checked.request, config=config))
         num_skipped = _warn_of_skipped(table, shards)
         mode, train = _mode(checked)
-        key = run_key(checked.module, found.columns, checked.config, content_of(shards) + mode)
+        content = content_of(shards) + mode + checked.begins_from_text
+        key = run_key(checked.module, found.columns, checked.config, content)
         plan = _make_plan(checked, table, shards, found, link, key)
         recorder.planned(plan)
         if request.on_epoch is not None:
             recorder.show(EpochCallback(request.on_epoch))
         link.hub.shows_lines = shows_lines(request.verbose) and shares_console(checked.spark)
         run = Run(
+            begins_from=checked.begins_from,
+            keeps_state=request.keep_training_state,
             spark=checked.spark,
             run_id=run_id,
             run_key=key,
@@ -158,28 +162,33 @@ def _fit(
         recorder.facts(**facts(run))
         recorder.phase("train")
         trained = train(run)
-        recorder.done(trained.steps)
+        recorder.done(trained.summary.steps)
         recorder.phase("clean up")
     thaw(checked.module, checked.frozen)  # a choice of this training, not of the module
     laps = recorder.end_phase()
     phases = {f"fit: {name}": seconds for name, seconds in laps.items()}
     summary = replace(
-        trained,
-        phase_seconds={**phases, **trained.phase_seconds},
+        trained.summary,
+        phase_seconds={**phases, **trained.summary.phase_seconds},
         rows=plan.num_rows,
         validation_rows=plan.num_validation_rows,
         skipped_rows=num_skipped,
         run_name=request.run_name,
         world_size=plan.world_size,
         seconds=sum(laps.values()),
-        weights_of=_weights_of(trained, plan, checked.config.early_stopping),
+        weights_of=_weights_of(trained.summary, plan, checked.config.early_stopping),
     )
+    state = None
+    if trained.left is not None:
+        assert checked.method is not None
+        state = TrainingState(**trained.left, method=checked.method)
     return FitResult(
         module=checked.module.eval(),
         columns=tuple(column for column in found.columns if column.role == "feature"),
         num_classes=found.num_classes,
         prediction_key=found.prediction_key,
         summary=summary,
+        training_state=state,
     )
 
 
@@ -194,9 +203,9 @@ def _weights_of(
     return WeightsOf(
         values=dict(values),
         best=best,
-        planned_epochs=plan.epochs,
+        planned_epochs=plan.end_epoch,
         last_epoch=int(trained.history[-1]["epoch"]),
-        stopped_early=trained.steps < plan.total_steps,
+        stopped_early=trained.steps < plan.first_step + plan.total_steps,
     )
 
 
@@ -220,7 +229,7 @@ def _warn_of_skipped(table: RowTable, shards: Sequence[SpooledShard]) -> int:
     return num_rows
 
 
-def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], TrainingSummary]]:
+def _mode(checked: CheckedRequest) -> tuple[str, Callable[[Run], Trained]]:
     """What tells the checkpoints of rounds from those of a gang, and the function that trains."""
     if checked.slots.is_gang:
         return "", train_in_gang

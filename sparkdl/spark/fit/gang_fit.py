@@ -6,22 +6,25 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import cloudpickle
 
+from sparkdl.comm.file_chunks import gathered
 from sparkdl.errors import CheckpointLost, ShardLost
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.slots import wait_again
 from sparkdl.spark.cluster.supervisor import GangResult, supervise
 from sparkdl.spark.run.resume import find_checkpoint
-from sparkdl.spark.run.run import Run
-from sparkdl.storage.checkpoint_format import decode
+from sparkdl.spark.run.run import Run, Trained
+from sparkdl.storage.checkpoint_format import decode, encode
 from sparkdl.storage.lease import Lease
+from sparkdl.storage.tensor_tree import Snapshot, pack
 from sparkdl.worker import training
 
 
-def train_in_gang(run: Run) -> TrainingSummary:
+def train_in_gang(run: Run) -> Trained:
     """Train, and give the weights to the run's module.
 
     Raises:
@@ -35,10 +38,11 @@ def train_in_gang(run: Run) -> TrainingSummary:
         checkpoints, lease = run.link.checkpoints, None
         if checkpoints is not None:
             lease = stack.enter_context(Lease(checkpoints, run.run_key, run.run_id))
-        attempts = Attempts(run, payload, lease)
+        attempts = Attempts(run, payload, lease, _encoded_state(run))
         result = supervise(run, attempts.submit, heal=attempts.heal)
-    _load_final(run, result)
-    return _trained(result)
+    run.module.load_state_dict(_sent(run, result, "weights", training.FINAL))
+    left = _sent(run, result, "left", training.LEFT) if run.keeps_state else None
+    return Trained(summary=_trained(result), left=left)
 
 
 @dataclass
@@ -49,10 +53,21 @@ class Attempts:
     payload: bytes
     lease: Lease | None
     """None: there is no place for checkpoints."""
+    state: bytes | None = None
+    """safetensors of what an earlier fit has left, if training goes on from there."""
     begun_from: str | None = None
     """The checkpoint of the newest submission."""
     passed_over: set[str] = field(default_factory=set)
     """Checkpoints that workers could not read."""
+
+    def _send_state(self) -> bytes | None:
+        assert self.state is not None
+        return self.run.link.send(
+            training.STATE,
+            self.state,
+            what="the training state has",
+            remedy="submit the job inside the cluster's network",
+        )
 
     def heal(self, failed: Attempt) -> None:
         """Mend what would make the next submission fail too."""
@@ -75,7 +90,7 @@ class Attempts:
         self.begun_from = None if found is None else found.path
         if self.lease is not None:
             self.lease.begin(number, self.begun_from)
-        attempt.start = 0 if found is None else found.step
+        attempt.start = run.plan.first_step if found is None else found.step
         run.view.attempt(number, attempt.start)
         order = run.gang_order(
             training.WorkOrder,
@@ -90,11 +105,20 @@ class Attempts:
                 what="the module's weights have",
                 remedy="submit the job inside the cluster's network",
             ),
+            begins_from_state=run.begins_from is not None,
+            state=None if self.state is None else self._send_state(),
+            keeps_state=run.keeps_state,
             resume_path=self.begun_from,
             source=run.table.reader,
             looks=run.looks,
         )
         return run.gang_job(run.table.df, training.run, order)
+
+
+def _encoded_state(run: Run) -> bytes | None:
+    if run.begins_from is None:
+        return None
+    return gathered(encode(Snapshot(*pack(run.begins_from.shared()))))
 
 
 def _warn_of_space(run: Run) -> None:
@@ -112,11 +136,11 @@ def _warn_of_space(run: Run) -> None:
     )
 
 
-def _load_final(run: Run, result: GangResult) -> None:
-    """Give the trained weights to the driver's module."""
-    in_rows = [payload for _, kind, payload in result.rows if kind == "weights"]
-    data = in_rows[0] if in_rows else run.link.files.read(training.FINAL)
-    run.module.load_state_dict(decode(data, training.FINAL))
+def _sent(run: Run, result: GangResult, kind: str, name: str) -> Any:
+    """What rank 0 has delivered as rows of this kind, or as the file of this name."""
+    in_rows = [payload for _, its_kind, payload in result.rows if its_kind == kind]
+    data = in_rows[0] if in_rows else run.link.files.read(name)
+    return decode(data, name)
 
 
 def _trained(result: GangResult) -> TrainingSummary:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 from sparkdl import sync
 from sparkdl.errors import ConfigError
 from sparkdl.inputs import Specification, Tensor
+from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.sync.strategy import SyncStrategy
 
@@ -119,6 +120,14 @@ def to_initial_weights(value: Any) -> InitialWeights:
         return value
     try:
         return InitialWeights(source=value)
+    except ConfigError as error:
+        raise TypeError(str(error)) from error
+
+
+def to_initial_state(value: Any) -> InitialState | None:
+    """Accept a fitted model, or the place of a saved one."""
+    try:
+        return None if value is None else InitialState.of(value)
     except ConfigError as error:
         raise TypeError(str(error)) from error
 

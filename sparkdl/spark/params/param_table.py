@@ -165,6 +165,16 @@ class EstimatorArguments(InputArguments, total=False):
         job_file_doc='A path or URL, or a table ``{source = "...", skip = ["..."]}``.',
         convert=converters.to_initial_weights, default=None, fills="request", in_job_file=str |
         InitialWeights)]
+    initialState: Annotated[Any, Option(
+        "a fitted model, or the path or URL of a saved one, whose training goes on: with its "
+        "weights, optimizer, schedule and counters, on these rows; epochs are further ones. It "
+        "must have been fitted with keepTrainingState. None: training begins.",
+        job_file_doc="A path or URL.", convert=converters.to_initial_state, default=None,
+        fills="request", in_job_file=str)]
+    keepTrainingState: Annotated[bool, Option(
+        "whether the model keeps what another fit needs to go on from it by initialState: the "
+        "optimizer's state, which Adam makes twice as large as the weights, and counters. It is "
+        "saved with the model.", default=False, fills="request")]
     scheduler: Annotated[Callable[..., Any] | None, Option(
         "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
         "sparkdl.warmup(...), stepped after every training step.",

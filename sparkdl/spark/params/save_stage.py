@@ -23,6 +23,12 @@ from sparkdl.errors import ConfigError, StorageError
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.runtime.tracebacks import plainly
 from sparkdl.serialization.example_inputs import example_of
+from sparkdl.serialization.initial_state import (
+    STATE,
+    InitialState,
+    prepare_training_state,
+    read_training_state,
+)
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.json_objects import DescribeError, describe, restore
 from sparkdl.serialization.load import column_as_json, column_from_json
@@ -60,7 +66,7 @@ P = TypeVar("P", bound=MLReadable[Any])
 M = TypeVar("M", bound=MLReadable[Any])
 
 _MODEL, _MODULE, _SUMMARY = "model", "module", "summary.json"
-_WEIGHTS = "initialWeights"
+_WEIGHTS, _INITIAL = "initialWeights", "initialState"
 
 
 class ParamsWriter(MLWriter):
@@ -121,7 +127,13 @@ class ParamsWriter(MLWriter):
                 return {"folder": _MODULE}
             if name == "initialWeights" and value is not None and value.is_in_memory:
                 folders[_WEIGHTS] = prepare_weights(value.source)
-                return {"folder": _WEIGHTS, "skip": list(value.skip)}
+                return {"folder": _WEIGHTS, "skip": list(value.skip), "names": value.names}
+            if name == "initialState" and value is not None:
+                if value.source is not None:
+                    return self._without_passwords(name, value.source)
+                folders[_INITIAL] = prepare_weights(value.weights)
+                folders[f"{_INITIAL}/{STATE}"] = prepare_training_state(value.training)
+                return {"folder": _INITIAL}
             return self._without_passwords(name, describe(value))
         except ConfigError as error:
             raise DescribeError(
@@ -174,6 +186,8 @@ class ModelWriter(ParamsWriter):
         others = {}
         if model.hasSummary:
             others[_SUMMARY] = json.dumps(model.summary.to_dict(), allow_nan=False).encode()
+        if model.trainingState is not None:
+            folders[STATE] = prepare_training_state(model.trainingState)
         folders[_MODEL] = prepare_module(
             model.module,
             model.module_factory,
@@ -256,9 +270,13 @@ class ParamsReader(MLReader[P]):
             storage = place_of(path, self.sparkSession)
             if name == "module":
                 return load_module_from(storage, _MODULE, self._trust)[0]
-            state = open_module(storage, _WEIGHTS).weights()
+            state = open_module(storage, value["folder"]).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
-            return InitialWeights(source=own, skip=tuple(value["skip"]))
+            if name == "initialState":
+                training = read_training_state(storage, f"{_INITIAL}/{_MODEL}")
+                return InitialState(weights=own, training=training)
+            names = value.get("names", {})  # not there in what earlier versions have written
+            return InitialWeights(source=own, skip=tuple(value["skip"]), names=names)
         return restore(value, self._trust)
 
 
@@ -278,6 +296,7 @@ class ModelReader(ParamsReader[M]):
         make: Any = self.cls
         model = make(module, columns, num_classes=extra["num_classes"], summary=summary)
         model.module_factory = extra["factory"]
+        model._training_state = read_training_state(storage, _MODEL)
         made: M = model
         return made
 

@@ -14,12 +14,11 @@ import math
 from typing import Any, ClassVar
 
 from sparkdl.data.plan import RoundPart
-from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import STATE, merge_states
 from sparkdl.spark.rounds.round_totals import RoundDone
-from sparkdl.spark.run.run import Run
+from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.averaging import AveragingStrategy
 from sparkdl.sync.population.hyperparameters import rescaled, set_present_rate
@@ -27,7 +26,7 @@ from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.state import Record, TrainState
 
 
-def train_in_rounds(run: Run, strategy: AveragingStrategy) -> TrainingSummary:
+def train_in_rounds(run: Run, strategy: AveragingStrategy) -> Trained:
     """Train, and give the weights to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     period = strategy.make_period()
@@ -92,6 +91,11 @@ class Averaged(Stateful):
 
     def evaluate(self, state: TrainState) -> Evaluation:
         return self._jobs.measure(self.model())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Replicas.load_state_dict`: what is not there stays as it is."""
+        given = {**self.state_dict(), **state, "round": {**self._round, **state["round"]}}
+        super().load_state_dict(given)
 
     def notes(self) -> list[Record]:
         """See `Replicas.notes`; there is no population."""

@@ -22,12 +22,11 @@ import torch
 
 from sparkdl.data.plan import RoundPart
 from sparkdl.errors import CheckpointError, ConfigError, TrainingDiverged
-from sparkdl.report.summary import TrainingSummary
 from sparkdl.spark.rounds.round_driver import run_rounds
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs
 from sparkdl.spark.rounds.round_stages import Rows, run_member_stage
 from sparkdl.spark.rounds.round_totals import RoundDone
-from sparkdl.spark.run.run import Run
+from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.stateful import Stateful
 from sparkdl.sync.averaging.merge import merge
 from sparkdl.sync.averaging.period import FixedPeriod, Period
@@ -59,7 +58,7 @@ and some ways to send them end at 128 MB."""
 Parts = dict[str, bytes]
 
 
-def train_population(run: Run, strategy: PopulationStrategy) -> TrainingSummary:
+def train_population(run: Run, strategy: PopulationStrategy) -> Trained:
     """Train, and give the result to the run's module; raises what `run_rounds` raises."""
     watch = LossWatch(run.config.divergence_factor)
     if isinstance(strategy, OneShotAveraging):

@@ -9,6 +9,7 @@ holds the state of the newest round, and Spark runs lost tasks again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from sparkdl.runtime.versions import versions
 from sparkdl.spark.rounds.round_jobs import Evaluation, RoundJobs, logged
 from sparkdl.spark.rounds.round_totals import RoundDone, Totals
 from sparkdl.spark.run.resume import find_checkpoint, patiently
-from sparkdl.spark.run.run import Run
+from sparkdl.spark.run.run import Run, Trained
 from sparkdl.storage.checkpoint_format import Writer, load_shared
 from sparkdl.storage.checkpoint_writer import CheckpointManager
 from sparkdl.storage.lease import Lease
@@ -41,6 +42,7 @@ from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.logs import added, fill
 from sparkdl.train.objective.training_step import logs
 from sparkdl.train.state import EpochBook, Record, TrainState
+from sparkdl.train.training_state import left_by
 
 
 class Replicas(Protocol):
@@ -77,12 +79,12 @@ class Replicas(Protocol):
         """What a checkpoint must hold besides counters and history."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` gave; of an earlier fit it has no weights."""
 
 
 def run_rounds(
     run: Run, period: Period, make: Callable[[RoundJobs], Replicas], *, watch: LossWatch
-) -> TrainingSummary:
+) -> Trained:
     """Train, and give the weights to the run's module.
 
     Args:
@@ -146,7 +148,7 @@ class _Rounds:
         self.logs = b""
         """What the module has logged in the epoch; see `objective.logs`."""
 
-    def train(self) -> TrainingSummary:
+    def train(self) -> Trained:
         """Train to the end."""
         run, book, totals = self.run, self.book, self.totals
         callbacks = run.config.callbacks
@@ -177,7 +179,7 @@ class _Rounds:
         self.requests.refusal = OUTSIDE
         for callback in callbacks:
             callback.on_train_end(self._callback_state())
-        return TrainingSummary(
+        summary = TrainingSummary(
             history=book.state.state_dict()["history"],
             steps=book.state.step,
             restarts=self.jobs.restarts,
@@ -186,6 +188,8 @@ class _Rounds:
             bytes_sent_by_rank=totals.bytes_sent,
             population=self.replicas.notes(),
         )
+        left = left_by(self._shared_state()) if run.keeps_state else None
+        return Trained(summary=summary, left=left)
 
     def _train_round(self) -> None:
         state, totals = self.book.state, self.totals
@@ -278,16 +282,21 @@ class _Rounds:
         }
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint of the same run, if there is one."""
-        link = self.run.link
-        if link.url is None or link.checkpoints is None:
-            return
-        found = find_checkpoint(self.run, link.checkpoints)
+        """Go on from the newest checkpoint of the same run, or else from an earlier fit."""
+        link, begins_from = self.run.link, self.run.begins_from
+        found = None
+        if link.url is not None and link.checkpoints is not None:
+            found = find_checkpoint(self.run, link.checkpoints)
         if found is None:
+            if begins_from is not None:
+                shared = copy.deepcopy(begins_from.shared())  # rules change theirs in place
+                self.replicas.load_state_dict(shared["states"])
+                self.period.load_state_dict(shared["period"])
+                self.book.load_state_dict(shared)
             return
         if self.lease is not None:
             self.lease.begin(0, found.path)
-        shared: dict[str, Any] = patiently(lambda: load_shared(found))
+        shared = patiently(lambda: load_shared(found))
         self.replicas.load_state_dict(shared["states"])
         self.period.load_state_dict(shared["period"])
         self.watch.load_state_dict(shared["watch"])

@@ -117,7 +117,7 @@ def find_checkpoint(
 
     def fits(shared: Any) -> bool:
         state = TrainState.from_state_dict(shared["state"])
-        return not state.exceeds(run.plan.epochs, run.plan.max_steps)
+        return not state.exceeds(run.plan.end_epoch, run.plan.end_step)
 
     found = newest(storage, run.run_key, fits, passed_over=passed_over, lease=lease)
     if found is not None:

@@ -11,6 +11,7 @@ from sparkdl.data.plan import Column, TrainPlan
 from sparkdl.inputs import Named
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.report.summary import TrainingSummary
+from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.serialization.packed_module import PackedModule
 from sparkdl.spark.cluster.launch import Launch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from sparkdl.train.objective.loss import LossFunction
+    from sparkdl.train.training_state import TrainingState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,19 @@ class Run(Launch):
     table: RowTable
     looks: Looks | None = None
     """What rank 0 looks at in its layers for reports and listeners; None: nothing."""
+    begins_from: TrainingState | None = None
+    """What an earlier fit has left; None: training begins."""
+    keeps_state: bool = False
+    """Whether `Trained.left` is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of a run besides the weights, which the run's module has."""
+
+    summary: TrainingSummary
+    left: Mapping[str, Any] | None
+    """What `training_state.left_by` gave; None if it is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +93,10 @@ class FitRequest(Request):
     """Part of the rows for validation, drawn by their hash."""
     initial_weights: InitialWeights | None = None
     """Where training starts from; None: the weights that the module has."""
+    initial_state: InitialState | None = None
+    """The model whose training goes on; None: training begins."""
+    keep_training_state: bool = False
+    """Whether the result has what another fit needs to go on."""
     execution_mode: str = "auto"
     """``auto``, ``gang`` or ``rounds``."""
     specified: tuple[Named, ...] = ()
@@ -118,3 +137,5 @@ class FitResult:
     prediction_key: str | None
     """Where the module's output has the prediction; None: it is all of it."""
     summary: TrainingSummary
+    training_state: TrainingState | None = None
+    """What another fit needs to go on; None if it is not kept."""

@@ -9,6 +9,7 @@ import torch
 from pyspark.sql import SparkSession
 from torch import nn
 
+from sparkdl.serialization.initial_weights import load_initial_weights
 from tests.docs.digits import saved_model
 from tests.s3 import make_bucket
 
@@ -32,6 +33,9 @@ class Net(nn.Module):
         return self.head(self.body(features))
 
 
+PUBLISHED = "published.pt"
+
+
 def prepare(spark: SparkSession) -> dict[str, Any]:
     make_bucket("models")
     factory = partial(Net, num_classes=3)
@@ -40,12 +44,26 @@ def prepare(spark: SparkSession) -> dict[str, Any]:
     model.save("s3://models/large")
     rows = [([float(i)] * 4, i % 10) for i in range(20)]
     df = spark.createDataFrame(rows, "features array<float>, label int")
-    return {"make_net": Net, "df": df, "large": large}
+    state = {
+        name.replace("body.stem", "module.backbone.conv1").replace(
+            "body.layers", "module.backbone.block"
+        ): value
+        for name, value in Net().state_dict().items()
+        if not name.startswith("head")
+    }
+    torch.save({"epoch": 3, "state_dict": {**state, "module.fc.bias": torch.ones(2)}}, PUBLISHED)
+    return {"make_net": Net, "df": df, "more": df, "large": large}
 
 
 def check(names: dict[str, Any]) -> None:
     fitted = names["classifier"].setParams(numWorkers=1, verbose=0).fit(names["df"]).module
     large = names["large"]
+    renamed = Net()
+    load_initial_weights(renamed, names["published"])
+    published = torch.load(PUBLISHED, weights_only=True)["state_dict"]
+    expected = published["module.backbone.block.8.bias"]
+    assert torch.equal(renamed.body.layers[8].bias, expected)  # type: ignore[arg-type, union-attr]
+    assert names["tuesday"].trainingState.epoch == 4
     assert torch.equal(fitted.body.stem.weight, large.body.stem.weight)
     assert torch.equal(fitted.body.layers[7].weight, large.body.layers[7].weight)
     assert not torch.equal(fitted.body.layers[8].weight, large.body.layers[8].weight)

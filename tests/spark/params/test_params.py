@@ -17,6 +17,7 @@ from sparkdl.estimator import TorchClassifier, TorchEstimator, TorchRegressor
 from sparkdl.inputs import Named, Sequence, Specification, Tensor
 from sparkdl.model import TorchClassifierModel, TorchModel, TorchRegressorModel
 from sparkdl.report.listeners.tensorboard import TensorBoard
+from sparkdl.serialization.initial_state import InitialState
 from sparkdl.serialization.initial_weights import InitialWeights
 from sparkdl.spark.params.param_table import (
     ClassifierArguments,
@@ -50,6 +51,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "learningRate": (0.5, 0.5),
     "parameterGroups": ({"head": {"lr": 0.1}}, {"head": {"lr": 0.1}}),
     "frozenLayers": (["body"], ("body",)),
+    "initialState": ("s3://m/1", InitialState(source="s3://m/1")),
+    "keepTrainingState": (True, True),
     "initialWeights": ({"w": 1}, InitialWeights(source={"w": 1})),
     "scheduler": (len, len),
     "featuresCol": ("f", ("f",)),

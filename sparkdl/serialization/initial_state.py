@@ -1,0 +1,98 @@
+"""The fitted model, in memory or saved, from whose training state a fit goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.errors import ConfigError, StorageError
+from sparkdl.serialization.load import open_saved, place_of_saved
+from sparkdl.serialization.saved_module import (
+    INDEX,
+    PreparedModule,
+    open_module,
+    prepare_weights,
+)
+from sparkdl.storage.hadoop_storage import open_place
+from sparkdl.storage.storage import Storage, scheme_of, without_password
+
+if TYPE_CHECKING:
+    from sparkdl.train.training_state import TrainingState
+
+STATE = "training"
+"""Folder of a saved model that holds its training state."""
+_REMEDY = "fit it with keepTrainingState=True, or pass it as initialWeights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialState:
+    """Weights and training state to begin from: those of a fitted model, or the place of one."""
+
+    source: str | None = None
+    """Path or URL of a saved model; None: they are in memory."""
+    weights: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    training: TrainingState | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> InitialState:
+        """What the Param ``initialState`` takes.
+
+        Raises:
+            ConfigError: it is no path and no fitted model that has kept its training state.
+        """
+        if isinstance(value, InitialState):
+            return value
+        if isinstance(value, str | os.PathLike):
+            path = os.fspath(value)
+            is_url = scheme_of(path) is not None
+            return cls(source=path if is_url else str(Path(path).expanduser().absolute()))
+        if not hasattr(value, "trainingState") or not hasattr(value, "module"):
+            raise ConfigError(
+                "initialState must be a fitted model, or the path or URL of a saved one; received "
+                f"{type(value).__name__}"
+            )
+        if value.trainingState is None:
+            raise ConfigError(f"initialState: the model has no training state; {_REMEDY}")
+        return cls(weights=value.module.state_dict(), training=value.trainingState)
+
+    def read(self) -> tuple[Mapping[str, Any], TrainingState]:
+        """The weights, and the state; nothing is imported or run for them.
+
+        Raises:
+            StorageError: there is no such model, it is damaged, or has no training state.
+        """
+        if self.source is None:
+            assert self.training is not None
+            return self.weights, self.training
+        storage = open_place(self.source)
+        training = read_training_state(storage, place_of_saved(storage))
+        if training is None:
+            shown = without_password(self.source)
+            raise StorageError(f"the model in {shown} has no training state; {_REMEDY}")
+        return open_saved(self.source).weights(), training
+
+
+def prepare_training_state(state: TrainingState) -> PreparedModule:
+    """Prepare a state to be written as a folder."""
+    return prepare_weights(state.tree())
+
+
+def read_training_state(storage: Storage, model: str) -> TrainingState | None:
+    """The state that was saved beside a model; None if there is none.
+
+    Args:
+        storage: where they lie.
+        model: folder of the model.
+
+    Raises:
+        StorageError: it is damaged, or of another version.
+    """
+    from sparkdl.train.training_state import TrainingState
+
+    folder = f"{model.rpartition('/')[0]}/{STATE}".lstrip("/")
+    if not storage.exists(f"{folder}/{INDEX}"):
+        return None
+    return TrainingState.from_tree(open_module(storage, folder).weights())
