@@ -51,6 +51,9 @@ class TrainingSummary:
     population: list[dict[str, float]] = field(default_factory=list)
     """What was seen of members that compete: ``step``, ``member``, and ``val_loss``, metrics,
     hyperparameters and contests where there were any."""
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Params that were ``"auto"`` -> ``value``, and ``reason`` with the numbers; the seconds that
+    choosing took are those of the phase ``fit: choose``."""
     report_path: str | None = None
     """Where the fit has left its page; None: nowhere."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
@@ -150,6 +153,7 @@ class TrainingSummary:
                 "rows": self.rows,
                 "validation_rows": self.validation_rows,
                 "steps": self.steps,
+                **({"chosen": self.chosen} if self.chosen else {}),
             },
             laps={
                 name.removeprefix("fit: "): seconds
@@ -187,6 +191,9 @@ class TrainingSummary:
             ("restarts", str(self.restarts)),
             ("seconds", f"{self.seconds:.1f} ({phases})"),
             ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),
+        ]
+        lines += [
+            (name, f"{choice['value']}: {choice['reason']}") for name, choice in self.chosen.items()
         ]
         if self.history:
             last = [f"{k} {value:.5g}" for k, value in self.history[-1].items() if k != "epoch"]

@@ -49,7 +49,13 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user gets a warning."""
 
 
-def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitResult:
+Choose = Callable[[UserData, FitRequest, Spools | None], FitRequest]
+"""Gives a request with values in place of every ``"auto"``."""
+
+
+def fit(
+    data: Data, request: FitRequest, spools: Spools | None = None, choose: Choose | None = None
+) -> FitResult:
     """Train on all workers of the cluster.
 
     Args:
@@ -57,6 +63,7 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         request: what the estimator asks for.
         spools: those of other fits on the same DataFrame, which may be used, and are left there;
             the fit waits until those leave it slots. None: the fit has its own.
+        choose: called if a Param is ``"auto"``; None: none is.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -74,6 +81,11 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         interruptible(given.spark, directory),
         record_run(given.spark, run_id, request) as recorder,
     ):
+        if request.automatic:
+            assert choose is not None
+            recorder.phase("choose")
+            request = choose(given, request, spools)
+            recorder.phase("preflight")
         result = _fit(given, run_id, request, spools, recorder)
         recorder.succeeded(result.summary.history, result.module)
     summary = replace(result.summary, record=recorder.record(), report_path=recorder.page_path)
@@ -138,7 +150,10 @@ def _fit(
             view=recorder,
             max_restarts=request.max_restarts,
         )
-        recorder.facts(**facts(run))
+        known = facts(run)
+        if request.chosen:
+            known["chosen"] = request.chosen
+        recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
         recorder.phase("clean up")
@@ -154,6 +169,7 @@ def _fit(
         skipped_rows=num_skipped,
         world_size=plan.world_size,
         seconds=sum(laps.values()),
+        chosen={name: dict(choice) for name, choice in request.chosen.items()},
     )
     return FitResult(
         module=checked.module.eval(),
