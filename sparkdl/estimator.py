@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator
@@ -105,7 +105,12 @@ class _TorchEstimator(
         """
         from sparkdl.spark.fit.fit import fit
 
-        return self._model(fit(dataset, replace(self._request(), on_epoch=on_epoch), spools))
+        request = replace(self._request(), on_epoch=on_epoch)
+        if not request.automatic:
+            return self._model(fit(dataset, request, spools))
+        from sparkdl.spark.explain.choose_values import choose
+
+        return self._model(fit(dataset, request, spools, choose))
 
     @plainly
     def explain(
@@ -152,7 +157,11 @@ class _TorchEstimator(
             count_seconds=count_seconds,
             measure_seconds=measure_seconds,
         )
-        return explain(dataset, self._request(), options)
+        return explain(dataset, self._request(), options, self._with)
+
+    def _with(self, params: Mapping[str, Any]) -> Self:
+        """A copy with some Params changed."""
+        return self.copy({self.getParam(name): value for name, value in params.items()})
 
     def _request(self) -> FitRequest:
         """The Params as the value that `fit` takes; all checks that need no data happen here."""
@@ -176,10 +185,10 @@ class _TorchEstimator(
         model._resetUid(self.uid)
         for name in ("featuresCol", "inputCols", "inputs"):
             model.clear(model.getParam(name))  # as the estimator has them, set or not
-        self._copyValues(model)
+        # A training batch is sized for learning, a prediction batch for speed.
+        self._copyValues(model, {self.getParam("batchSize"): INFERENCE_BATCH_SIZE})
         if result.prediction_key is not None:
             model._set(predictionOutput=result.prediction_key)
-        # A training batch is sized for learning, a prediction batch for speed.
         model.clear(model.getParam("batchSize"))
         model._setDefault(batchSize=INFERENCE_BATCH_SIZE)
         return model

@@ -26,10 +26,14 @@ SMALL_SHARE = 0.05
 class Option:
     """A strategy with all numbers of workers that it was predicted for."""
 
-    name: str
-    """As a user writes it."""
+    strategy: SyncStrategy
     predictions: tuple[Prediction, ...]
     """By number of workers; empty: it cannot be used."""
+
+    @property
+    def name(self) -> str:
+        """The strategy as a user writes it."""
+        return strategy_text(self.strategy)
 
     def at(self, world_size: int) -> Prediction | None:
         """The prediction for so many workers, if there is one."""
@@ -49,7 +53,7 @@ def option(
 ) -> Option:
     """The strategy with each number of workers that it can have."""
     return Option(
-        name=strategy_text(strategy),
+        strategy=strategy,
         predictions=tuple(
             predictor.predict(strategy, world_size, in_rounds=in_rounds)
             for world_size in world_sizes
@@ -154,25 +158,36 @@ def strategy_text(strategy: SyncStrategy) -> str:
     return f"{type(strategy).__name__}({', '.join(given)})"
 
 
-def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
-    """Go down the ladder as far as communication makes it necessary.
+def first_good(ladder: Sequence[Option]) -> tuple[Option, list[str]]:
+    """Go down the ladder as far as communication makes it necessary; the reasons come along.
 
     Args:
         ladder: strategies from the one that changes training least to the one that agrees most
-            seldom.
-        planned: the strategy that was asked for.
-        num_workers: workers that were asked for.
+            seldom; one of them can be used.
     """
     usable = [option for option in ladder if option.predictions]
     chosen, reasons = _first_cheap(usable)
     first, best = usable[0], chosen.best
     # To agree more seldom is worth its change of training only if the fit is shorter by it.
     if chosen is not first and best.total_seconds > (1 - TOLERANCE) * first.best.total_seconds:
-        chosen, best = first, first.best
+        chosen = first
         reasons.append(
-            f"with {_workers(best)} {first.name} is as quick all the same: nothing that agrees "
-            "more seldom makes the fit shorter"
+            f"with {workers_text(first.best)} {first.name} is as quick all the same: nothing that "
+            "agrees more seldom makes the fit shorter"
         )
+    return chosen, reasons
+
+
+def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Recommendation:
+    """The first good option of the ladder, with as few workers as are nearly as fast as more.
+
+    Args:
+        ladder: see `first_good`.
+        planned: the strategy that was asked for.
+        num_workers: workers that were asked for.
+    """
+    chosen, reasons = first_good(ladder)
+    best = chosen.best
     is_one_machine = best.nodes == 1 and any(
         p.workers > best.workers and (best.workers == 1 or p.nodes > 1) for p in chosen.predictions
     )
@@ -187,12 +202,13 @@ def recommend(ladder: Sequence[Option], planned: Option, num_workers: int) -> Re
         reasons.append("that is what the estimator asks for")
     elif asked is not None:
         reasons.append(
-            f"{planned.name} with {_workers(asked)}, as the estimator asks for, takes "
+            f"{planned.name} with {workers_text(asked)}, as the estimator asks for, takes "
             f"{seconds_text(asked.total_seconds)}"
         )
     return Recommendation(
         num_workers=best.workers,
         strategy=chosen.name,
+        sync_strategy=chosen.strategy,
         averaging_period=period,
         total_seconds=best.total_seconds,
         is_one_machine_faster=is_one_machine,
@@ -210,7 +226,7 @@ def _first_cheap(usable: Sequence[Option]) -> tuple[Option, list[str]]:
             return option, reasons
         reasons.append(
             f"{option.name} would spend {wide.exchange_share:.0%} of the time on agreeing "
-            f"with {_workers(wide)}"
+            f"with {workers_text(wide)}"
         )
     return usable[-1], reasons
 
@@ -219,11 +235,11 @@ def _why_so_many(option: Option, best: Prediction) -> str:
     least = min(option.predictions, key=lambda p: p.total_seconds)
     if least.workers == best.workers:
         return (
-            f"with {option.name} the fit is shortest with {_workers(best)}: "
+            f"with {option.name} the fit is shortest with {workers_text(best)}: "
             f"{seconds_text(best.total_seconds)}"
         )
     return (
-        f"with {option.name} and {_workers(best)} the fit takes "
+        f"with {option.name} and {workers_text(best)} the fit takes "
         f"{seconds_text(best.total_seconds)}, with {least.workers} at best "
         f"{seconds_text(least.total_seconds)}: not worth the slots"
     )
@@ -239,10 +255,11 @@ def _why_one(option: Option, best: Prediction) -> str:
     )
     return (
         f"one machine is faster, or as fast: {seconds_text(best.total_seconds)} with "
-        f"{_workers(best)} {cores}, {seconds_text(others.total_seconds)} with "
-        f"{_workers(others)}, which {lost}"
+        f"{workers_text(best)} {cores}, {seconds_text(others.total_seconds)} with "
+        f"{workers_text(others)}, which {lost}"
     )
 
 
-def _workers(prediction: Prediction) -> str:
+def workers_text(prediction: Prediction) -> str:
+    """So many workers, as people say it."""
     return f"{prediction.workers} worker" + "s" * (prediction.workers > 1)

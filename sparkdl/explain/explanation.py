@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sparkdl.explain.predict_times import Prediction
 from sparkdl.report.page.html import joined, row, size, tag
 from sparkdl.runtime.json_values import finite
+from sparkdl.sync.strategy import SyncStrategy
 
 Table = Sequence[tuple[str, ...]]
 """Rows of cells."""
@@ -101,6 +102,9 @@ class Recommendation:
 
     num_workers: int
     strategy: str
+    """As a user writes it."""
+    sync_strategy: SyncStrategy = field(repr=False)
+    """The same, as ``syncStrategy`` takes it."""
     averaging_period: int | None
     """Steps of a round; None: the strategy has no rounds of several steps."""
     total_seconds: float
@@ -116,7 +120,7 @@ class Explanation:
 
         explanation = estimator.explain(df)
         print(explanation)
-        explanation.recommendation.num_workers
+        model = explanation.recommended.fit(df)
     """
 
     plan: PlanFacts
@@ -124,6 +128,11 @@ class Explanation:
     """Empty without calibration."""
     strategies: tuple[StrategyRow, ...] = ()
     recommendation: Recommendation | None = None
+    chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Params that are ``"auto"``; see `TrainingSummary.chosen`."""
+    recommended: Any = field(default=None, repr=False, compare=False)
+    """A copy of the estimator with what is recommended, which can be fitted; None where there is
+    no recommendation."""
     notes: tuple[str, ...] = ()
     """What was estimated, from what, and what the numbers do not hold for."""
     measured: tuple[tuple[str, str], ...] = ()
@@ -131,9 +140,13 @@ class Explanation:
     explain_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; numbers that JSON cannot hold become None."""
-        values: dict[str, Any] = finite(dataclasses.asdict(self))
-        return values
+        """What is shown, as plain values; numbers that JSON cannot hold become None."""
+        values = dataclasses.asdict(dataclasses.replace(self, recommended=None))
+        del values["recommended"]
+        if values["recommendation"] is not None:
+            del values["recommendation"]["sync_strategy"]
+        plain: dict[str, Any] = finite(values)
+        return plain
 
     def lines(self) -> list[str]:
         """The explanation as text."""
@@ -162,6 +175,11 @@ class Explanation:
     def _sections(self) -> Iterator[_Section]:
         """What is shown, in its order."""
         yield _Section("plan", self._facts())
+        if self.chosen:
+            yield _Section(
+                "chosen",
+                [(name, f"{c['value']}: {c['reason']}") for name, c in self.chosen.items()],
+            )
         if self.scaling:
             title = f"{self.plan.strategy}, by number of workers"
             yield _Section(title, self._scaling(), has_head=True)

@@ -23,7 +23,7 @@ import cloudpickle
 from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.config import CheckpointConfig, TrainConfig
 from sparkdl.data.plan import Shard, TrainPlan, make_plan
-from sparkdl.data.source import ShardSource
+from sparkdl.data.source import ShardRows, ShardSource
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.data.spool.spool_source import SpoolSource
 from sparkdl.train.callbacks import NullObserver
@@ -53,8 +53,8 @@ _COPIED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureOrder(GangOrder):
-    """What the driver asks of every rank."""
+class SampleOrder(GangOrder):
+    """What the driver asks of ranks that train on a sample, and keep nothing."""
 
     plan: TrainPlan
     """Of the sample."""
@@ -62,12 +62,18 @@ class MeasureOrder(GangOrder):
     """cloudpickle of ``(TrainConfig, structure of the module)``; see `for_measuring`."""
     weights: bytes | None
     """As in `worker.WorkOrder`."""
-    places: tuple[tuple[int, int], ...]
-    """Ranks of each machine that are at work at the same time, and their threads, in turn."""
-    compressions: tuple[Compression, ...]
     seconds: float
     """About how long one measurement may take."""
     source: ShardSource = field(default_factory=SpoolSource)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOrder(SampleOrder):
+    """What the driver asks of every rank that measures for the cost model."""
+
+    places: tuple[tuple[int, int], ...]
+    """Ranks of each machine that are at work at the same time, and their threads, in turn."""
+    compressions: tuple[Compression, ...]
 
 
 def run(environment: WorkerEnvironment, order: MeasureOrder) -> Iterator[tuple[str, bytes]]:
@@ -80,17 +86,8 @@ def run(environment: WorkerEnvironment, order: MeasureOrder) -> Iterator[tuple[s
 
 
 def _measure(order: MeasureOrder, member: Member) -> Results:
-    from sparkdl.worker.training import initial_module
-
-    began = time.perf_counter()
-    config, structure = cloudpickle.loads(order.payload)
-    comm = member.comm
-    member.reporter.phase("setup")
-    module = initial_module(order.weights, structure, member.files, comm)
-    steps = StepTimer(
-        module, config, order.plan, order.plan.shards_of(comm.rank), order.source, member.device,
-        order.seconds,
-    )  # fmt: skip
+    began, comm = time.perf_counter(), member.comm
+    steps = step_timer(order, member)
     report: dict[str, Any] = {
         "node": member.nodes[comm.rank],
         "device": member.device.type,
@@ -100,11 +97,24 @@ def _measure(order: MeasureOrder, member: Member) -> Results:
         "copy": copy_seconds(member.device),
     }
     if comm.world_size > 1:
-        shapes = [tuple(p.shape) for p in module.parameters() if p.requires_grad]
+        shapes = [tuple(p.shape) for p in steps.module.parameters() if p.requires_grad]
         exchanges = ExchangeTimer(comm, member.device, shapes, order.seconds)
         report.update(exchanges.measure(order.compressions))
     report["seconds"] = time.perf_counter() - began
     return [("result", json.dumps(report).encode())]
+
+
+def step_timer(order: SampleOrder, member: Member) -> StepTimer:
+    """What takes steps on the rank's rows."""
+    from sparkdl.worker.training import initial_module
+
+    config, structure = cloudpickle.loads(order.payload)
+    member.reporter.phase("setup")
+    module = initial_module(order.weights, structure, member.files, member.comm)
+    return StepTimer(
+        module, config, order.plan, order.plan.shards_of(member.comm.rank), order.source,
+        member.device, order.seconds,
+    )  # fmt: skip
 
 
 def for_measuring(config: TrainConfig) -> TrainConfig:
@@ -182,42 +192,45 @@ class StepTimer:
             "seconds": [step["seconds"] for step in steps],
         }
 
-    def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
-        """Rows and seconds of steps, but the first one, which is not timed.
+    def sampled(self, batch_size: int, num_steps: int) -> tuple[TrainPlan, ShardRows]:
+        """A plan of so many steps on the rank's rows, and the rows.
 
         The shards are read as often as an epoch of some steps needs them. If that is not often
         enough, batches are smaller.
         """
-        from sparkdl.comm.communicator import LocalCommunicator
-        from sparkdl.storage.tensor_tree import pack
-        from sparkdl.train.loop import train
-
         num_rows = sum(shard.num_rows for shard in self.shards)
         times = min(_MOST_REPEATS, -(-_STEPS_OF_AN_EPOCH * batch_size // num_rows))
-        batch_size = max(1, min(batch_size, times * num_rows // _STEPS_OF_AN_EPOCH))
         shards = times * list(self.shards)
         plan = make_plan(
             columns=self.plan.columns,
             # Numbers of their own for the plan; a source goes by those that it has given.
             shards=[replace(shard, shard_id=number) for number, shard in enumerate(shards)],
             world_size=1,
-            batch_size=batch_size,
+            batch_size=max(1, min(batch_size, times * num_rows // _STEPS_OF_AN_EPOCH)),
             epochs=_FOREVER,
             max_steps=num_steps,
             windows=self.plan.windows,
         )
+        return plan, self.source.open(plan, shards, "train")
+
+    def with_batches(self, batch_size: int) -> TrainConfig:
+        """The configuration for batches of so many rows."""
+        num_parts = min(self.config.gradient_accumulation_steps, batch_size)
+        return replace(self.config, batch_size=batch_size, gradient_accumulation_steps=num_parts)
+
+    def _train(self, batch_size: int, num_steps: int) -> list[dict[str, float]]:
+        """Rows and seconds of steps, but the first one, which is not timed."""
+        from sparkdl.comm.communicator import LocalCommunicator
+        from sparkdl.storage.tensor_tree import pack
+        from sparkdl.train.loop import train
+
+        plan, shards = self.sampled(batch_size, num_steps)
         clock = _StepTimes(self.device)
         outcome = train(
             module=copy.deepcopy(self.module),
-            config=replace(
-                self.config,
-                batch_size=batch_size,
-                gradient_accumulation_steps=min(
-                    self.config.gradient_accumulation_steps, batch_size
-                ),
-            ),
+            config=self.with_batches(plan.batch_size),
             plan=plan,
-            shards=self.source.open(plan, shards, "train"),
+            shards=shards,
             validation=MappedRows([], plan),
             comm=LocalCommunicator(),
             device=self.device,

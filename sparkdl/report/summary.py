@@ -104,6 +104,9 @@ class TrainingSummary:
     weights_of: WeightsOf | None = None
     """Which weights the model has: those of which epoch, and why; None: of a summary of an older
     version."""
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Params that were ``"auto"`` -> ``value``, and ``reason`` with the numbers; the seconds that
+    choosing took are those of the phase ``fit: choose``."""
     report_path: str | None = None
     """Where the fit has left its page; None: nowhere."""
     record: RunRecord | None = field(default=None, repr=False, compare=False)
@@ -206,6 +209,7 @@ class TrainingSummary:
                 "rows": self.rows,
                 "validation_rows": self.validation_rows,
                 "steps": self.steps,
+                **({"chosen": self.chosen} if self.chosen else {}),
             },
             laps={
                 name.removeprefix("fit: "): seconds
@@ -249,6 +253,9 @@ class TrainingSummary:
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))
+        lines += [
+            (name, f"{choice['value']}: {choice['reason']}") for name, choice in self.chosen.items()
+        ]
         if self.weights_of is not None:
             lines.append(("weights of", str(self.weights_of)))
             lines.append(("", self.weights_of.values_text()))

@@ -108,6 +108,8 @@ def _with_params(cls: type[T]) -> type[T]:
     """Class decorator: a field for each of `PARAMS`."""
     for key, option in PARAMS.items():
         kind = option.in_job_file or key_type(option.type)
+        if option.accepts_auto and kind is not str:
+            kind |= Literal["auto"]
         cls.__annotations__[key] = kind | None
         doc = f"{option.doc} {option.job_file_doc}".rstrip()
         setattr(cls, key, field(default=None, metadata={"doc": doc}))

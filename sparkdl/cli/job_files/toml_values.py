@@ -181,7 +181,7 @@ def describe(hint: Any) -> str:
     if len(parts) > 1:
         return " or ".join(describe(part) for part in parts if part is not type(None))
     if origin is Literal:
-        return f"one of {_listed(get_args(hint))}"
+        return "one of " * (len(get_args(hint)) > 1) + _listed(get_args(hint))
     if origin is tuple:
         return f"a list (each {describe(get_args(hint)[0])})"
     if is_dataclass(hint):

@@ -54,6 +54,7 @@ def body(record: RunRecord) -> Markup:
         _tiles(record),
         _error(record),
         _curves(record),
+        _chosen(record),
         _time(record),
         _failures(record),
         _confusion(record),
@@ -280,6 +281,21 @@ def _most_confused(counts: Sequence[Sequence[float]]) -> str:
         return ""
     count, label, predicted = max(pairs)
     return f"Most often mistaken: {label} for {predicted} ({html.value(count)} times)."
+
+
+def _chosen(record: RunRecord) -> Markup:
+    """Params that were "auto"."""
+    chosen = record.facts.get("chosen")
+    if not chosen:
+        return Markup("")
+    rows = [row(name, c["value"], c["reason"]) for name, c in chosen.items()]
+    hint = "These Params were left to “auto”, and chosen by measurements before the run."
+    if (seconds := record.laps.get("choose")) is not None:
+        hint += f" That took {html.duration(seconds)}."
+    table = tag("table", row("Param", "value", "reason", kind="th"), *rows)
+    return section(
+        "Chosen automatically", tag("div", table, class_="scroll"), tag("p", hint, class_="hint")
+    )
 
 
 def _graph(record: RunRecord) -> Markup:

@@ -15,6 +15,9 @@ from sparkdl.spark.frames.frame_sample import Sample, count_rows
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.frames.shard_table import ShardTable
 
+Counted = tuple[tuple[int, int], tuple[str, ...]]
+"""Rows for training and for validation, and notes on where these numbers come from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -29,6 +32,7 @@ class Found:
     """Rows for training, before the strategy sets some of them aside."""
     may_validate: bool
     """Whether there are rows for validation, or whether that is not known."""
+    counted: Counted
 
     def largest_rows(self, num_shards: int) -> int:
         """Training rows of the fullest of so many shards, without those that are set aside."""
@@ -40,7 +44,11 @@ class Found:
 
 
 def estimate(
-    checked: CheckedRequest, sample: Sample | None, options: ExplainOptions, stack: ExitStack
+    checked: CheckedRequest,
+    sample: Sample | None,
+    options: ExplainOptions,
+    stack: ExitStack,
+    counted: Counted | None = None,
 ) -> Found:
     """Columns by a few rows and numbers by a count, or all of it by what a source tells.
 
@@ -49,6 +57,7 @@ def estimate(
         sample: some rows of the DataFrame; None: there is a source.
         options: say how many rows there are, or how long they may be counted.
         stack: removes the sample's spool.
+        counted: what an earlier estimate has counted; None: rows are counted now.
 
     Raises:
         DataError: the rows cannot be trained on, or counting them takes too long.
@@ -70,8 +79,11 @@ def estimate(
     if sample is None:
         name = type(checked.data.source).__name__
         notes = [f"the rows are those that {name} tells of; nothing was read"]
+        training = sum(shard.num_rows for shard in shards)
+        counted = (training, sum(shard.num_validation_rows for shard in shards)), ()
     else:
-        numbers, notes = _count(checked, sample, shards[0], options)
+        counted = counted or _count(checked, sample, shards[0], options)
+        numbers, notes = counted[0], list(counted[1])
         if num_skipped := table.skipped(spooled)[0]:
             notes.append(
                 f"{num_skipped} of the {sample.num_rows:,} rows of the sample would be left out; "
@@ -91,27 +103,28 @@ def estimate(
         notes=tuple(notes),
         num_rows=sum(shard.num_rows for shard in shards),
         may_validate=may_validate or plan.num_validation_rows > 0,
+        counted=counted,
     )
 
 
 def _count(
     checked: CheckedRequest, sample: Sample, spooled: Shard, options: ExplainOptions
-) -> tuple[tuple[int, int], list[str]]:
-    """Rows for training and for validation, and notes on where these numbers come from."""
+) -> Counted:
+    """Count the rows, or take their number as it was given."""
     if sample.is_all:
-        return (spooled.num_rows, spooled.num_validation_rows), []
+        return (spooled.num_rows, spooled.num_validation_rows), ()
     of_sample = (
         f"shapes, sizes and skew are those of the first {sample.num_rows:,} rows that Spark "
         "found; all rows are checked by fit"
     )
     if options.num_rows is None:
         frame = checked.data.frame
-        return count_rows(frame, checked.validation, options.count_seconds), [of_sample]
+        return count_rows(frame, checked.validation, options.count_seconds), (of_sample,)
     num_validation = round(options.num_rows * spooled.num_validation_rows / spooled.num_all_rows)
     note = "the number of rows is the one that was given"
     if sample.validation is not None:
         note += ", divided into rows for training and for validation as the sample's are"
-    return (options.num_rows - num_validation, num_validation), [note, of_sample]
+    return (options.num_rows - num_validation, num_validation), (note, of_sample)
 
 
 def _shards(

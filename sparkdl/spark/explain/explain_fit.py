@@ -1,64 +1,51 @@
 """Explains a fit before it runs: the whole of ``explain``, in order.
 
 The checks of ``fit`` come first, with its errors; then a sample and a count in place of the spool;
-then the plan; then, unless nothing shall be measured, a few measured steps and the predictions.
+then what the user has left to ``"auto"`` is chosen; then the plan; then, unless nothing shall be
+measured, a few measured steps and the predictions.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
-from sparkdl.comm import compression
 from sparkdl.config import ExplainOptions
 from sparkdl.data.plan import TrainPlan
-from sparkdl.errors import ConfigError
 from sparkdl.explain import comparison
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.explanation import Explanation, PlanFacts, seconds_text
-from sparkdl.explain.predict_times import Predictor
 from sparkdl.report.page.html import size
 from sparkdl.spark.cluster.cluster_info import INTERPRETER_BYTES
-from sparkdl.spark.explain.estimate import Found, estimate
+from sparkdl.spark.explain.choose_values import chosen_values, look, start_of, with_choices
+from sparkdl.spark.explain.estimate import Found
 from sparkdl.spark.explain.measure_gang import measure, num_ranks, why_no_gang
-from sparkdl.spark.fit.check_request import (
-    CheckedRequest,
-    check_request,
-    check_sync_batch_norm,
-)
-from sparkdl.spark.fit.check_rows import check_plan, replica_bytes
+from sparkdl.spark.explain.predict_fit import compressions_of, model_size, predictor_of
+from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.check_rows import check_plan
 from sparkdl.spark.frames.user_data import Data, UserData, user_data
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.interrupts import Cleanup, interruptible
 from sparkdl.spark.session.stage_progress import working
-from sparkdl.sync.collective import CollectiveStrategy
 from sparkdl.sync.exchange_pattern import ModelSize
-from sparkdl.sync.frozen_layers import moving_buffers
-from sparkdl.sync.strategy import SyncStrategy
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from sparkdl.comm.compression.compression import Compression
-
-logger = logging.getLogger(__name__)
-
-_COMPARED = ("bf16", "powersgd")
-"""Compressions that are timed besides the strategy's own."""
 
 
-def explain(data: Data, request: FitRequest, options: ExplainOptions) -> Explanation:
+def explain(
+    data: Data,
+    request: FitRequest,
+    options: ExplainOptions,
+    estimator_with: Callable[[Mapping[str, Any]], Any] | None = None,
+) -> Explanation:
     """The plan of a fit, what it would take, and what would be better.
 
     Args:
         data: the rows, or a source that workers read by themselves.
         request: what the estimator asks for.
         options: how much is measured.
+        estimator_with: makes an estimator like the one that asks, with some Params changed.
 
     Raises:
         ConfigError: as in `fit.fit`.
@@ -69,56 +56,50 @@ def explain(data: Data, request: FitRequest, options: ExplainOptions) -> Explana
         KeyboardInterrupt: the user has interrupted; nothing is left behind.
     """
     rows = user_data(data)
+    began = time.perf_counter()
     with interruptible(rows.spark), Cleanup() as stack:
         if request.verbose:
             stack.enter_context(working(rows.spark, "checking what is asked for"))
-        return _explain(rows, request, options, stack)
+        found = _explain(rows, request, options, stack)
+    if estimator_with is not None and found.recommendation is not None:
+        best = found.recommendation
+        changed = {
+            **{name: choice["value"] for name, choice in found.chosen.items()},
+            "numWorkers": best.num_workers,
+            "syncStrategy": best.sync_strategy,
+            "executionMode": "auto",
+        }
+        found = replace(found, recommended=estimator_with(changed))
+    return replace(found, explain_seconds=time.perf_counter() - began)
 
 
 def _explain(
     rows: UserData, request: FitRequest, options: ExplainOptions, stack: ExitStack
 ) -> Explanation:
     """See `explain`. ``stack`` removes what is left on the cluster."""
-    began = time.perf_counter()
-    checked = check_request(rows, request)
-    sample = rows.sample(checked.table_spec, options.count_seconds)
-    # Now that jobs have run, executors are there whose number was not known before.
-    checked = replace(checked, slots=checked.slots.asked_again(checked.spark))
-    found = estimate(checked, sample, options, stack)
+    looked, calibration = look(rows, start_of(rows, request), options, stack), None
+    if request.automatic and options.calibrate:
+        choices, calibration = chosen_values(looked, options, stack)
+        request = with_choices(request, choices)
+        looked = look(rows, request, options, stack, looked)
+    checked, found = looked.checked, looked.found
     check_plan(checked, found.plan, has_validation=found.may_validate)
     if not options.calibrate:
-        note = (
+        notes = [
             "nothing was measured, so there are no times, and the optimizer's state is taken to be "
             "Adam's; leave calibrate=False out for them"
-        )
+        ]
+        if request.automatic:
+            names = ", ".join(request.automatic)
+            notes.append(f"nothing was chosen for {names}; the plan has what choosing begins with")
         return Explanation(
-            plan=_facts(checked, found.plan, _model_size(checked.module, None), None),
-            notes=(*found.notes, note),
-            explain_seconds=time.perf_counter() - began,
+            plan=_facts(checked, found.plan, model_size(checked.module, None), None),
+            notes=(*found.notes, *notes),
         )
-    calibration = measure(checked, found, _compressions(checked), options.measure_seconds, stack)
-    return replace(
-        _with_times(checked, found, calibration, options.num_workers),
-        explain_seconds=time.perf_counter() - began,
-    )
-
-
-def _compressions(checked: CheckedRequest) -> list[Compression]:
-    """Those whose time is wanted and that fit the configuration."""
-    named = [compression.resolve(name) for name in _COMPARED]
-    if isinstance(checked.strategy, CollectiveStrategy):
-        named.append(checked.strategy.resolved_compression())
-    found: dict[str, Compression] = {}
-    for one in named:
-        if one is None or checked.config.device == "cuda":
-            continue
-        try:
-            one.check(checked.config, num_ranks(checked))
-        except ConfigError as error:
-            logger.debug("not timed: %s", error)
-            continue
-        found[type(one).__name__] = one
-    return list(found.values())
+    if calibration is None:
+        seconds = options.measure_seconds
+        calibration = measure(checked, found, compressions_of(checked), seconds, stack)
+    return _with_times(checked, found, calibration, options.num_workers)
 
 
 def _with_times(
@@ -126,21 +107,11 @@ def _with_times(
 ) -> Explanation:
     """The plan with tables, recommendation and notes; ``wanted`` are more numbers of workers."""
     slots, strategy, in_rounds = checked.slots, checked.strategy, checked.in_rounds
-    model_size = _model_size(checked.module, calibration.gang)
-    predictor = Predictor(
-        calibration=calibration,
-        plan=found.plan,
-        config=checked.config,
-        size=model_size,
-        num_nodes=_num_nodes(checked, calibration),
-        slots=slots.total,
-        largest_rows=found.largest_rows,
-        check=partial(_check, checked),
-    )
+    predictor = predictor_of(checked, found, calibration)
     sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
     available = [one for one in sizes if slots.total is None or one <= slots.total]
     planned = predictor.predict(strategy, slots.num_workers, in_rounds=in_rounds)
-    facts = _facts(checked, found.plan, model_size, calibration.gang)
+    facts = _facts(checked, found.plan, predictor.size, calibration.gang)
     return Explanation(
         plan=replace(facts, sent_bytes_per_step=planned.sent_bytes_per_step),
         scaling=comparison.scaling(predictor, strategy, sizes, in_rounds=in_rounds),
@@ -152,46 +123,13 @@ def _with_times(
             comparison.option(predictor, strategy, available, in_rounds=in_rounds),
             slots.num_workers,
         ),
+        chosen=checked.request.chosen,
         notes=(*found.notes, *_caveats(checked, found, calibration, sizes)),
         measured=tuple(_measured(calibration)),
     )
 
 
-def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
-    """Machines: those that the gang has met, or as many more as there are executors unmet."""
-    executors = max(1, checked.slots.cluster.num_executors or 1)
-    if calibration.gang is None:
-        return executors
-    met = min(executors, num_ranks(checked))
-    return max(1, round(calibration.gang.num_nodes * executors / met))
-
-
-def _check(checked: CheckedRequest, strategy: SyncStrategy, world_size: int) -> None:
-    """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
-    config = replace(checked.config, sync_strategy=strategy)
-    checked.data.check_training(
-        config, strategy, checked.request.validation, has_logs=checked.has_logs
-    )
-    strategy.check(config, world_size)
-    check_sync_batch_norm(checked.module, config, world_size)
-
-
 # --- what is told -------------------------------------------------------------------------------
-
-
-def _model_size(module: nn.Module, gang: Gang | None) -> ModelSize:
-    """Sizes of tensors; of the optimizer's state the measured one, else that of Adam."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    buffers = [b for b in moving_buffers(module) if b.is_floating_point()]
-    return ModelSize(
-        shapes=tuple(tuple(p.shape) for p in trained),
-        element_size=max((p.element_size() for p in trained), default=4),
-        replica_bytes=replica_bytes(module),
-        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-        optimizer_bytes=(
-            2 * sum(p.nbytes for p in trained) if gang is None else gang.optimizer_bytes
-        ),
-    )
 
 
 def _facts(

@@ -14,21 +14,24 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
 from sparkdl.data.plan import TrainPlan, make_plan
 from sparkdl.errors import ClusterError
-from sparkdl.explain import measure_worker
+from sparkdl.explain import measure_worker, trials
 from sparkdl.explain.calibrate import found_by
+from sparkdl.explain.choose import BatchSizes, Choice
 from sparkdl.explain.cost_model import Calibration, Compute, Gang
+from sparkdl.explain.measure_worker import SampleOrder
 from sparkdl.report.live.progress import SilentView
 from sparkdl.runtime.activity import doing
 from sparkdl.serialization.packed_module import pack
 from sparkdl.spark.cluster.attempt import Attempt, Rows
 from sparkdl.spark.cluster.cluster_info import require_gang_support
-from sparkdl.spark.cluster.link import open_link
+from sparkdl.spark.cluster.gang import Work
+from sparkdl.spark.cluster.link import Link, open_link
 from sparkdl.spark.cluster.slots import Slots, plan_slots, threads_per_worker, wait_again
 from sparkdl.spark.cluster.supervisor import persistently, supervise
 from sparkdl.spark.explain.estimate import Found
@@ -116,14 +119,7 @@ def measure(
             cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
         )  # fmt: skip
     began = time.perf_counter()
-    link = open_link(
-        checked.spark,
-        slots,
-        checked.settings,
-        checkpoint_dir=checked.config.checkpoint.directory,
-        run_id=run_id,
-        stack=stack,
-    )
+    link = _link(checked, slots, run_id, stack)
     link_seconds = time.perf_counter() - began
     spool = _spool(checked, found, slots, f"{run_id}-1", 1, stack)
     few_seconds, row_seconds = spool.seconds, 0.0
@@ -133,22 +129,7 @@ def measure(
         more_rows = (times - 1) * found.sample.num_rows
         row_seconds = max(0.0, spool.seconds - few_seconds) * ranks / more_rows
         row_seconds += found.sample.read_row_seconds
-    run = Run(
-        spark=checked.spark,
-        run_id=run_id,
-        run_key=run_id,
-        plan=spool.plan,
-        config=measure_worker.for_measuring(checked.config),
-        module=checked.module,
-        packed=pack(checked.module),
-        objective=checked.objective,
-        table=spool.table,
-        slots=slots,
-        link=link,
-        settings=checked.settings,
-        view=SilentView(),
-        max_restarts=request.max_restarts,
-    )
+    run = _run(checked, spool, slots, link, run_id)
     gang, levels, task_levels = None, {}, {}
     next_attempt = 0
     if is_gang:
@@ -170,6 +151,79 @@ def measure(
         link_seconds=link_seconds,
         spool_seconds=few_seconds,
         spool_row_seconds=row_seconds,
+    )
+
+
+def try_out(
+    checked: CheckedRequest,
+    found: Found,
+    sizes: BatchSizes | None,
+    *,
+    tries_rates: bool,
+    workers_per_machine: int,
+    seconds: float,
+    stack: contextlib.ExitStack,
+) -> list[Choice]:
+    """Have one worker try sizes of batches, then learning rates; see `trials`.
+
+    Args:
+        checked: the request.
+        found: the sample and its columns; without a sample the source's rows are used.
+        sizes: the sizes; None: that of the request holds.
+        tries_rates: whether rates are tried.
+        workers_per_machine: among whom the memory will be divided.
+        seconds: about how long one measurement may take.
+        stack: removes everything in the end.
+
+    Raises:
+        WorkerError: the user's code failed on the worker.
+        SparkDLError: as in a fit.
+    """
+    request, run_id = checked.request, uuid.uuid4().hex[:12]
+    slots = plan_slots(
+        checked.spark, checked.settings, num_workers=1,
+        cpus_per_worker=request.cpus_per_worker, gpus_per_worker=request.gpus_per_worker,
+    )  # fmt: skip
+    slots = replace(slots, threads=checked.slots.threads)  # those that it will have in the fit
+    link = _link(checked, slots, run_id, stack)
+    batch_size = checked.config.batch_size if sizes is None else sizes.most
+    times = 1 if found.sample is None else _repeats(found.sample, batch_size)
+    spool = _spool(checked, found, slots, run_id, times, stack)
+    answers = _asked(
+        _run(checked, spool, slots, link, run_id), trials.run, trials.TrialOrder,
+        sizes=sizes, workers_per_machine=workers_per_machine, tries_rates=tries_rates,
+        seconds=seconds,
+    )  # fmt: skip
+    return [Choice(**choice) for choice in answers.reports[0]]
+
+
+def _link(checked: CheckedRequest, slots: Slots, run_id: str, stack: contextlib.ExitStack) -> Link:
+    return open_link(
+        checked.spark,
+        slots,
+        checked.settings,
+        checkpoint_dir=checked.config.checkpoint.directory,
+        run_id=run_id,
+        stack=stack,
+    )
+
+
+def _run(checked: CheckedRequest, spool: _Spool, slots: Slots, link: Link, run_id: str) -> Run:
+    return Run(
+        spark=checked.spark,
+        run_id=run_id,
+        run_key=run_id,
+        plan=spool.plan,
+        config=measure_worker.for_measuring(checked.config),
+        module=checked.module,
+        packed=pack(checked.module),
+        objective=checked.objective,
+        table=spool.table,
+        slots=slots,
+        link=link,
+        settings=checked.settings,
+        view=SilentView(),
+        max_restarts=checked.request.max_restarts,
     )
 
 
@@ -243,11 +297,31 @@ def _measure_gang(
     run: Run, places: tuple[Place, ...], compressions: Sequence[Compression], seconds: float
 ) -> tuple[Gang, int]:
     """What the gang has measured, and the number of the next attempt on the run's link."""
+    answers = _asked(
+        run, measure_worker.run, measure_worker.MeasureOrder,
+        places=places, compressions=tuple(compressions), seconds=seconds,
+    )  # fmt: skip
+    return found_by(answers.reports, places, answers.seconds), answers.restarts + 1
+
+
+class _Answers(NamedTuple):
+    """What came of a gang."""
+
+    reports: list[Any]
+    """By rank."""
+    restarts: int
+    seconds: float
+    """What the last submission took."""
+
+
+def _asked(run: Run, work: Work, kind: type[SampleOrder], **asked: Any) -> _Answers:
+    """Have a gang do ``work``; ``asked`` is what its order has besides that of all."""
     weights = run.link.send(
         training.INITIAL,
         run.packed.tensors,
         what="the module's weights have",
-        remedy="call explain(df, calibrate=False), or submit the job inside the cluster's network",
+        remedy="call explain(df, calibrate=False), set Params that are 'auto' to values of your "
+        "own, or submit the job inside the cluster's network",
     )
     submitted = 0.0
 
@@ -255,23 +329,20 @@ def _measure_gang(
         nonlocal submitted
         submitted = time.perf_counter()
         order = run.gang_order(
-            measure_worker.MeasureOrder,
+            kind,
             attempt=attempt.number,
             run_key=run.run_key,
             device=run.config.device,
             plan=run.plan,
             payload=cloudpickle.dumps((run.config, run.packed.skeleton)),
             weights=weights,
-            places=places,
-            compressions=tuple(compressions),
-            seconds=seconds,
             source=run.table.reader,
             resume_path=None,
+            **asked,
         )
-        return run.gang_job(run.table.df, measure_worker.run, order)
+        return run.gang_job(run.table.df, work, order)
 
     result = supervise(run, submit, once_there="measuring steps and messages")
     taken = time.perf_counter() - submitted
     reports = {rank: json.loads(data) for rank, kind, data in result.rows if kind == "result"}
-    gang = found_by([reports[rank] for rank in sorted(reports)], places, taken)
-    return gang, result.restarts + 1
+    return _Answers([reports[rank] for rank in sorted(reports)], result.restarts, taken)

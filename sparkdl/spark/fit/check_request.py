@@ -189,7 +189,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
         gpus_per_worker=request.gpus_per_worker,
         is_gang=values.mode == "gang",
     )
-    if request.num_workers is None:
+    if request.num_workers is None and "numWorkers" not in request.automatic:
         logger.info(
             "numWorkers is not set: training with %d, by the cluster's executors or GPUs",
             slots.num_workers,

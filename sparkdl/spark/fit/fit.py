@@ -55,7 +55,13 @@ _SKEW = 1.5
 """A worker's rows over those that it should have, from which on the user gets a warning."""
 
 
-def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitResult:
+Choose = Callable[[UserData, FitRequest, Spools | None], FitRequest]
+"""Gives a request with values in place of every ``"auto"``."""
+
+
+def fit(
+    data: Data, request: FitRequest, spools: Spools | None = None, choose: Choose | None = None
+) -> FitResult:
     """Train on all workers of the cluster.
 
     Args:
@@ -63,6 +69,7 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         request: what the estimator asks for.
         spools: those of other fits on the same DataFrame, which may be used, and are left there;
             the fit waits until those leave it slots. None: the fit has its own.
+        choose: called if a Param is ``"auto"``; None: none is.
 
     Raises:
         ConfigError: a parameter is wrong, or the module cannot take the features.
@@ -81,6 +88,11 @@ def fit(data: Data, request: FitRequest, spools: Spools | None = None) -> FitRes
         interruptible(given.spark, directory),
         record_run(given.spark, run_id, request) as recorder,
     ):
+        if request.automatic:
+            assert choose is not None
+            recorder.phase("choose")
+            request = choose(given, request, spools)
+            recorder.phase("preflight")
         result = _fit(given, run_id, request, spools, recorder)
         made = result.summary
         recorder.succeeded(made.history, result.module, str(made.weights_of or ""))
@@ -159,7 +171,10 @@ def _fit(
             max_restarts=request.max_restarts,
             looks=wanted_looks(request.listeners),
         )
-        recorder.facts(**facts(run))
+        known = facts(run)
+        if request.chosen:
+            known["chosen"] = request.chosen
+        recorder.facts(**known)
         recorder.phase("train")
         trained = train(run)
         recorder.done(trained.summary.steps)
@@ -177,6 +192,7 @@ def _fit(
         world_size=plan.world_size,
         seconds=sum(laps.values()),
         weights_of=_weights_of(trained.summary, plan, checked.config.early_stopping),
+        chosen={name: dict(choice) for name, choice in request.chosen.items()},
     )
     state = None
     if trained.left is not None:

@@ -26,7 +26,7 @@ from typing import (
     get_type_hints,
 )
 
-from sparkdl.config import EarlyStopping
+from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.inputs import Specification
 from sparkdl.report.listeners.listener import Listener
 from sparkdl.serialization.initial_weights import InitialWeights
@@ -44,6 +44,9 @@ from sparkdl.sync.strategy import SyncStrategy
 
 INFERENCE_BATCH_SIZE = 512
 """Default of a model's batchSize: fills the arithmetic units; larger was not faster on CPUs."""
+
+AUTO = "auto"
+"""A value of some Params: it is chosen before each fit, see docs/explain.md."""
 
 UNKNOWN_LOSS = ""
 """Loss of a model whose own could not be saved with it."""
@@ -78,14 +81,18 @@ class Option:
     """True if an object that a job file names is a function, which is not called to make it."""
     job_file_doc: str = ""
     """What the documentation of the key in job files adds."""
+    start: Any = None
+    """What stands for `AUTO` in the checks that come before the choice."""
     name: str = ""
     """Of the Param; `options` fills this in, and what follows."""
     key: str = ""
     """The name in snake_case, as job files have it."""
     type: Any = None
-    """Of the value that users give; a None in it is left out."""
+    """Of the value that users give; a None and an `AUTO` in it are left out."""
     accepts_none: bool = False
     """True if its type has a None, which is a value of its own then."""
+    accepts_auto: bool = False
+    """True if its type has ``Literal["auto"]``."""
 
     @property
     def has_own_default(self) -> bool:
@@ -147,9 +154,9 @@ class EstimatorArguments(InputArguments, total=False):
         "else Adam.", default="auto", is_called_later=True)]
     optimizerParams: Annotated[
         Mapping[str, object], Option("keyword arguments of the optimizer (dict).")]
-    learningRate: Annotated[float | None, Option(
-        "learning rate (> 0); None leaves the optimizer's own default. It is never scaled by the "
-        "number of workers.")]
+    learningRate: Annotated[float | Literal["auto"] | None, Option(
+        "learning rate (> 0); None leaves the optimizer's own default; 'auto' tries rates on a "
+        "sample before the fit. It is never scaled by the number of workers.", start=1e-3)]
     parameterGroups: Annotated[Mapping[str, Mapping[str, object]], Option(
         "options of the optimizer for some of the parameters (dict from a pattern of names, such "
         "as 'encoder' or '*.bias', to a dict such as {'lr': 1e-4}); no parameter may fit two.",
@@ -207,16 +214,19 @@ class EstimatorArguments(InputArguments, total=False):
     epochs: Annotated[int, Option("passes over the training rows (>= 1).")]
     maxSteps: Annotated[int, Option(
         "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]
-    batchSize: Annotated[int, Option(
+    batchSize: Annotated[int | Literal["auto"], Option(
         "rows that one worker uses in one step (>= 1); all workers together use numWorkers times "
-        "as many.")]
-    numWorkers: Annotated[int | None, Option(
+        "as many. 'auto': as many as make a worker faster, fit into its memory and leave an epoch "
+        "its steps.", start=TrainConfig.batch_size)]
+    numWorkers: Annotated[int | Literal["auto"] | None, Option(
         "number of workers that train together, or of shards that train in rounds; None: one per "
-        "executor, or one per GPU.", default=None, fills="request", least=1)]
+        "executor, or one per GPU; 'auto': the number with which the fit is shortest, by the cost "
+        "model of explain.", default=None, fills="request", least=1)]
     seed: Annotated[int, Option("random seed.")]
-    syncStrategy: Annotated[str | SyncStrategy, Option(
+    syncStrategy: Annotated[Literal["auto"] | str | SyncStrategy, Option(
         "how replicas are kept in agreement: a SyncStrategy, its name (such as 'allreduce' or "
-        "'parameter_averaging'), or 'package.module:Class'.",
+        "'parameter_averaging'), or 'package.module:Class'; 'auto': all-reduce, or what agrees "
+        "less often where all-reduce would take too long.",
         convert=converters.to_strategy, default="allreduce")]
     syncBatchNorm: Annotated[bool, Option(
         "whether BatchNorm layers train with the statistics of all workers' batches rather than "
@@ -374,7 +384,7 @@ def options(arguments: type) -> Mapping[str, Option]:
     found = {}
     for name, row in get_type_hints(arguments, include_extras=True).items():
         hint, option = get_args(row)
-        parts = tuple(part for part in parts_of(hint) if part is not types.NoneType)
+        parts = tuple(p for p in parts_of(hint) if p not in (types.NoneType, Literal["auto"]))
         key = re.sub(r"[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
         found[name] = replace(
             option,
@@ -383,6 +393,7 @@ def options(arguments: type) -> Mapping[str, Option]:
             field=option.field or key,
             type=Union[parts],  # noqa: UP007
             accepts_none=types.NoneType in parts_of(hint),
+            accepts_auto=Literal["auto"] in parts_of(hint),
         )
     return found
 

@@ -24,7 +24,7 @@ from pyspark.ml.param.shared import (
 from sparkdl.config import CheckpointConfig, Task, TrainConfig, require
 from sparkdl.errors import ConfigError, did_you_mean
 from sparkdl.spark.params.converters import NAMES, to_type
-from sparkdl.spark.params.param_table import NOT_SET, Option, options
+from sparkdl.spark.params.param_table import AUTO, NOT_SET, Option, options
 
 P = TypeVar("P", bound="CheckedParams")
 C = TypeVar("C", bound=type["CheckedParams"])
@@ -111,6 +111,8 @@ def with_params(arguments: type) -> Callable[[C], C]:
             convert = option.convert or partial(to_type, option.type, option.doc)
             if option.convert is None and option.type in _SPARKS_CONVERTERS:
                 convert = partial(_convert_as_spark, option.type)
+            if option.accepts_auto:
+                convert = partial(_auto_or, convert)
             setattr(cls, name, Param(Params._dummy(), name, option.doc, typeConverter=convert))
             for accessor in (_setter(option), _getter(option)):
                 if not hasattr(cls, accessor.__name__):
@@ -120,6 +122,14 @@ def with_params(arguments: type) -> Callable[[C], C]:
         return cls
 
     return decorate
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _auto_or(convert: Callable[[Any], Any], value: Any) -> Any:
+    return AUTO if _is_auto(value) else convert(value)
 
 
 def _convert_as_spark(kind: Any, value: Any) -> Any:
@@ -156,14 +166,19 @@ def training_values(params: TrainParams, task: Task) -> tuple[TrainConfig, dict[
         ConfigError: a value is wrong, or two contradict each other.
     """
     values: dict[str, dict[str, Any]] = {"config": {}, "checkpoint": {}, "request": {}}
+    automatic: list[str] = []
     for name, option in params._options.items():
         if option.fills == "nothing":
             continue
         value = option.read(params) if option.read else params.value(name)
         if name == "module" and value is None:
             raise ConfigError("module is not set; pass an nn.Module or a callable that makes one")
+        if option.accepts_auto and _is_auto(value):
+            automatic.append(name)
+            value = option.start
         if option.least is not None and value is not None:
             require(value >= option.least, f"{name} must be at least {option.least}", value)
         values[option.fills][option.field] = tuple(value) if isinstance(value, list) else value
     checkpoint = CheckpointConfig(**values["checkpoint"])
+    values["request"]["automatic"] = tuple(automatic)
     return TrainConfig(task=task, checkpoint=checkpoint, **values["config"]), values["request"]

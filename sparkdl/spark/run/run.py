@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparkdl.config import Looks, TrainConfig, require
@@ -105,6 +105,10 @@ class FitRequest(Request):
     """Is given each epoch's history record, on the driver; what it raises ends the fit."""
     labels: tuple[Named, ...] = ()
     """Several labels by name; then there is no ``label_col``."""
+    automatic: tuple[str, ...] = ()
+    """Params that are ``"auto"``: the values here only stand for those that will be chosen."""
+    chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Such Params once they are chosen; see `TrainingSummary.chosen`."""
 
     def __post_init__(self) -> None:
         column, fraction = self.validation_col, self.validation_fraction

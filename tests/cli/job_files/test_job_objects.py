@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import pytest
 import torch
@@ -51,7 +51,8 @@ def test_the_type_of_a_key_follows_from_the_type_of_its_param() -> None:
     hints = get_type_hints(EstimatorSection)
     expected = {
         "epochs": int | None,
-        "learning_rate": float | None,
+        "gradient_clip_norm": float | None,
+        "learning_rate": float | Literal["auto"] | None,
         "input_cols": tuple[str, ...] | None,
         "input_shape": tuple[int | tuple[int, ...], ...] | None,
         "optimizer_params": Mapping[str, Any] | None,

@@ -16,7 +16,7 @@ STUB = TABLE.with_name("accessors.pyi")
 HEAD = '''"""Params with setters and getters, made by test_accessors.py."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pyspark.ml.param import Param
 
