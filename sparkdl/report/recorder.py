@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -156,7 +157,8 @@ class Recorder(View):
         if "report" in record:
             step = int(record["report"])
         else:
-            step = int((record["epoch"] - 1) * self._steps_per_epoch + record["steps"])
+            completed = math.ceil(record["epoch"]) - 1
+            step = int(completed * self._steps_per_epoch + record["steps"])
         self._listeners.call(lambda listener: listener.epoch(step, record))
 
     def log(self, rank: int, line: str, level: int) -> None:

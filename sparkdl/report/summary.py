@@ -29,7 +29,9 @@ class TrainingSummary:
     """The record of one fit: learning curves, times, rows, restarts."""
 
     history: list[dict[str, float]]
-    """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed."""
+    """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed. With
+    ``validationInterval`` also those of evaluations within epochs, over the epoch so far; ``epoch``
+    is then a fraction, such as 1.25 after a quarter of the second one."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in each phase of the fit, in the order of the phases."""
     restarts: int = 0
@@ -85,7 +87,7 @@ class TrainingSummary:
         return cls(**{**values, **records})
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history as a pandas DataFrame, one row per epoch."""
+        """The history as a pandas DataFrame, one row per record."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
@@ -181,9 +183,10 @@ class TrainingSummary:
     def _lines(self) -> list[tuple[str, str]]:
         phases = ", ".join(f"{name} {spent:.1f}" for name, spent in self.phase_seconds.items())
         rows = f"{self.rows:,} training, {self.validation_rows:,} validation"
+        epochs = self.history[-1]["epoch"] if self.history else 0
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
-            ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
+            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.world_size} worker(s)"),
             ("restarts", str(self.restarts)),
             ("seconds", f"{self.seconds:.1f} ({phases})"),
             ("rows/s by rank", ", ".join(f"{rate:,.0f}" for rate in self.throughput_by_rank)),

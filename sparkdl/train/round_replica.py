@@ -29,6 +29,7 @@ from sparkdl.sync.frozen_layers import still_names, training_mode
 from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import CallbackState, Observer
 from sparkdl.train.modules.memory_format import in_memory_format
+from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
@@ -72,6 +73,7 @@ class RoundReplica:
         config = dataclasses.replace(config, divergence_factor=None)
         setup = partial(ApartSynchronizer, comm=LocalCommunicator())
         self._replica = make_replica(module, config, plan, device, setup)
+        require_steps(self._replica.schedule)
         self._first = copy.deepcopy(self._replica.state_dict())
 
     def train(

@@ -239,7 +239,7 @@ def _confusion(record: RunRecord) -> Markup:
     head = None if is_dense else row(*names, kind="th")
     rows = [_label_row(label, of, is_dense=is_dense) for label, of in enumerate(counts)]
     return section(
-        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}",
+        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']:.5g}",
         tag("p", text, class_="hint"),
         tag("table", head, *rows, class_="matrix dense" if is_dense else "matrix"),
     )

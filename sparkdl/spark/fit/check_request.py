@@ -154,7 +154,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     mode = choose_mode(request.execution_mode, strategy)
     module, float_dtype = make_module(request)
     frozen = freeze(module, config.frozen_layers)
-    objective = check_training(module, request)
+    objective = check_training(module, request, in_rounds=mode == "rounds")
     data.check_inputs((*request.specified, *request.labels))
     data.check_training(config, strategy, request.validation)
     columns, validation = prepare_columns(data.frame, request, float_dtype)
@@ -301,7 +301,9 @@ def make_module(request: FitRequest) -> tuple[nn.Module, str]:
     return module, "float64" if is_double else "float32"
 
 
-def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
+def check_training(
+    module: nn.Module, request: FitRequest, *, in_rounds: bool = False
+) -> LossFunction:
     """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
 
     Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
@@ -320,7 +322,11 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
 
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
-    from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
+    from sparkdl.train.optimizers.optimizers import (
+        make_scheduler,
+        require_steps,
+        resolve_optimizer,
+    )
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -338,7 +344,9 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
-            make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            if in_rounds:
+                require_steps(schedule)
     return objective
 
 
