@@ -35,20 +35,22 @@ def require(is_right: bool, rule: str, received: object) -> None:
 class EarlyStopping:
     """Stop when a monitored value has not improved for some epochs.
 
-    Needs validation rows when ``monitor`` starts with ``val_``. The decision is taken at the end
-    of an epoch from values that are equal on all ranks, so all ranks stop together.
+    Needs validation rows when ``monitor`` starts with ``val_``. The decision is taken after an
+    evaluation from values that are equal on all ranks, so all ranks stop together.
     """
 
     monitor: str = "val_loss"
     """Key of the history: ``loss``, ``val_loss``, or ``val_<metric name>``."""
     patience: int = 3
-    """Epochs without improvement after which training stops."""
+    """Epochs without improvement after which training stops; evaluations, where
+    ``validationInterval`` asks for some within epochs."""
     min_delta: float = 0.0
     """Smallest change that counts as an improvement."""
     mode: Literal["min", "max"] = "min"
     """Whether smaller or larger values are better."""
     restore_best: bool = True
-    """Whether the fitted model gets the weights of the best epoch rather than the last."""
+    """Whether the fitted model gets the weights of the best epoch (evaluation) rather than the
+    last."""
 
     def __post_init__(self) -> None:
         require(self.patience >= 1, "patience must be at least 1", self.patience)
@@ -147,7 +149,8 @@ class TrainConfig:
     frozen_layers: tuple[str, ...] = ()
     """Patterns; see `sync.frozen_layers`."""
     scheduler: Any = None
-    """Callable ``optimizer -> LRScheduler``; stepped after every training step."""
+    """Callable ``optimizer -> LRScheduler``; stepped after every training step, or, if it is
+    torch's ReduceLROnPlateau, after every evaluation."""
     epochs: int = 1
     max_steps: int = -1
     batch_size: int = 32
@@ -162,6 +165,7 @@ class TrainConfig:
     metrics: Mapping[str, Callable[[], Any] | Any] | None = None
     """Name -> torchmetrics.Metric, a callable without arguments that makes one, or a name of
     `train.objective.named_metrics`; None: a classifier's accuracy."""
+    validation_interval: int | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: tuple[Any, ...] = ()
     sync_strategy: Any = None
@@ -185,6 +189,8 @@ class TrainConfig:
         require(rate is None or rate > 0, "learningRate must be positive", rate)
         require(clip is None or clip > 0, "gradientClipNorm must be positive", clip)
         require(factor is None or factor > 1, "divergenceFactor must be more than 1", factor)
+        every = self.validation_interval
+        require(every is None or every >= 1, "validationInterval must be at least 1", every)
         group, window = self.group_by_length, self.shuffle_window_bytes
         require(group is None or group >= 2, "groupByLength must be at least 2", group)
         require(window is None or window >= 1, "shuffleWindowBytes must be at least 1", window)

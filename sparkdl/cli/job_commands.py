@@ -307,7 +307,7 @@ EXPLAIN = JobCommand(
 def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     summary = report.summary
     print(
-        f"\ntrained {len(summary.history)} epochs ({summary.steps:,} steps) on "
+        f"\ntrained {summary.history[-1]['epoch']:.4g} epochs ({summary.steps:,} steps) on "
         f"{summary.world_size} workers in {summary.seconds:.0f} s, restarts: {summary.restarts}"
     )
     if summary.weights_of is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -194,7 +195,7 @@ class Recorder(View):
         if "report" in record:
             step = int(record["report"])
         else:
-            epoch = record["epoch"] - 1 - self._first_epoch
+            epoch = math.ceil(record["epoch"]) - 1 - self._first_epoch
             step = int(self._first_step + epoch * self._steps_per_epoch + record["steps"])
         self._listeners.call(lambda listener: listener.epoch(step, record))
 

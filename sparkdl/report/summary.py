@@ -76,7 +76,9 @@ class TrainingSummary:
     """The record of one fit: learning curves, times, rows, restarts."""
 
     history: list[dict[str, float]]
-    """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed."""
+    """One record per epoch: ``epoch``, ``loss``, and ``val_loss`` and metrics where computed. With
+    ``validationInterval`` also those of evaluations within epochs, over the epoch so far; ``epoch``
+    is then a fraction, such as 1.25 after a quarter of the second one."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: ``fit: <phase>`` on the driver, in their order, which add up to `seconds`;
     and ``rank 0: <what>``, on what rank 0 spent its time in the phase ``train``."""
@@ -143,7 +145,7 @@ class TrainingSummary:
         return cls(**{**values, **records})
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history as a pandas DataFrame, one row per epoch."""
+        """The history as a pandas DataFrame, one row per record."""
         import pandas as pd
 
         return pd.DataFrame(self.history)
@@ -247,9 +249,11 @@ class TrainingSummary:
         for name, seconds in self.phase_seconds.items():
             where, _, what = name.rpartition(": ")
             groups.setdefault("" if where == "fit" else where, {})[what] = seconds
+        numbers = [record["epoch"] for record in self.history] or [0]
+        epochs = numbers[-1] - math.ceil(numbers[0]) + bool(self.history)
         lines = [
             ("rows", rows + f", {self.skipped_rows:,} skipped" * bool(self.skipped_rows)),
-            ("epochs", f"{len(self.history)}, {self.steps:,} steps on {self.world_size} worker(s)"),
+            ("epochs", f"{epochs:.4g}, {self.steps:,} steps on {self.world_size} worker(s)"),
         ]
         if self.run_name:
             lines.insert(0, ("name", self.run_name))

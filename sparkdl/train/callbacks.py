@@ -40,9 +40,9 @@ class Observer(Protocol):
         """Training begins; ``seconds`` grow with it, and say what its time is spent on."""
 
     def epoch(self, record: Mapping[str, float]) -> None:
-        """An epoch was completed; ``record`` is its entry in the history."""
+        """An evaluation, such as that of an epoch's end; ``record`` is its entry in the history."""
 
-    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
         """What a classifier takes for what, after ``epoch``: rows by label and prediction."""
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class NullObserver:
     def epoch(self, record: Mapping[str, float]) -> None:
         pass
 
-    def confusion(self, epoch: int, counts: Sequence[Sequence[int]]) -> None:
+    def confusion(self, epoch: float, counts: Sequence[Sequence[int]]) -> None:
         pass
 
     def layers(self, step: int, found: Mapping[str, Any]) -> None:

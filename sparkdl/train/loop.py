@@ -50,7 +50,7 @@ class TrainOutcome:
     """What one worker knows when training is over. The weights are in the module."""
 
     history: list[Record]
-    """One record per epoch; equal on all ranks but for ``seconds``."""
+    """One record per evaluation; equal on all ranks but for ``seconds``."""
     steps: int
     """Completed steps of the run, with those before a restart."""
     rows: int
@@ -183,13 +183,14 @@ class _Training(RankState):
                 for batch in batches:
                     is_round_closed = self._train_step(batch)
                     if is_round_closed and not book.is_epoch_over:
+                        if book.is_evaluation_due:
+                            self._evaluate(began)
                         self._save_if_due()
-            self._close_round()
-            self._average_buffers()
-            self._end_epoch(self._record(began))
-            if replica.config.callbacks:
-                self._act()
-            self._save_if_due()
+            if not book.is_evaluated:  # unless an evaluation within the epoch has ended the run
+                self._evaluate(began)
+                if replica.config.callbacks:
+                    self._act()
+                self._save_if_due()
         self.observer.phase("finish")
         outcome = self._outcome()
         if book.best_model is not None:
@@ -291,8 +292,14 @@ class _Training(RankState):
             sync_buffers(self.replica.module, self.comm, with_rows)
             self.clock.lap("communication")
 
+    def _evaluate(self, began: float) -> None:
+        """Close the round, measure the model, and do what follows from that."""
+        self._close_round()
+        self._average_buffers()
+        self._enter(self._record(began))
+
     def _record(self, began: float) -> Record:
-        """The epoch's entry in the history, over all ranks, with its evaluation."""
+        """The epoch's entry in the history so far, over all ranks, with validation rows."""
         sums = self.epoch_sums.clone()
         self.comm.all_reduce(sums)
         self.clock.lap("communication")
@@ -308,21 +315,26 @@ class _Training(RankState):
             record.update(evaluate(self.replica, batches, self.comm))
             self.clock.lap("evaluate")
         if self.lightning is not None:
-            self.lightning.end_epoch(record, self.comm)
+            self.lightning.evaluated(record, self.comm, is_epoch_over=self.book.is_epoch_over)
         return record
 
-    def _end_epoch(self, record: Record) -> None:
+    def _enter(self, record: Record) -> None:
         replica, book = self.replica, self.book
-        is_kept = book.end_epoch(record, lambda: copy.deepcopy(replica.module.state_dict()))
+        is_epoch_over = book.is_epoch_over
+        is_kept = book.enter(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
             if self.lightning is not None:
                 self.lightning.forget()
+        if replica.schedule is not None:
+            replica.schedule.evaluated(record)
         self.observer.epoch(record)
         if is_kept and replica.metrics.confusion is not None:
-            self.observer.confusion(int(record["epoch"]), replica.metrics.confusion)
-        for callback in replica.config.callbacks:
+            self.observer.confusion(record["epoch"], replica.metrics.confusion)
+        for callback in replica.config.callbacks if is_epoch_over else ():
             callback.on_epoch_end(self._callback_state(), record)
+        if not is_epoch_over:
+            self.observer.phase("train")
         self.clock.lap("other")
 
     def _save_if_due(self) -> None:

@@ -31,6 +31,7 @@ from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
 from sparkdl.train.objective.logs import as_text
+from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
@@ -82,6 +83,7 @@ class RoundReplica:
         config = dataclasses.replace(config, divergence_factor=None)
         setup = partial(ApartSynchronizer, comm=LocalCommunicator())
         self._replica = make_replica(module, config, plan, device, setup)
+        require_steps(self._replica.schedule)
         self._first = copy.deepcopy(self._replica.state_dict())
         self._looks = None if looks is None else LayerLooks(looks, module, plan)
 

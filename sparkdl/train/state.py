@@ -34,10 +34,10 @@ class TrainState:
     rows_seen: int = 0
     """Samples that all ranks have used so far."""
     history: list[Record] = field(default_factory=list)
-    """One record per epoch."""
+    """One record per evaluation, of which each epoch has one at its end."""
     stopped_early: bool = False
     early_stopping: dict[str, Any] = field(default_factory=dict)
-    """``best``: the best value so far; ``num_epochs_without``: epochs since then."""
+    """``best``: the best value so far; ``num_without``: evaluations since then."""
 
     def is_complete(self, epochs: int, max_steps: int) -> bool:
         """True if nothing is left to train; ``max_steps`` of -1 is no limit."""
@@ -49,19 +49,19 @@ class TrainState:
         return begun > epochs or 0 <= max_steps < self.step
 
     def add_record(self, record: Record) -> None:
-        """Append an epoch's record; it replaces the one that an earlier limit cut short."""
-        self.history = [old for old in self.history if old["epoch"] != record["epoch"]]
+        """Append a record; those that are not before it are of a run that was cut short."""
+        self.history = [old for old in self.history if old["epoch"] < record["epoch"]]
         self.history.append(record)
 
     def is_best(self, record: Record, stopping: EarlyStopping) -> bool:
-        """Take note of an epoch; True if it is the best so far. NaN is never an improvement."""
+        """Take note of a record; True if it is the best so far. NaN is never an improvement."""
         value, best = record[stopping.monitor], self.early_stopping.get("best")
         if math.isfinite(value) and (best is None or _gain(value, best, stopping) > 0):
-            self.early_stopping = {"best": value, "num_epochs_without": 0}
+            self.early_stopping = {"best": value, "num_without": 0}
             return True
-        num_without = self.early_stopping.get("num_epochs_without", 0) + 1
-        self.early_stopping = {"best": best, "num_epochs_without": num_without}
-        self.stopped_early = num_without >= stopping.patience
+        num_without = self.early_stopping.get("num_without", 0) + 1
+        self.early_stopping = {"best": best, "num_without": num_without}
+        self.stopped_early |= num_without >= stopping.patience
         return False
 
     def begin_epoch_anew(self) -> None:
@@ -110,6 +110,11 @@ def check_monitored(config: TrainConfig, *, has_validation: bool, has_logs: bool
             f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
             "none; name a validation column or fraction, or leave metrics out"
         )
+    if config.validation_interval is not None and not has_validation:
+        raise ConfigError(
+            "validationInterval asks for evaluations within epochs, and there are no validation "
+            "rows; set validationFraction, or name a validation column"
+        )
     if config.early_stopping is not None and not has_logs:
         check_recorded(config.early_stopping, keys)
 
@@ -150,11 +155,15 @@ def record_of_weights(
 class EpochBook:
     """Counters, history, early stopping and the best weights of a run.
 
-    A gang's ranks keep equal ones, and the driver of a run in rounds keeps one.
+    A gang's ranks keep equal ones, and the driver of a run in rounds keeps one. The history grows
+    by evaluations: one at each epoch's end, and those that ``validation_interval`` asks for, when a
+    round is closed. Everything that depends on how good the model is follows from their records.
 
     Attributes:
         state: what the counters say.
-        best_model: weights of the best epoch, if they are wanted back.
+        best_model: weights of the best evaluation, if they are wanted back.
+        is_evaluated: the record of the present step was entered.
+        is_evaluation_due: an evaluation was due at one of the steps since the last one.
         is_checkpoint_due: a checkpoint was due at one of the steps since the last one.
     """
 
@@ -166,9 +175,12 @@ class EpochBook:
         """
         self.state = TrainState()
         self.best_model: dict[str, Any] | None = None
+        self.is_evaluated = False
+        self.is_evaluation_due = False
         self.is_checkpoint_due = False
         self._plan = plan
         self._stopping = config.early_stopping
+        self._interval = config.validation_interval
         has_validation = plan.num_validation_rows > 0
         check_monitored(config, has_validation=has_validation, has_logs=has_logs)
 
@@ -180,6 +192,8 @@ class EpochBook:
     @property
     def num_steps_left(self) -> int:
         """Steps to the end of the epoch, or to the last step of the run."""
+        if self.state.stopped_early:
+            return 0
         left = self._plan.steps_per_epoch - self.state.step_in_epoch
         if self._plan.end_step >= 0:
             left = min(left, self._plan.end_step - self.state.step)
@@ -188,7 +202,7 @@ class EpochBook:
     @property
     def is_epoch_over(self) -> bool:
         """True if the epoch, or the run, has no further step."""
-        return self.state.stopped_early or self.num_steps_left <= 0
+        return self.num_steps_left <= 0
 
     def stop(self) -> None:
         """Train no further step."""
@@ -204,11 +218,14 @@ class EpochBook:
                 checkpoints are written.
         """
         state = self.state
+        self.is_evaluated = False
         done = range(state.step + 1, state.step + steps + 1)
         state.step += steps
         state.step_in_epoch += steps
         state.rows_seen += rows
         self.is_checkpoint_due |= is_due is not None and any(map(is_due, done))
+        every = self._interval
+        self.is_evaluation_due |= every is not None and any(n % every == 0 for n in done)
 
     def record(
         self,
@@ -218,13 +235,17 @@ class EpochBook:
         learning_rate: float,
         seconds: float,
     ) -> Record:
-        """The entry of the present epoch in the history, without an evaluation.
+        """The entry of the present epoch, as far as it has come, without validation rows.
+
+        Its ``epoch`` is the number of the epoch at its end, and within it that of the completed
+        ones with a fraction: 1.25 is a quarter of the second epoch.
 
         Args:
-            sums: weighted losses and weights of the epoch's samples, then each label's losses.
+            sums: weighted losses and weights of the epoch's samples so far, then each label's
+                losses.
             labels: names of these.
             learning_rate: that of the first parameter group.
-            seconds: time that the epoch has taken.
+            seconds: time that the epoch has taken so far.
 
         Raises:
             TrainingDiverged: the loss is not finite.
@@ -232,20 +253,21 @@ class EpochBook:
         losses = loss_record(list(sums), labels)
         if sums[1] > 0 and not math.isfinite(losses["loss"]):
             raise diverged(losses["loss"], f"in epoch {self.state.epoch + 1}")
+        state, part = self.state, self.state.step_in_epoch / self._plan.steps_per_epoch
         return {
-            "epoch": self.state.epoch + 1,
-            "steps": self.state.step_in_epoch,
+            "epoch": state.epoch + (1 if self.is_epoch_over else part),
+            "steps": state.step_in_epoch,
             **losses,
             "learning_rate": learning_rate,
             "seconds": seconds,
         }
 
-    def end_epoch(self, record: Record, weights: Callable[[], dict[str, Any]]) -> bool:
-        """Enter an epoch's record, and go on to the next epoch unless the run was cut short in it.
+    def enter(self, record: Record, weights: Callable[[], dict[str, Any]]) -> bool:
+        """Enter the record of an evaluation; after an epoch's last step go on to the next epoch.
 
         Args:
-            record: the entry, with its evaluation.
-            weights: gives a copy of the present weights, for the best epoch.
+            record: the entry, with the values of validation rows.
+            weights: gives a copy of the present weights, in case they are the best.
 
         Returns:
             True if these weights are the result unless better ones come.
@@ -254,6 +276,7 @@ class EpochBook:
             ConfigError: the module has not logged what early stopping monitors.
         """
         state, is_kept = self.state, True
+        self.is_evaluated, self.is_evaluation_due = True, False
         state.add_record(record)
         if self._stopping is not None:
             check_recorded(self._stopping, record)

@@ -205,7 +205,7 @@ class TrainStep:
 
     def _advance_schedule(self, step: int) -> None:
         schedule = self._replica.schedule
-        if schedule is not None and (step + 1) % schedule.every == 0:
+        if schedule is not None and schedule.is_due(step + 1):
             with warnings.catch_warnings():
                 # torch wants an optimizer's step first; a replica without samples takes none.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -16,8 +16,8 @@ from sparkdl.report.summary import TrainingSummary, WeightsOf
 def summary() -> TrainingSummary:
     return TrainingSummary(
         history=[
-            {"epoch": 0, "loss": 2.0, "val_loss": 2.5, "val_accuracy": 0.5},
-            {"epoch": 1, "loss": 1.0, "val_loss": 1.5, "val_accuracy": 0.75},
+            {"epoch": 1, "loss": 2.0, "val_loss": 2.5, "val_accuracy": 0.5},
+            {"epoch": 2, "loss": 1.0, "val_loss": 1.5, "val_accuracy": 0.75},
         ],
         phase_seconds={"spool": 1.25, "train": 10.0},
         restarts=1,

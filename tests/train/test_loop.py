@@ -104,6 +104,85 @@ def test_resume_is_bit_exact_at_every_point(precision: Any, step: int) -> None:
     assert bool(got.final.shared["scaler"]) == (precision == "fp16")
 
 
+def lower(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    # Never satisfied, so that each evaluation but the first lowers the rate.
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.99
+    )
+
+
+@pytest.mark.parametrize("step", [1, 3, 6, 7, 8, 10])
+def test_resume_between_evaluations_is_bit_exact(step: int) -> None:
+    stopping = EarlyStopping(patience=9)
+    config = but(CONFIG, early_stopping=stopping, validation_interval=3, scheduler=lower)
+    sink, validation = Keeper(steps=tuple(range(1, 100))), make_data([6], dtype=torch.float32)
+    whole, resumed = make_net(), seeded(Net, seed=99)
+    expected = run(whole, config, data(), validation=validation, sink=sink)
+    got = run(resumed, config, data(), validation=validation, resume=sink.points[step])
+    assert shown(got.history) == shown(expected.history)
+    for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_evaluations_within_epochs_change_nothing_but_the_history() -> None:
+    validation = make_data([6], dtype=torch.float32)
+    often, plain, seen = make_net(), make_net(), Evaluations()
+    callback = Ends()
+    config = but(CONFIG, validation_interval=3, callbacks=(callback,))
+    found = run(often, config, data(), validation=validation, observer=seen)
+    once = run(plain, CONFIG, data(), validation=validation)
+    assert torch.equal(weights(often), weights(plain))
+    history = shown(found.history)
+    assert [record["epoch"] for record in history] == [0.75, 1, 1.5, 2, 2.25, 3]
+    assert [record["steps"] for record in history] == [3, 4, 2, 4, 1, 4]
+    assert [record for record in history if record["epoch"] in (1, 2, 3)] == shown(once.history)
+    assert shown(seen.records) == history
+    assert callback.epochs == [1, 2, 3]  # of whole epochs only
+
+
+class Evaluations(NullObserver):
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+
+    def epoch(self, record: Mapping[str, float]) -> None:
+        self.records.append(dict(record))
+
+
+class Ends(Callback):
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+
+    def on_epoch_end(self, state: CallbackState, record: Mapping[str, float]) -> None:
+        self.epochs.append(record["epoch"])
+
+
+def test_the_rate_falls_when_evaluations_get_no_better() -> None:
+    validation = make_data([6], dtype=torch.float32)
+    config = but(CONFIG, scheduler=lower, validation_interval=2)
+    history = run(make_net(), config, data(), validation=validation).history
+    rates = [record["learning_rate"] for record in history]
+    assert rates == pytest.approx([0.02, *(0.02 * 0.5**k for k in range(len(rates) - 1))])
+    alone = run(make_net(), but(CONFIG, scheduler=lower), data()).history  # by the training loss
+    assert [record["learning_rate"] for record in alone] == pytest.approx([0.02, 0.02, 0.01])
+    wanted = EarlyStopping(monitor="val_loss", mode="max")
+    with pytest.raises(ConfigError, match="give it mode='max' too"):
+        run(make_net(), but(config, early_stopping=wanted), data(), validation=validation)
+
+
+def test_a_run_stops_within_an_epoch_with_the_best_weights() -> None:
+    validation = make_data([6], dtype=torch.float32)
+    stopping = EarlyStopping(patience=1, mode="max")  # the loss falls, which is worse
+    config = but(CONFIG, validation_interval=1, early_stopping=stopping)
+    best, first = make_net(), make_net()
+    outcome = run(best, config, data(40), validation=validation)
+    assert outcome.stopped_early and outcome.steps < 8
+    assert outcome.history[-1]["epoch"] == outcome.steps / 8
+    run(first, but(CONFIG, max_steps=outcome.steps - 1), data(40))
+    assert torch.equal(weights(best), weights(first))
+    resumed = run(make_net(), config, data(40), validation=validation, resume=outcome.final)
+    assert resumed.steps == outcome.steps
+
+
 def test_same_seed_same_bits_and_another_seed_others() -> None:
     nets = [make_net() for _ in range(3)]
     for net, seed in zip(nets, (4, 4, 5), strict=True):

@@ -64,12 +64,12 @@ def test_an_epoch_ends_at_its_last_step_or_at_that_of_the_run() -> None:
         assert count.num_steps_left == 1 and not count.is_checkpoint_due
         count.count(1, 5, lambda step: step == 2)
         assert count.is_epoch_over and count.is_checkpoint_due
-        assert count.end_epoch(epoch_of(count, 1.0), dict)
+        assert count.enter(epoch_of(count, 1.0), dict)
         assert (count.state.epoch, count.state.step_in_epoch) == (1, 0)
     assert (whole.num_steps_left, short.num_steps_left) == (2, 1)
     short.count(1, 5, None)
     assert short.is_complete
-    short.end_epoch(epoch_of(short, 1.0), dict)
+    short.enter(epoch_of(short, 1.0), dict)
     assert (short.state.epoch, short.state.step_in_epoch) == (1, 1)  # cut short within the epoch
     assert [record["steps"] for record in short.state.history] == [2, 1]
 
@@ -77,15 +77,58 @@ def test_an_epoch_ends_at_its_last_step_or_at_that_of_the_run() -> None:
 def test_the_best_epoch_is_kept_and_patience_ends_the_run() -> None:
     stopping = EarlyStopping(patience=1, restore_best=True)
     kept = book(early_stopping=stopping)
-    assert kept.end_epoch(epoch_of(kept, 1.0), lambda: {"weights": 1})
+    assert kept.enter(epoch_of(kept, 1.0), lambda: {"weights": 1})
     saved = kept.state_dict()
-    assert not kept.end_epoch(epoch_of(kept, 2.0), lambda: {"weights": 2})
+    assert not kept.enter(epoch_of(kept, 2.0), lambda: {"weights": 2})
     assert kept.is_complete and kept.best_model == {"weights": 1}
     resumed = book(early_stopping=stopping)
     resumed.load_state_dict(saved)
     assert not resumed.is_complete
-    assert not resumed.end_epoch(epoch_of(resumed, 2.0), lambda: {"weights": 2})
+    assert not resumed.enter(epoch_of(resumed, 2.0), lambda: {"weights": 2})
     assert resumed.is_complete and resumed.best_model == {"weights": 1}
+
+
+def test_an_evaluation_within_an_epoch_decides_as_one_at_its_end_does() -> None:
+    stopping = EarlyStopping(patience=2)
+    inside = book(early_stopping=stopping, validation_interval=1)
+    dues = []
+    for loss in (3.0, 1.0, 2.0, 2.0):
+        inside.count(1, 5, None)
+        dues.append((inside.is_evaluation_due, inside.is_epoch_over))
+        is_kept = inside.enter(epoch_of(inside, loss), lambda loss=loss: {"of": loss})
+        assert is_kept == (loss in (3.0, 1.0))
+        assert not inside.is_evaluation_due
+    assert dues == [(True, False), (True, True), (True, False), (True, True)]
+    assert [record["epoch"] for record in inside.state.history] == [0.5, 1, 1.5, 2]
+    assert [record["steps"] for record in inside.state.history] == [1, 2, 1, 2]
+    assert inside.is_complete and inside.num_steps_left == 0
+    assert inside.best_model == {"of": 1.0}
+
+
+def test_an_evaluation_is_due_until_it_is_made() -> None:
+    late = book(validation_interval=4, epochs=9)
+    for steps in (1, 1, 1):
+        late.count(steps, 5, None)
+        assert not late.is_evaluation_due
+    late.count(3, 15, None)  # a round that goes beyond the step at which it falls due
+    assert late.is_evaluation_due
+    late.enter(epoch_of(late, 1.0), dict)
+    assert not late.is_evaluation_due
+    late.count(1, 5, None)
+    assert not late.is_evaluation_due
+
+
+def test_a_record_replaces_what_a_longer_run_had_after_it() -> None:
+    state = TrainState()
+    for epoch in (1, 2, 1.5, 2):
+        state.add_record({"epoch": epoch, "loss": epoch})
+    assert [record["epoch"] for record in state.history] == [1, 1.5, 2]
+
+
+def test_an_interval_needs_validation_rows() -> None:
+    config = TrainConfig(validation_interval=5)
+    with pytest.raises(ConfigError, match=r"validationInterval .* set validationFraction"):
+        EpochBook(config, plan_for(make_data([10]), config))
 
 
 def test_an_epoch_whose_loss_is_not_finite_ends_the_run() -> None:

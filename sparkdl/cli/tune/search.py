@@ -193,7 +193,7 @@ class _Watch:
     section: StudySection
     trial: optuna.Trial
     is_ending: threading.Event
-    _records: dict[int, dict[str, float]] = field(default_factory=dict)
+    _records: dict[float, dict[str, float]] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -207,7 +207,7 @@ class _Watch:
         return best_value(self.section, seen)
 
     def __call__(self, record: Mapping[str, float]) -> None:
-        """Take note of an epoch.
+        """Take note of an epoch, or of an evaluation within one, which prunes nothing.
 
         Raises:
             optuna.TrialPruned: the other trials are better.
@@ -215,12 +215,12 @@ class _Watch:
         """
         if self.is_ending.is_set():
             raise _CutOff
-        epoch = int(record["epoch"])
+        epoch = record["epoch"]
         is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
         self._records[epoch] = dict(record)
         best = best_value(self.section, self.history)
-        if best is not None and not is_repeated:
-            self.trial.report(best, step=epoch)
+        if best is not None and not is_repeated and epoch == int(epoch):
+            self.trial.report(best, step=int(epoch))
             if self.trial.should_prune():
                 raise import_optuna().TrialPruned
 

@@ -216,7 +216,7 @@ def record_text(record: Mapping[str, float]) -> str:
     unit = "report" if "report" in record else "epoch"
     names = curve_names([record]) if unit == "epoch" else [n for n in record if n != unit]
     values = ", ".join(f"{name} {record[name]:.5g}" for name in names)
-    return f"{unit} {int(record[unit])}: {values}"
+    return f"{unit} {record[unit]:.5g}: {values}"
 
 
 def terminal_columns() -> int | None:

@@ -248,7 +248,7 @@ def _confusion(record: RunRecord) -> Markup:
     rows = [_label_row(label, of, is_dense=is_dense) for label, of in enumerate(counts)]
     style = "dense" if is_dense else "many" if len(counts) > _MOST_WITH_NUMBERS / 2 else ""
     return section(
-        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']}",
+        f"Confusion matrix, validation rows, epoch {record.confusion['epoch']:.5g}",
         tag("p", text, class_="hint"),
         tag("table", head, *rows, class_=f"matrix {style}"),
     )

@@ -20,7 +20,7 @@ from sparkdl.report.page import html
 from sparkdl.report.page.html import Markup, joined, number, row, section, tag
 from sparkdl.report.page.report_page import badge, body, document
 from sparkdl.report.record.run_folder import RunReader
-from sparkdl.report.record.run_record import RunRecord
+from sparkdl.report.record.run_record import RunRecord, count_of
 from sparkdl.runtime.json_values import finite
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _readable_row(name: str, record: RunRecord) -> Markup:
     last: Mapping[str, Any] = record.history[-1] if record.history else {}
     link = tag("a", record.title, href=f"/runs/{quote(name)}/")
     facts = record.facts
-    epochs = f"{len(record.history)}"
+    epochs = f"{count_of(last) or 0:.4g}"
     if "epochs" in facts:
         epochs += f" of {facts['epochs']}"
     values = [

@@ -264,7 +264,7 @@ def check_values(request: FitRequest) -> CheckedValues:
         module=module,
         float_dtype=float_dtype,
         frozen=frozen,
-        objective=check_training(module, request),
+        objective=check_training(module, request, in_rounds=mode == "rounds"),
         has_logs=check_lightning(module, config, in_rounds=mode == "rounds"),
     )
 
@@ -400,7 +400,9 @@ def _uncopied(module: nn.Module) -> str:
     return ""
 
 
-def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
+def check_training(
+    module: nn.Module, request: FitRequest, *, in_rounds: bool = False
+) -> LossFunction:
     """Build once, on a copy of the module, what every worker will build, so that mistakes show now.
 
     Not the optimizer and its schedule where they are for CUDA, which the driver need not have,
@@ -420,7 +422,11 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
     from sparkdl.train.callbacks import steps_between
     from sparkdl.train.objective.metrics import check_metrics
     from sparkdl.train.objective.training_step import objective_of
-    from sparkdl.train.optimizers.optimizers import make_scheduler, resolve_optimizer
+    from sparkdl.train.optimizers.optimizers import (
+        make_scheduler,
+        require_steps,
+        resolve_optimizer,
+    )
 
     config = request.config
     strategy: SyncStrategy = config.sync_strategy
@@ -439,7 +445,9 @@ def check_training(module: nn.Module, request: FitRequest) -> LossFunction:
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)
-            make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            schedule = make_scheduler(config, optimizer, make, steps_per_epoch=1)
+            if in_rounds:
+                require_steps(schedule)
     return objective
 
 

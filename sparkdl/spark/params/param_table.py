@@ -184,7 +184,8 @@ class EstimatorArguments(InputArguments, total=False):
         "saved with the model.", default=False, fills="request")]
     scheduler: Annotated[Callable[..., Any] | None, Option(
         "learning rate schedule: a callable optimizer -> torch LRScheduler, such as "
-        "sparkdl.warmup(...), stepped after every training step.",
+        "sparkdl.warmup(...), stepped after every training step; ReduceLROnPlateau after every "
+        "evaluation, with the value that earlyStopping monitors, or val_loss, or loss.",
         job_file_doc="A callable that gets the optimizer, and ``args`` by name.",
         is_called_later=True)]
     inputShape: Annotated[Sequence[int | Sequence[int] | None] | None, Option(
@@ -211,6 +212,9 @@ class EstimatorArguments(InputArguments, total=False):
         "part of the rows that is used for validation instead of training (between 0 and 1), "
         "drawn by a hash of what inputs, label and weight hold: always the same rows, and equal "
         "ones together. None: none.", default=None, fills="request")]
+    validationInterval: Annotated[int | None, Option(
+        "steps (>= 1) between evaluations on the validation rows within an epoch, besides that "
+        "at its end; each waits for the end of a round. None: no others.")]
     epochs: Annotated[int, Option("passes over the training rows (>= 1).")]
     maxSteps: Annotated[int, Option(
         "optimizer steps after which training ends whatever the epoch (>= 1), -1 for no limit.")]

@@ -164,15 +164,12 @@ class _Rounds:
             while not book.is_epoch_over:
                 self._train_round()
                 if not book.is_epoch_over:
+                    if book.is_evaluation_due:
+                        self._evaluate(began)
                     self._save_if_due()
-            record = book.record(
-                totals.epoch_sums,
-                self.jobs.labels,
-                learning_rate=self.replicas.learning_rate,
-                seconds=time.perf_counter() - began,
-            )
-            self._end_epoch(record, self._evaluate())
-            self._save_if_due()
+            if not book.is_evaluated:
+                self._evaluate(began)
+                self._save_if_due()
         if self.checkpoints is not None:
             self.checkpoints.final(book.state.step, self._shared_state(), {})
         run.module.load_state_dict(book.best_model or self.replicas.model())
@@ -227,28 +224,36 @@ class _Rounds:
         )
         self.run.view.progress(0, progress)
 
-    def _evaluate(self) -> Evaluation | None:
-        if not self.run.plan.num_validation_rows:
-            return None
-        began = time.perf_counter()
-        evaluation = self.replicas.evaluate(self.book.state)
-        self.totals.spend("evaluate", time.perf_counter() - began)
-        return evaluation
+    def _evaluate(self, began: float) -> None:
+        """Measure the model of this moment, and do what follows from that."""
+        record = self.book.record(
+            self.totals.epoch_sums,
+            self.jobs.labels,
+            learning_rate=self.replicas.learning_rate,
+            seconds=time.perf_counter() - began,
+        )
+        evaluation = None
+        if self.run.plan.num_validation_rows:
+            started = time.perf_counter()
+            evaluation = self.replicas.evaluate(self.book.state)
+            self.totals.spend("evaluate", time.perf_counter() - started)
+        self._enter(record, evaluation)
 
-    def _end_epoch(self, record: Record, evaluation: Evaluation | None) -> None:
+    def _enter(self, record: Record, evaluation: Evaluation | None) -> None:
         run, book = self.run, self.book
+        is_epoch_over = book.is_epoch_over
         if evaluation is not None:
             record.update(evaluation.record)
         fill(record, [self.logs] if self.logs else [], run.module)
-        is_kept = book.end_epoch(record, self.replicas.model)
+        is_kept = book.enter(record, self.replicas.model)
         if book.state.step_in_epoch == 0:
             self.totals.begin_epoch()
             self.logs = b""
         run.view.epoch(record)
         if is_kept and evaluation is not None and evaluation.confusion is not None:
             counts = evaluation.confusion
-            run.view.fact(0, {"kind": "confusion", "epoch": int(record["epoch"]), "counts": counts})
-        if run.config.callbacks:
+            run.view.fact(0, {"kind": "confusion", "epoch": record["epoch"], "counts": counts})
+        if run.config.callbacks and is_epoch_over:
             run.module.load_state_dict(self.replicas.model())
             for callback in run.config.callbacks:
                 callback.on_epoch_end(self._callback_state(), record)

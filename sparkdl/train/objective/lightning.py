@@ -258,11 +258,14 @@ class TrainerStandIn:
         inputs = batch.arguments.packed()
         return _batch(inputs, batch.target if batch.has_label else None), self._batch_idx
 
-    def end_epoch(self, record: dict[str, float], comm: Communicator) -> None:
-        """Enter what the epoch has logged into its record. Collective."""
+    def evaluated(
+        self, record: dict[str, float], comm: Communicator, *, is_epoch_over: bool
+    ) -> None:
+        """Enter what the epoch has logged so far into a record. Collective."""
         self.callback_metrics = {name: torch.tensor(value) for name, value in record.items()}
         kept = self._logs.state_dict()
-        self.call("on_train_epoch_end")
+        if is_epoch_over:
+            self.call("on_train_epoch_end")
         self._fill(record, self._logs, comm)
         self._logs.load_state_dict(kept)  # the epoch may have been cut short, and go on
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, unknown
@@ -205,7 +206,32 @@ class Schedule:
 
     scheduler: torch.optim.lr_scheduler.LRScheduler
     every: int = 1
-    """Steps after which it is stepped."""
+    """Steps after which it is stepped, unless evaluations step it."""
+    monitor: str | None = None
+    """The value of the history that ReduceLROnPlateau gets at each evaluation, if it is one."""
+
+    def is_due(self, steps: int) -> bool:
+        """True if it is to be stepped after so many steps of the run."""
+        return self.monitor is None and steps % self.every == 0
+
+    def evaluated(self, record: Mapping[str, float]) -> None:
+        """Step it if evaluations do; ``record`` is the entry in the history, equal on all ranks."""
+        if self.monitor is not None:
+            value = record[self.monitor] if self.monitor in record else record["loss"]
+            self.scheduler.step(value)  # type: ignore[arg-type] # of ReduceLROnPlateau
+
+
+def require_steps(schedule: Schedule | None) -> None:
+    """Refuse a schedule for rounds that evaluations step.
+
+    Raises:
+        ConfigError: it is ReduceLROnPlateau.
+    """
+    if schedule is not None and schedule.monitor is not None:
+        raise ConfigError(
+            "ReduceLROnPlateau needs executionMode='gang': in rounds the driver evaluates, and the "
+            "schedules are in the tasks; use a schedule that counts steps"
+        )
 
 
 def make_scheduler(
@@ -217,13 +243,15 @@ def make_scheduler(
     """The learning-rate schedule, or None.
 
     Args:
-        config: names it; it is stepped after every optimizer step.
+        config: names it; it is stepped after every optimizer step, or if it is ReduceLROnPlateau
+            by evaluations.
         optimizer: whose learning rates it sets.
         make_optimizer: what made the optimizer; a LightningModule's brings a schedule along.
         steps_per_epoch: after so many steps it is stepped if it counts epochs.
 
     Raises:
-        ConfigError: what was given does not make a schedule that is stepped without a metric.
+        ConfigError: what was given does not make a schedule, or early stopping wants a large
+            value where it wants a small one.
     """
     if config.scheduler is None:
         own = make_optimizer.schedule if isinstance(make_optimizer, OwnOptimizer) else None
@@ -236,7 +264,18 @@ def make_scheduler(
         raise ConfigError(
             f"scheduler must be a callable, optimizer -> LRScheduler; received {config.scheduler!r}"
         )
-    return Schedule(check_scheduler(config.scheduler(optimizer)))
+    scheduler = config.scheduler(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        stopping = config.early_stopping
+        if stopping is not None and stopping.mode != scheduler.mode:
+            raise ConfigError(
+                f"ReduceLROnPlateau gets {stopping.monitor!r}, which early stopping monitors with "
+                f"mode={stopping.mode!r}; give it mode={stopping.mode!r} too, not "
+                f"{scheduler.mode!r}"
+            )
+        monitor = "val_loss" if stopping is None else stopping.monitor
+        return Schedule(scheduler, monitor=monitor)
+    return Schedule(check_scheduler(scheduler))
 
 
 def check_scheduler(scheduler: object) -> torch.optim.lr_scheduler.LRScheduler:
@@ -245,8 +284,8 @@ def check_scheduler(scheduler: object) -> torch.optim.lr_scheduler.LRScheduler:
     Raises:
         ConfigError: it cannot, or is no schedule.
     """
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau needs a metric at every step; use another scheduler")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau is stepped by evaluations; pass it as scheduler=")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(f"scheduler must return an LRScheduler; received {scheduler!r}")
     return scheduler

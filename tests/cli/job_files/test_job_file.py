@@ -84,7 +84,6 @@ def test_given_holds_what_was_set_and_not_the_kind(smallest: Path) -> None:
         ("data.table=t", "[data] format 'parquet' does not take the key 'table'"),
         ("estimator.epochs=many", "estimator.epochs must be an integer; received 'many'"),
         ("validation.fraction=1.5", "[validation] fraction must be between 0 and 1"),
-        ("validation={}", "[validation] needs either 'fraction' or 'path'"),
         ("model.factory=Net", "[model] factory must have the form 'package.module:name'"),
         ("estimator.early_stopping.patience=0", "[estimator.early_stopping] patience must be at"),
     ],

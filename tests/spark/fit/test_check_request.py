@@ -121,6 +121,13 @@ def for_cuda(parameters: Any) -> torch.optim.Optimizer:
 def test_what_the_driver_cannot_build_is_left_to_the_workers() -> None:
     check_training(nn.Linear(4, 3), request(optimizer=for_cuda, device="cuda"))
     check_training(nn.LazyLinear(3), request(optimizer=for_cuda))
+
+
+def test_a_schedule_of_evaluations_needs_a_gang() -> None:
+    on_plateau = request(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    check_training(nn.Linear(4, 3), on_plateau)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau needs executionMode='gang'"):
+        check_training(nn.Linear(4, 3), on_plateau, in_rounds=True)
     with pytest.raises(RuntimeError, match="no CUDA here"):
         check_training(nn.Linear(4, 3), request(optimizer=for_cuda))
 

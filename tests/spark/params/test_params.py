@@ -68,6 +68,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "weightCol": ("w", "w"),
     "validationIndicatorCol": ("v", "v"),
     "validationFraction": (0.1, 0.1),
+    "validationInterval": (50, 50),
     "epochs": (3, 3),
     "maxSteps": (7, 7),
     "batchSize": (5, 5),

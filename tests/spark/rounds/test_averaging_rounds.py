@@ -108,17 +108,22 @@ class Note(Callback):
 
 
 NOTE = Note()
+WATCHED = {"validation_col": "held_out", "validation_interval": 4}
+"""Falls due within rounds, so each evaluation waits for the end of one."""
 
 
 @pytest.fixture(scope="module")
 def whole(df: DataFrame) -> FitResult:
     """A run that nothing disturbs."""
-    return fit(df, request(validation_col="held_out", callbacks=(NOTE,)))
+    return fit(df, request(**WATCHED, callbacks=(NOTE,)))
 
 
 def test_rounds_are_what_a_gang_does(df: DataFrame, whole: FitResult) -> None:
-    gang = fit(df, request(validation_col="held_out", execution_mode="gang"))
+    gang = fit(df, request(**WATCHED, execution_mode="gang"))
     assert_about_equal(whole, gang)
+    inside = [r["steps"] for r in whole.summary.history if r["epoch"] < 1]
+    assert inside and all(steps % 3 == 0 for steps in inside)
+    assert all("val_accuracy" in record for record in whole.summary.history)
 
 
 @pytest.mark.slow
@@ -151,7 +156,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(
     df: DataFrame, tmp_path: Path, whole: FitResult
 ) -> None:
     checkpoint = CheckpointConfig(directory=str(tmp_path), interval=4)
-    kept = {"validation_col": "held_out", "checkpoint": checkpoint}
+    kept = {**WATCHED, "checkpoint": checkpoint}
     stop = whole.summary.steps // 2 + 3  # the end of a round in the second epoch
     assert fit(df, request(**kept, max_steps=stop)).summary.steps == stop
     resumed = fit(df, request(**kept))

@@ -10,6 +10,7 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 from sparkdl.train.optimizers.optimizers import OPTIMIZERS, make_scheduler, resolve_optimizer
+from sparkdl.train.optimizers.warmup import warmup
 
 
 def made(**options: Any) -> torch.optim.Optimizer:
@@ -99,7 +100,10 @@ def test_scheduler() -> None:
     [
         ("cosine", "must be a callable"),
         (lambda o: None, "must return an LRScheduler"),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, "needs a metric"),
+        (
+            lambda o: warmup(o, steps=2, then=torch.optim.lr_scheduler.ReduceLROnPlateau),
+            "is stepped by evaluations",
+        ),
     ],
 )
 def test_wrong_scheduler(scheduler: Any, message: str) -> None:

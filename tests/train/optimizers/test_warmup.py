@@ -141,7 +141,7 @@ def test_wrong_options_are_refused_at_once(options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("then", "message"),
     [
-        (lr_scheduler.ReduceLROnPlateau, "needs a metric"),
+        (lr_scheduler.ReduceLROnPlateau, "is stepped by evaluations"),
         (lambda optimizer: None, "must return an LRScheduler"),
     ],
 )
