@@ -43,31 +43,26 @@ class WeightsOf:
     best: str | None = None
     """The value for which they were chosen (`EarlyStopping.monitor`); None: they are the last."""
     planned_epochs: int
-    last_epoch: int
-    """The last one that was trained."""
+    last_epoch: float
+    """The last one that was trained; a fraction if training ended within it."""
     stopped_early: bool = False
     """True if training ended before its last planned step."""
 
     @property
-    def epoch(self) -> int:
-        """The epoch at whose end, or in which, the model had them."""
-        return int(self.values["epoch"])
-
-    @property
-    def step(self) -> int | None:
-        """The step after which the model had them, where it was measured within an epoch."""
-        return int(self.values["step"]) if "step" in self.values else None
+    def epoch(self) -> float:
+        """Epochs after which the model had them; a fraction if it was measured within an epoch."""
+        return self.values["epoch"]
 
     def __str__(self) -> str:
-        text = f"epoch {self.epoch}" + ("" if self.step is None else f", step {self.step:,}")
+        text = f"epoch {self.epoch:.4g}"
         if self.best is not None:
             text += f" (best {self.best} {self.values[self.best]:.4g})"
         text += f", of {self.planned_epochs} epoch{'s' * (self.planned_epochs != 1)}"
-        return text + f"; stopped early after epoch {self.last_epoch}" * self.stopped_early
+        return text + f"; stopped early after epoch {self.last_epoch:.4g}" * self.stopped_early
 
     def values_text(self) -> str:
         """What was measured then, but for counts and costs."""
-        names = [name for name in curve_names([self.values]) if name != "step"]
+        names = curve_names([self.values])
         return ", ".join(f"{name} {self.values[name]:.5g}" for name in names)
 
 

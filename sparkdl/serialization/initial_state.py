@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ConfigError, StorageError
-from sparkdl.serialization.load import open_saved, place_of_saved
-from sparkdl.serialization.saved_module import (
-    INDEX,
-    PreparedModule,
-    open_module,
-    prepare_weights,
-)
-from sparkdl.storage.hadoop_storage import open_place
 from sparkdl.storage.storage import Storage, scheme_of, without_password
 
 if TYPE_CHECKING:
+    from sparkdl.serialization.saved_module import PreparedModule
     from sparkdl.train.training_state import TrainingState
 
 STATE = "training"
@@ -64,6 +57,9 @@ class InitialState:
         Raises:
             StorageError: there is no such model, it is damaged, or has no training state.
         """
+        from sparkdl.serialization.load import open_saved, place_of_saved
+        from sparkdl.storage.hadoop_storage import open_place
+
         if self.source is None:
             assert self.training is not None
             return self.weights, self.training
@@ -77,6 +73,8 @@ class InitialState:
 
 def prepare_training_state(state: TrainingState) -> PreparedModule:
     """Prepare a state to be written as a folder."""
+    from sparkdl.serialization.saved_module import prepare_weights
+
     return prepare_weights(state.tree())
 
 
@@ -90,6 +88,7 @@ def read_training_state(storage: Storage, model: str) -> TrainingState | None:
     Raises:
         StorageError: it is damaged, or of another version.
     """
+    from sparkdl.serialization.saved_module import INDEX, open_module
     from sparkdl.train.training_state import TrainingState
 
     folder = f"{model.rpartition('/')[0]}/{STATE}".lstrip("/")

@@ -85,7 +85,8 @@ class RankState:
         if "strategy" in point.shared:  # of an earlier fit there may be none
             self.replica.synchronizer.load_state_dict(point.shared["strategy"])
         self.book.load_state_dict(point.shared)
-        give_states(self.replica.config.callbacks, point.shared["callbacks"])
+        if "callbacks" in point.shared:  # those of an earlier fit are not asked
+            give_states(self.replica.config.callbacks, point.shared["callbacks"])
         if point.rank_state is not None:
             self._restore_rank(point.rank_state)
             return

@@ -53,8 +53,8 @@ def test_a_summary_of_before_does_not_know_the_weights(summary: TrainingSummary)
     [
         ({"epoch": 7.0, "val_loss": 0.1234567}, {"best": "val_loss", "stopped_early": True},
          "epoch 7 (best val_loss 0.1235), of 10 epochs; stopped early after epoch 8"),
-        ({"epoch": 7, "step": 1200, "val_loss": 0.5}, {"best": "val_loss"},
-         "epoch 7, step 1,200 (best val_loss 0.5), of 10 epochs"),
+        ({"epoch": 6.25, "val_loss": 0.5}, {"best": "val_loss"},
+         "epoch 6.25 (best val_loss 0.5), of 10 epochs"),
         ({"epoch": 8, "loss": 0.5}, {}, "epoch 8, of 10 epochs"),
         ({"epoch": 1, "loss": 0.5}, {"planned_epochs": 1}, "epoch 1, of 1 epoch"),
     ],
@@ -64,7 +64,7 @@ def test_which_weights_a_model_has(
 ) -> None:
     found = WeightsOf(**{"values": values, "planned_epochs": 10, "last_epoch": 8, **more})
     assert str(found) == text
-    assert (found.epoch, found.step) == (values["epoch"], values.get("step"))
+    assert found.epoch == values["epoch"]
 
 
 def test_the_text_fits_a_terminal_and_its_phases_add_up() -> None:
@@ -111,8 +111,8 @@ def test_pandas_has_a_row_per_epoch(summary: TrainingSummary) -> None:
 
 def test_curves_pair_training_and_validation(summary: TrainingSummary) -> None:
     assert summary.curves() == {
-        "loss": {"loss": ([0, 1], [2.0, 1.0]), "val_loss": ([0, 1], [2.5, 1.5])},
-        "accuracy": {"val_accuracy": ([0, 1], [0.5, 0.75])},
+        "loss": {"loss": ([1, 2], [2.0, 1.0]), "val_loss": ([1, 2], [2.5, 1.5])},
+        "accuracy": {"val_accuracy": ([1, 2], [0.5, 0.75])},
     }
 
 

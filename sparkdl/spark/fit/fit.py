@@ -220,7 +220,7 @@ def _weights_of(
         values=dict(values),
         best=best,
         planned_epochs=plan.end_epoch,
-        last_epoch=int(trained.history[-1]["epoch"]),
+        last_epoch=trained.history[-1]["epoch"],
         stopped_early=trained.steps < plan.first_step + plan.total_steps,
     )
 

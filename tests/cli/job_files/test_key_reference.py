@@ -38,5 +38,5 @@ def test_a_terminal_shows_them(
     assert main(["train", "--keys"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("[data] (required)")
-    assert "\n  learning_rate: a number\n      learning rate (> 0)" in text
+    assert "\n  learning_rate: a number or 'auto'\n      learning rate (> 0)" in text
     assert "\n  path: a string, required\n" in text

@@ -88,7 +88,10 @@ def test_runs_of_an_experiment_stand_beside_each_other(place: str) -> None:
 
 def test_without_the_package_the_remedy_is_named() -> None:
     hidden = {"mlflow.tracking": None, "mlflow.entities": None}
-    with mock.patch.dict(sys.modules, hidden), pytest.raises(SparkDLError, match="mlflow\\]"):
+    with (
+        mock.patch.dict(sys.modules, hidden),
+        pytest.raises(SparkDLError, match="pip install mlflow-skinny"),
+    ):
         MLflow().start(START)
 
 

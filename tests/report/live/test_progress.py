@@ -215,16 +215,6 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
     ]
 
 
-def test_the_lines_of_a_run_with_a_name_begin_with_it(console: Console) -> None:
-    view = ConsoleView(PLAN, has_bar=False, shows_logs=False, name="digits, wide")
-    view.epoch({"epoch": 1, "loss": 0.5})
-    view.log(1, "beware", logging.WARNING)
-    assert console.text().splitlines() == [
-        "digits, wide: epoch 1: loss 0.5",
-        "digits, wide: [rank 1] beware",
-    ]
-
-
 DRIVER = "from sparkdl.report.live import progress; print(progress.terminal_columns() or 0)"
 LAUNCHER = f"""
 import subprocess, sys

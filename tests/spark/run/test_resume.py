@@ -45,7 +45,7 @@ def write(storage: Storage, state: TrainState, *, run_key: str = "run") -> None:
 
 
 def found(storage: MemoryStorage, *, epochs: int, max_steps: int = -1) -> int | None:
-    plan = SimpleNamespace(epochs=epochs, max_steps=max_steps)
+    plan = SimpleNamespace(end_epoch=epochs, end_step=max_steps)
     run: Any = SimpleNamespace(run_key="run", plan=plan)
     info = find_checkpoint(run, storage)
     return None if info is None else info.step
