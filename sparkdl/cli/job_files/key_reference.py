@@ -123,7 +123,7 @@ def _default(item: Field[Any], kind: type) -> str:
         return ""
     if kind is EstimatorSection and item.name in PARAMS:
         return _of_param(item.name)
-    value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator,misc]
+    value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator]
     return _shown(value)
 
 
