@@ -13,6 +13,7 @@ from sparkdl.cli.job_files.job_file import DataSection, TrainJob
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
 from sparkdl.errors import DataError
 from sparkdl.spark.frames.columns import hashable
+from sparkdl.spark.session.failures import raise_unless_loss
 from sparkdl.storage.storage import without_password
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
         what = section.table or section.path
         text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
         raise DataError(without_password(text)) from error
+    except Exception as error:  # Spark reads some formats to find the columns
+        raise_unless_loss(error)
+        raise
     return rows
 
 
