@@ -68,6 +68,9 @@ class _TorchEstimator(
     _task: ClassVar[Task]
     _model_class: ClassVar[type[TorchModel]]
 
+    if not TYPE_CHECKING:
+        fit = plainly(Estimator.fit)  # without Spark's frames in between
+
     def _fit(self, dataset: DataFrame | Source) -> TorchModel:
         """Train on a DataFrame, or on a source such as `ParquetSource`."""
         return self.fit_sharing(dataset)

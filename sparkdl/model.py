@@ -134,6 +134,9 @@ class TorchModel(Model, CheckedParams, MLWritable, MLReadable["TorchModel"], Mod
             raise SparkDLError(f"No training summary available for this {type(self).__name__}")
         return self._summary
 
+    if not TYPE_CHECKING:
+        transform = plainly(Model.transform)  # without Spark's frames in between
+
     @plainly
     def _transform(self, dataset: DataFrame) -> DataFrame:
         dataset = rows_of(dataset)

@@ -7,12 +7,14 @@ that prints what came of it.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module, resources
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from sparkdl.cli import completion
 from sparkdl.cli.command_line import Command, Run, ended
 from sparkdl.cli.job_files.job_file import (
+    DataSection,
     EvaluateJob,
     PredictJob,
     TrainJob,
@@ -268,6 +271,7 @@ def _show_search(job: TuneJob, report: TuneReport, form: Form) -> None:
     settings = " ".join(f"--set '{key}={value}'" for key, value in report.params.items())
     path = f"{report.path.rstrip('/')}/{folder_of(report.best)}/model"
     rows = "--set data.path=ROWS" if form is Form.COMMAND else "--config conf/evaluate.toml"
+    rows = " ".join([rows, *rows_settings(job.data)])
     print(f"best: trial {report.best}, {job.study.metric} {report.value:.6g}")
     for key, value in report.params.items():
         print(f"  {key} = {value}")
@@ -319,19 +323,34 @@ def _show_training(job: TrainJob, report: TrainReport, form: Form) -> None:
     if summary.report_path is not None:
         print(f"report: {summary.report_path}")
     print("next:")
-    print("\n".join(f"  {command}" for command in next_commands(report.path, form)))
+    print("\n".join(f"  {command}" for command in next_commands(report.path, form, job.data)))
 
 
-def next_commands(path: str, form: Form) -> list[str]:
+def rows_settings(data: DataSection) -> list[str]:
+    """The ``--set`` by which rows like those of training become what the model takes."""
+    named = {item.name: getattr(data, item.name) for item in fields(data)}
+    usual = {item.name: item.default for item in fields(data)}
+    settings = [f"data.options.{key}={json.dumps(value)}" for key, value in data.options.items()]
+    settings += [
+        f"data.{key}={json.dumps(named[key])}"
+        for key in ("format", "schema", "select")
+        if named[key] != usual[key] and named[key] != "table"
+    ]
+    return [f"--set {shlex.quote(setting)}" for setting in settings]
+
+
+def next_commands(path: str, form: Form, data: DataSection) -> list[str]:
     """What a user would run now, from the shell that ran this job."""
+    model, rows = f"--set model.path={shlex.quote(path)}", rows_settings(data)
     if form is Form.COMMAND:
+        given = " ".join([model, "--set data.path=ROWS", *rows])
         return [
-            f"sparkdl evaluate --set model.path={path} --set data.path=ROWS",
-            f"sparkdl predict --set model.path={path} --set data.path=ROWS --set output.path=NEW",
-            f"sparkdl export {path} model.onnx",
+            f"sparkdl evaluate {given}",
+            f"sparkdl predict {given} --set output.path=NEW",
+            f"sparkdl export {shlex.quote(path)} model.onnx",
         ]
     commands = [
-        f"{form.start_of(name)} --config conf/{name}.toml --set model.path={path}"
+        " ".join([f"{form.start_of(name)} --config conf/{name}.toml", model, *rows])
         for name in ("evaluate", "predict")
     ]
     # make runs the Python of .venv without activating it in the user's shell.

@@ -51,8 +51,13 @@ def shortened(error: SparkDLError) -> SparkDLError:
 
 
 def formatted(error: BaseException) -> str:
-    """An exception with the frames of the user's code, or with all of them if there are none."""
+    """An exception with the frames of the user's code, or with all of them if there are none.
+
+    Where a module is missing, it does not matter who has asked for it.
+    """
     own = None if _shows_all() else _users_frames(error.__traceback__)
+    if own is None and isinstance(error, ModuleNotFoundError) and not _shows_all():
+        return "".join(traceback.format_exception_only(error))
     if own is None:
         return "".join(traceback.format_exception(error))
     return "".join(traceback.format_exception(type(error), error, own, chain=False))

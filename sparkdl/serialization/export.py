@@ -7,12 +7,13 @@ module again, but one that needs none of the code it was made with.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.data.plan import Column
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, unknown
 from sparkdl.serialization.example_inputs import example_of
 from sparkdl.serialization.exported_program import write_program
 from sparkdl.serialization.load import ModelSignature, open_saved, signature_of
@@ -22,6 +23,11 @@ from sparkdl.storage.storage import Storage, without_password
 
 _FACTORY = "factory"
 """What a saved model says of its own code, among `SavedModule.extra`."""
+
+
+ENDINGS = (".onnx", ".pt2", ".safetensors")
+_ENDING = re.compile(r"\.[A-Za-z]\w*$")
+"""A folder may be called v1.2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,8 @@ def export_saved(
     Args:
         model: path or URL, as for `sparkdl.load_module`.
         target: path or URL: ``.onnx`` is an ONNX file, ``.pt2`` an exported program,
-            ``.safetensors`` the state dict; another name is a folder for `sparkdl.load_module`.
+            ``.safetensors`` the state dict; a name without an ending is a folder for
+            `sparkdl.load_module`.
         overwrite: whether what is there is replaced.
         trusted: packages whose code the model may name, see `sparkdl.load_module`.
 
@@ -60,6 +67,9 @@ def export_saved(
     if not name:
         shown = without_password(os.fspath(target))
         raise ConfigError(f"name a file or folder to write; received {shown!r}")
+    ending = _ENDING.search(name)
+    if ending is not None and ending[0] not in ENDINGS:
+        raise unknown("ending", ending[0], ENDINGS, "; or none for a folder")
     if storage.exists(name) and not overwrite:
         raise ConfigError(
             f"there is something at {without_password(os.fspath(target))} already; choose another "

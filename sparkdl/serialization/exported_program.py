@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 from torch.export.pt2_archive._package import load_pt2
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from sparkdl.errors import ConfigError, StorageError
 from sparkdl.serialization.allowed_operators import ALLOWED, CHECKED, UNCHECKED
@@ -220,15 +221,28 @@ def _exporting() -> Iterator[None]:
     Raises:
         ConfigError: the block has failed.
     """
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # torch prints the graph as far as it came
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with (
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
+    except GuardOnDataDependentSymNode as error:
+        raise ConfigError(
+            "torch.export cannot export it (forward branches on values of its tensors)"
+        ) from error
     except Exception as error:  # whatever the module's forward or torch's tracer raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"torch.export cannot export it ({type(error).__name__}: {reason})"
         ) from error
+    finally:
+        logger.setLevel(level)
 
 
 def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:

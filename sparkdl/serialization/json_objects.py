@@ -31,10 +31,7 @@ from sparkdl.runtime.public_names import import_object, public_module
 from sparkdl.serialization.compare_modules import find_attribute, find_difference
 from sparkdl.serialization.trust import USUAL, Trust
 
-REMEDY = (
-    "move it to a module, a .py file that driver and workers can import, and pass the class or "
-    "function itself, or functools.partial of it"
-)
+REMEDY = "move it into a .py file that driver and workers import, and pass it itself or its partial"
 _FACTORY = "pass a factory instead: a function that other processes can import and that makes it"
 _OUR_OWN = Trust(in_all=True)
 """In names that this program has just written itself."""

@@ -217,26 +217,25 @@ _Way = tuple[Mapping[str, Any], Mapping[str, bytes], Mapping[str, Any]]
 
 def _find_way(module: nn.Module, factory: Any | None, example_inputs: Given | None) -> _Way:
     """The first of the three ways that will do."""
-    causes = []
+    causes = []  # that of the factory is told before that of the module, which mostly is the same
     if factory is not None:
         try:
             return _factory_way(module, factory)
         except DescribeError as error:
-            causes.append(f"the factory cannot be written: {error}")
+            causes.append(error)
     try:
         return {"module": describe(module)}, {}, {}
     except DescribeError as error:
-        causes.append(f"the module cannot be described: {error}")
+        causes.append(error)
     try:
         if example_inputs is None:
             raise ConfigError("an exported program needs example inputs, and there are none")
         return {"program": _PROGRAM}, {_PROGRAM: write_program(module, example_inputs)}, {}
     except ConfigError as error:
-        causes.append(str(error))
-    raise ConfigError(
-        "the module cannot be saved without pickle; one of these must be mended: "
-        + "; ".join(f"({i}) {cause}" for i, cause in enumerate(causes, 1))
-    )
+        raise ConfigError(
+            f"the module cannot be saved without pickle: {causes[0]}; and what needs no class will "
+            f"not do: {error}"
+        ) from error
 
 
 def _factory_way(module: nn.Module, factory: Any) -> _Way:

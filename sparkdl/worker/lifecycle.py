@@ -298,9 +298,28 @@ def describe_failure(
         "rank": rank,
         "kind": kind,
         "type": type(error).__name__,
-        "message": message[:_MOST_CHARACTERS],
+        "message": message[:_MOST_CHARACTERS] + _remedy(error),
         "traceback": formatted(error)[-_MOST_CHARACTERS:],
     }
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error of Python's or torch's that does not say it."""
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            "; the workers cannot import it: send your own modules with --py-files "
+            "(spark.submit.pyFiles) or spark.addArtifacts, and install packages there"
+        )
+    # Torch has a type for GPUs only.
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in _message(
+        error
+    )
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_torchs):
+        return (
+            "; the worker's memory is too small for this: lower batchSize, or raise "
+            "gradientAccumulationSteps, which cuts each batch into smaller ones"
+        )
+    return ""
 
 
 def _message(error: BaseException) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 
 from sparkdl.cli.images.ledger import Report
 from sparkdl.cli.job_commands import TRAIN, Form, next_commands, prepared_lines
+from sparkdl.cli.job_files.job_file import DataSection, EvaluateJob, PredictJob, load_job
 from sparkdl.cli.jobs import TrainReport
 from sparkdl.report.summary import TrainingSummary, WeightsOf
 
+PLAIN = DataSection(path="data/rows")
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -36,7 +40,7 @@ def test_training_says_which_weights_the_model_has(capsys: pytest.CaptureFixture
 
 def test_the_commands_after_training_name_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", os.sep)
-    commands = next_commands("models/m", Form.SCRIPT)
+    commands = next_commands("models/m", Form.SCRIPT, PLAIN)
     assert [command.split()[1] for command in commands] == ["jobs/evaluate.py", "jobs/predict.py"]
     assert all(command.endswith("--set model.path=models/m") for command in commands)
 
@@ -46,13 +50,30 @@ def test_they_begin_with_the_environment_that_make_used(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
     monkeypatch.setattr(sys, "base_prefix", "/usr")
     monkeypatch.chdir(ROOT)
-    assert next_commands("m", Form.SCRIPT)[0].startswith("source .venv/bin/activate")
+    assert next_commands("m", Form.SCRIPT, PLAIN)[0].startswith("source .venv/bin/activate")
 
 
 def test_from_the_command_they_need_no_file_of_the_repository() -> None:
-    commands = next_commands("models/m", Form.COMMAND)
+    commands = next_commands("models/m", Form.COMMAND, PLAIN)
     assert all(command.startswith("sparkdl ") and "models/m" in command for command in commands)
     assert not any("conf/" in command or "jobs/" in command for command in commands)
+
+
+def test_they_read_rows_as_training_did() -> None:
+    """The model takes columns that only data.select makes."""
+    data = DataSection(
+        path="d", format="csv", options={"header": True}, select=("array(`x 1`) AS features", "y")
+    )
+    evaluate, predict, _ = next_commands("my models/m", Form.COMMAND, data)
+    for command, kind in ((evaluate, EvaluateJob), (predict, PredictJob)):
+        _, name, *words = shlex.split(command)
+        assert name == kind.__name__.removesuffix("Job").lower()
+        assert set(words[::2]) == {"--set"}
+        job = load_job(kind, None, words[1::2])
+        assert job.data == replace(data, path="ROWS")
+        assert job.model.path == "my models/m"
+    in_catalog = DataSection(format="table", table="db.t")
+    assert "table" not in next_commands("m", Form.COMMAND, in_catalog)[0]
 
 
 def report(num_bad: int = 7) -> Report:

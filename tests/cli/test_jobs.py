@@ -99,6 +99,14 @@ def test_missing_files_and_columns_are_named(spark: SparkSession, files: str) ->
         read_data(spark, DataSection(path=files, select=("no_such",)))
 
 
+def test_a_file_of_another_format_is_one_sentence(spark: SparkSession, tmp_path: Path) -> None:
+    """It was 180 lines of Java's."""
+    (tmp_path / "a.csv").write_text("n,m\n1,2\n" * 9, encoding="utf-8")
+    with pytest.raises(DataError, match="see that its files are of the format") as caught:
+        read_data(spark, DataSection(path=str(tmp_path / "a.csv")))
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def training(path: str, validation: ValidationSection | None) -> TrainJob:
     return TrainJob(
         data=DataSection(path=path),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparkdl import TorchClassifier
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.runtime.tracebacks import formatted, plainly
 from sparkdl.storage.storage import open_storage
@@ -74,3 +75,10 @@ def test_an_error_without_frames_of_the_users_keeps_all() -> None:
         torch.ones(2, 2) @ torch.ones(3, 3)
     error = caught.value.with_traceback(None)
     assert formatted(error).startswith("RuntimeError: ")
+
+
+def test_of_fit_one_frame_is_left() -> None:
+    """Those of pyspark and of the estimator were in between."""
+    with pytest.raises(ConfigError, match="epochs must be at least 1") as caught:
+        TorchClassifier(module=Net, epochs=0).fit(None)  # type: ignore[arg-type]
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)][1:] == ["call"]

@@ -104,6 +104,18 @@ def test_an_estimators_module_has_weights_only(tmp_path: Path) -> None:
         export_saved(tmp_path / "estimator", tmp_path / "p.pt2")
 
 
+def test_an_unknown_ending_is_refused(saved: Path, tmp_path: Path) -> None:
+    """It became a folder of that name."""
+    known = r"known: .onnx, .pt2, .safetensors; or none for a folder"
+    with pytest.raises(
+        ConfigError, match=r"unknown ending '.onx'; did you mean '.onnx'\? " + known
+    ):
+        export_saved(saved, tmp_path / "digits.onx")
+    assert list(tmp_path.glob("*.onx")) == []
+    export_saved(saved, tmp_path / "digits-v1.2")
+    assert (tmp_path / "digits-v1.2" / "module.json").is_file()
+
+
 def test_no_model_and_no_name(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="holds no saved module"):
         export_saved(tmp_path / "none", tmp_path / "m.pt2")

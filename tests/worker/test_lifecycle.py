@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from sparkdl.comm.worker_environment import WorkerEnvironment
 from sparkdl.errors import CommunicationError
 from sparkdl.runtime.versions import versions
 from sparkdl.worker import lifecycle
-from sparkdl.worker.lifecycle import GangOrder, GangRank, Member, Results, live
+from sparkdl.worker.lifecycle import GangOrder, GangRank, Member, Results, describe_failure, live
 
 
 @pytest.fixture
@@ -116,3 +117,28 @@ def test_nobody_begins_before_all_have_connected(
     for peer in peers:
         peer.join(20)
     assert sorted(begun) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "lower batchSize"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower batchSize"),
+        (MemoryError(), "gradientAccumulationSteps"),
+        (ModuleNotFoundError("No module named 'nets'"), "send your own modules with --py-files"),
+    ],
+)
+def test_errors_that_do_not_say_what_to_do_get_a_remedy(error: Exception, remedy: str) -> None:
+    found = describe_failure(error, 1)
+    assert found["message"].startswith(str(error))
+    assert remedy in found["message"]
+    assert found["kind"] == "user"
+    assert describe_failure(ValueError("x"), 1)["message"] == "x"
+
+
+def test_who_has_asked_for_a_missing_module_is_not_told() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        pickle.loads(b"cnowhere_to_be_found\nNet\n.")
+    caught.value.__traceback__ = None
+    text = describe_failure(caught.value, 0)["traceback"]
+    assert text == "ModuleNotFoundError: No module named 'nowhere_to_be_found'\n"

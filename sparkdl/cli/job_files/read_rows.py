@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from sparkdl.cli.job_files.job_file import DataSection, TrainJob
 from sparkdl.cli.job_files.job_objects import VALIDATION_COLUMN
 from sparkdl.errors import DataError
+from sparkdl.spark.session.failures import raise_unless_loss
 from sparkdl.storage.storage import without_password
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def read_data(spark: SparkSession, section: DataSection) -> DataFrame:
         what = section.table or section.path
         text = f"cannot read {what!r}: {str(error).strip().splitlines()[0]}"
         raise DataError(without_password(text)) from error
+    except Exception as error:  # Spark reads some formats to find the columns
+        raise_unless_loss(error)
+        raise
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sparkdl.errors import SparkDLError
 
@@ -27,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from sparkdl.report.server.report_server import RunServer
     from sparkdl.storage.storage import open_storage, without_password
 
+    if "://" not in given.directory and not Path(given.directory).expanduser().is_dir():
+        print(
+            f"error: there is no folder {given.directory}; name the one that fits were given as "
+            "reportDir; jobs leave their reports in 'runs' of the folder that they were started in",
+            file=sys.stderr,
+        )
+        return 1
     try:
         server = RunServer((given.host, given.port), RunReader(open_storage(given.directory)))
     except SparkDLError as error:

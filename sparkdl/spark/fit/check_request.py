@@ -442,6 +442,10 @@ def check_training(
                 strategy.check_optimizer(resolve_optimizer(config)([stand_in]))
         else:
             copied = _copied(module)
+            if not any(parameter.requires_grad for parameter in copied.parameters()):
+                raise ConfigError(
+                    "the module has no parameters that train; check it, and frozenLayers"
+                )
             make = resolve_optimizer(config, copied)
             optimizer = make(p for p in copied.parameters() if p.requires_grad)
             strategy.check_optimizer(optimizer)

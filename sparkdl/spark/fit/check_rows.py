@@ -20,6 +20,7 @@ from sparkdl.report.record.module_graph import traced
 from sparkdl.runtime.process import borrowed_generator
 from sparkdl.spark.cluster.cluster_info import check_memory
 from sparkdl.spark.fit.check_request import CheckedRequest
+from sparkdl.spark.fit.explain_refusal import failed_layer, refusal
 from sparkdl.spark.frames.row_table import RowTable
 from sparkdl.spark.run.run import FitRequest
 from sparkdl.spark.session.compat import conf
@@ -159,7 +160,13 @@ def traced_run(
     try:
         with traced(module, sink):
             return run()
-    except ConfigError:  # a compiled module, for one, may fail only because it is looked at
+    except ConfigError as error:
+        # A compiled module, for one, may fail only because it is looked at; a layer of torch's
+        # does not, nor does code that raises errors of its own.
+        cause = error.__cause__
+        failed = None if cause is None else failed_layer(cause, module)
+        if not isinstance(cause, RuntimeError) or (failed is not None and failed.is_torchs):
+            raise
         return run()
 
 
@@ -191,12 +198,7 @@ def dry_run(
         with torch.no_grad(), borrowed_generator(request.config.seed):
             output = example_arguments(features).call(module.eval())
     except Exception as error:
-        shown = ", ".join(_shown_input(column) for column in features)
-        whole = ", ".join(f'"{c.name}"' for c in features if not c.dtype.startswith("float"))
-        raise ConfigError(
-            f"the module cannot take the features ({shown}): {type(error).__name__}: {error}; "
-            f"adapt the module, {f'cast {whole} to float, ' * bool(whole)}or set inputShape"
-        ) from error
+        raise ConfigError(refusal(error, module, features)) from error
     finally:
         module.train(was_training)
     config = request.config
@@ -206,13 +208,6 @@ def dry_run(
         _try_loss(objective, meant, columns)
     metrics = resolved(config.metrics, objective, meant)
     return num_classes, None if meant is output else "logits", metrics
-
-
-def _shown_input(column: Column) -> str:
-    is_sequence = isinstance(column.kind, Sequence)
-    shape = ("batch", *(("length",) * is_sequence), *column.shape)
-    name = "" if column.argument is None else f"{column.argument}="
-    return f'{name}"{column.name}" {column.dtype} {shape}'
 
 
 def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:

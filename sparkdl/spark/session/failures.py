@@ -153,8 +153,9 @@ def _meant_by(error: Exception) -> SparkDLError | None:
         )
     if condition.partition(".")[0] == _CANNOT_READ:
         return DataError(
-            f"the source of the DataFrame cannot be read ({spark_message(error)}); restore its "
-            "files, or read the source anew if they were replaced"
+            f"the source of the DataFrame cannot be read ({spark_message(error)}); see that "
+            "its files are of the format that they are read as, restore them, or read the source "
+            "anew if they were replaced"
         )
     return None
 

@@ -260,7 +260,7 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
     """
     _check_tensors(output, target)
-    shapes = tuple(output.shape), tuple(target.shape)
+    shapes = [("batch", *value.shape[1:]) for value in (output, target)]
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:

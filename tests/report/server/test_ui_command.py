@@ -52,6 +52,14 @@ def test_a_directory_of_no_known_kind_is_an_error(capsys: pytest.CaptureFixture[
     assert "nosuchscheme" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "nothere")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: there is no folder {tmp_path}/nothere; name the one")
+
+
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.spark.fit.check_request import (
     check_sync_batch_norm,
     check_training,
+    check_values,
     make_module,
     prepare_columns,
 )
@@ -172,3 +174,24 @@ def test_columns_are_cast_for_module_and_task(spark: SparkSession) -> None:
     assert kinds(label_col=None, weight_col=None, validation_col=None) == [
         ("x", "feature", "float32", False)
     ]
+
+
+class Locked(nn.Linear):
+    """Has what no other process can have."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("module", [Locked, nn.Sequential(Locked())])
+def test_a_module_that_cannot_travel_is_told_with_the_attribute(module: Any) -> None:
+    """It was a traceback of deepcopy."""
+    asked = request(module)
+    with pytest.raises(ConfigError, match=r"cannot pickle .* \(its attribute (0\.)?lock\); make"):
+        check_values(asked)
+
+
+def test_a_module_needs_parameters_that_train() -> None:
+    with pytest.raises(ConfigError, match="the module has no parameters that train"):
+        check_values(request(nn.Flatten))

@@ -80,7 +80,10 @@ def test_one_output_is_no_output_for_each_class(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "bce_with_logits"}, r"output has shape \(2, 3\) but the target has shape \(2,\)"),
+        (
+            {"loss": "bce_with_logits"},
+            r"output has shape \('batch', 3\) but the target has shape \('batch',\)",
+        ),
         ({"task": "regression", "loss": "mse"}, "so that they are equal"),
         (
             {"task": "regression", "loss": nn.GaussianNLLLoss()},
@@ -153,18 +156,50 @@ def test_a_module_that_does_not_take_the_features() -> None:
     with pytest.raises(ConfigError) as caught:
         num_classes(module, [X, Y], request())
     message = str(caught.value)
-    assert message.startswith("the module cannot take the features (\"x\" float32 ('batch', 4)): ")
-    assert message.endswith("adapt the module, or set inputShape")
+    assert message == (
+        "the module cannot take the features (\"x\" float32 ('batch', 4)): Linear(in_features=5, "
+        "out_features=3, bias=True), got float32 ('batch', 4): mat1 and mat2 shapes cannot be "
+        "multiplied (batchx4 and 5x3); adapt the module, or set inputShape"
+    )
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert module.training
 
 
 def test_whole_numbers_where_the_module_takes_floating_ones() -> None:
     counts = Column(name="n", role="feature", dtype="int32", shape=(4,))
-    with pytest.raises(
-        ConfigError, match=r'adapt the module, cast "n" to float, or set inputShape'
-    ):
+    advice = r'call \.float\(\) on "n" \(int32\) in forward, adapt the module, or set inputShape'
+    with pytest.raises(ConfigError, match=advice):
         num_classes(nn.Linear(4, 3), [counts, Y], request())
+
+
+class Broken(nn.Module):
+    """Has a mistake of its own."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        found: torch.Tensor = self.nothing(x)
+        return found
+
+
+def test_a_mistake_in_forward_is_no_matter_of_shapes() -> None:
+    graphs: list[Any] = []
+    with pytest.raises(ConfigError, match=r"AttributeError: .*'nothing'; correct forward$"):
+        traced_run(lambda: num_classes(Broken(), [X, Y], request()), Broken(), graphs.append)
+    assert Broken.calls == 1  # what it prints is printed once
+
+
+def test_the_rows_of_zeros_are_not_told() -> None:
+    image = Column(name="photo", role="feature", dtype="float32", shape=(16,))
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    with pytest.raises(ConfigError) as caught:
+        num_classes(net, [image, Y], request())
+    assert "layer 0, Conv2d(1, 2, " in str(caught.value)
+    assert "got input of size: [batch, 16]" in str(caught.value)
+    pair = nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=r"has shape \('batch', 2\) but the target has shape"):
+        num_classes(pair, [X, Y], request(task="regression", loss="mse"))
 
 
 def test_a_classifier_returns_a_tensor() -> None:
