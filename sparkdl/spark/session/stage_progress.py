@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,32 +41,32 @@ class StageProgress:
 
     def __init__(self, spark: SparkSession) -> None:
         """Of this session; Spark Connect has neither a bar nor an answer."""
-        context: Any = None if is_connect(spark) else spark.sparkContext
-        self._scala: Any = None if context is None else context._jsc.sc()
+        self._context: Any = None if is_connect(spark) else spark.sparkContext
         self._bar: Any = None
-        if self._scala is not None:
-            bar = self._scala.progressBar()
-            self._bar = bar.get() if bar.isDefined() else None
-        self._found, self._next = "", 0.0
+        self._found, self._next = "", -math.inf
         self._times_idle = 0
 
     def __call__(self) -> str:
         """Tasks of the stages that run now, in words; empty: none runs, or nobody knows."""
-        if self._scala is None:
+        if self._context is None:
             return ""
         try:
-            if self._bar is not None:
-                self._bar.finishAll()
             now = time.monotonic()
             if now >= self._next:
                 self._next = now + _ASK_SECONDS
                 self._found = self._tasks()
-        except (Py4JError, OSError):  # the session has ended
-            self._scala, self._found = None, ""
+            if self._bar is not None:
+                self._bar.finishAll()
+        # The session has ended, or its cluster allows no such calls.
+        except (Py4JError, OSError, AttributeError):
+            self._context, self._found = None, ""
         return self._found
 
     def _tasks(self) -> str:
-        tracker = self._scala.statusTracker()
+        scala = self._context._jsc.sc()
+        bar = scala.progressBar()
+        self._bar = bar.get() if bar.isDefined() else None
+        tracker = scala.statusTracker()
         found = [tracker.getStageInfo(number) for number in tracker.getActiveStageIds()]
         stages = [stage.get() for stage in found if stage.isDefined()]
         if not stages:

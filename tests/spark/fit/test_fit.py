@@ -211,7 +211,14 @@ def test_a_fit(df: DataFrame, expected: str, capsys: pytest.CaptureFixture[str])
     assert (summary.rows, summary.world_size, summary.restarts) == (ROWS, 2, 0)
     assert [record["epoch"] for record in summary.history] == [1, 2]
     assert len(summary.throughput_by_rank) == 2
-    assert {"fit: preflight", "fit: spool", "fit: train"} <= set(summary.phase_seconds)
+    phases = summary.phase_seconds
+    assert {"fit: preflight", "fit: spool", "fit: train"} <= set(phases)
+    of_fit = [seconds for name, seconds in phases.items() if name.startswith("fit: ")]
+    assert sum(of_fit) == pytest.approx(summary.seconds)
+    assert min(of_fit) >= 0
+    assert summary.weights_of is not None
+    assert (summary.weights_of.values, summary.weights_of.best) == (summary.history[-1], None)
+    assert not summary.weights_of.stopped_early
     lines = [line.strip() for line in capsys.readouterr().err.replace("\r", "\n").splitlines()]
     for rank in (0, 1):
         for epoch in (1, 2):
