@@ -27,7 +27,7 @@ from sparkdl.train.round_replica import RoundReplica
 from tests.train.runs import NUM_FEATURES, but, make_data, plan_for, run, seeded, weights
 
 CONFIG = TrainConfig(epochs=3, batch_size=5, learning_rate=0.02)
-LOOKS = Looks(histograms=True, images=4)
+LOOKS = Looks(every=10, histograms=True, images=4)
 
 
 class Net(nn.Module):
@@ -103,7 +103,7 @@ def test_looks_change_no_bit() -> None:
 @pytest.mark.parametrize(
     ("rows", "epochs", "every", "steps"),
     [
-        (100, 3, None, [10, 20, 30, 40, 50, 60]),  # 20 steps an epoch: but not at each third
+        (100, 5, None, [25, 50, 75, 100]),  # 20 steps an epoch
         (500, 30, None, [*range(100, 3001, 100)]),
         (5000, 1, None, [*range(50, 1001, 50)]),  # twenty in a single epoch
         (35, 1, None, [7]),
@@ -132,7 +132,7 @@ def test_other_strategies_have_ratios_too(strategy: Any) -> None:
 def test_in_rounds_the_first_shard_is_looked_at() -> None:
     shards = make_data([50, 50], dtype=torch.float32)
     plan, net = plan_for(shards, CONFIG, world_size=2), seeded(Net)
-    replica = RoundReplica(net, CONFIG, plan, torch.device("cpu"), Looks())
+    replica = RoundReplica(net, CONFIG, plan, torch.device("cpu"), Looks(every=10))
     state = {"model": seeded(Net).state_dict()}
     found = []
     for shard in (0, 1):
