@@ -21,6 +21,7 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.train import layer_looks
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.round_replica import RoundReplica
@@ -186,6 +187,20 @@ def test_values_that_are_not_finite_or_nothing_do_no_harm() -> None:
     assert found["histograms"]["weights/bias"] == {
         "low": 0.0, "high": 0.0, "counts": [1], "sum": 0.0, "sum_squares": 0.0,
     }  # fmt: skip
+
+
+def test_what_only_shows_does_not_end_what_trains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    unseen = looked(looks=None)[1]
+    monkeypatch.setattr(layer_looks, "_sample", broken)
+    kept, net = looked()
+    assert kept.found == {} and torch.equal(weights(net), weights(unseen))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning == "reports have no more of the layers: CUDA out of memory"
 
 
 def test_options_are_joined_and_checked() -> None:
