@@ -44,7 +44,7 @@ EXTRAS = {
     "metrics": ["torchmetrics>=1.4"],
     "images": ["pillow>=10.3"],
     "plot": ["matplotlib>=3.8"],
-    "tensorboard": ["tensorboard>=2.17"],
+    "tensorboard": ["tensorboard>=2.17", "pillow>=10.3"],
     "mlflow": ["mlflow-skinny>=2.16"],
     "tune": ["optuna>=4.2", "matplotlib>=3.8"],
     "demo": ["scikit-learn>=1.5"],

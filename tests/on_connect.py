@@ -45,6 +45,7 @@ AGAIN = frozenset(
             "test_each_row_has_its_loss",
         ),
         "spark/inference/test_output_columns.py": ("test_every_kind_of_output_at_once",),
+        "spark/run/test_run_facts.py": ("test_a_fit_leaves_its_record_and_page",),
         "spark/rounds/test_averaging_rounds.py": (
             "test_rounds_are_what_a_gang_does",
             "test_a_run_goes_on_where_the_last_one_stopped",

@@ -187,7 +187,7 @@ class Recorder(View):
             step = int(body["step"])
             if ratios := body.get("ratios"):
                 self._note("layers", step=step, ratios=ratios)
-            self._listeners.call(lambda listener: listener.layers(step, body))
+            self._listeners.layers(step, body)
 
     def epoch(self, record: Mapping[str, float]) -> None:
         self._views.call(lambda view: view.epoch(record))

@@ -7,9 +7,12 @@ modules, and what is reported is small.
 from __future__ import annotations
 
 import base64
+import contextlib
+import logging
 import math
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +23,13 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.plan import TrainPlan
 from sparkdl.train.callbacks import Observer
 
+logger = logging.getLogger(__name__)
+
 _MOST_NUMBERS = 2**14
 """Of a tensor that are looked at."""
 _MOST_TENSORS = 200
 """Of a module that are looked at; if there are more, evenly spaced ones."""
-_LOOKS_PER_RUN, _FEWEST_STEPS = 20, 10
+_LOOKS_PER_RUN, _FEWEST_STEPS = 20, 25
 """How often at least to look in a run, and the steps that must be between two looks."""
 _BUCKETS = 40
 _HISTOGRAM_SECONDS = 0.5
@@ -34,24 +39,23 @@ _LARGEST_IMAGE = 128
 
 
 class LayerLooks:
-    """Looks at some steps. The loop calls, in this order: `batch`, `before`, `after`, `end`."""
+    """Looks at some steps. The loop calls, in this order: `batch`, `before`, `after`, `end`.
+
+    Nothing that only shows may end what trains: whatever goes wrong here is logged once, and then
+    nobody looks any more.
+    """
 
     def __init__(self, looks: Looks, module: nn.Module, plan: TrainPlan) -> None:
         """Look at what trains in ``module``, as often as ``looks`` says, in a run of ``plan``."""
-        trained = [
-            (name, p)
-            for name, p in module.named_parameters()
-            if p.requires_grad and p.is_floating_point() and p.numel()
-        ]
-        skip = math.ceil(len(trained) / _MOST_TENSORS) or 1
-        self._parameters = dict(trained[::skip])
-        self._root = type(module).__name__
+        self._module = module
         self._looks = looks
         usual = min(plan.steps_per_epoch, plan.total_steps // _LOOKS_PER_RUN)
         self._every = looks.every or max(usual, _FEWEST_STEPS)
         self._last_step = plan.total_steps
         self._images = looks.images
         self._histograms_at = -math.inf
+        self._has_failed = False
+        self._parameters: dict[str, nn.Parameter] = {}
         self._before: list[torch.Tensor] = []
         self._found: dict[str, Any] = {}
 
@@ -59,54 +63,39 @@ class LayerLooks:
         """See the inputs of a step; of the first one that has images, these are kept."""
         if self._images == 0 or batch.num_rows == 0:
             return
-        for place, value in enumerate(batch.inputs):
-            if _has_images(value):
-                name = batch.names[place] if batch.names else None
-                found = _pictures(value[: self._images])
-                self._found["images"] = {"name": name or f"input {place + 1}", **found}
-                break
+        with self._whatever_happens():
+            for place, value in enumerate(batch.inputs):
+                if _has_images(value):
+                    name = batch.names[place] if batch.names else None
+                    found = _pictures(value[: self._images])
+                    self._found["images"] = {"name": name or f"input {place + 1}", **found}
+                    break
         self._images = 0
 
-    @torch.no_grad()
     def before(self, step: int) -> None:
         """Look at weights and gradients before the optimizer's step ``step``, if one is due."""
         self._before = []
-        if (step + 1) % self._every and step + 1 != self._last_step:
+        is_due = (step + 1) % self._every == 0 or step + 1 == self._last_step
+        if self._has_failed or not is_due:
             return
-        self._before = [_sample(p).clone() for p in self._parameters.values()]
-        now = time.monotonic()
-        if self._looks.histograms and now - self._histograms_at >= _HISTOGRAM_SECONDS:
-            self._histograms_at = now
-            found = {}
-            for (name, parameter), values in zip(
-                self._parameters.items(), self._before, strict=True
-            ):
-                found[f"weights/{name}"] = _histogram(values)
-                if parameter.grad is not None:
-                    found[f"gradients/{name}"] = _histogram(_sample(parameter.grad))
-            self._found["histograms"] = {name: of for name, of in found.items() if of is not None}
+        with self._whatever_happens():
+            self._parameters = self._parameters or _trained(self._module)
+            self._before = [_sample(p).clone() for p in self._parameters.values()]
+            now = time.monotonic()
+            if self._looks.histograms and now - self._histograms_at >= _HISTOGRAM_SECONDS:
+                self._histograms_at = now
+                self._found["histograms"] = self._histograms()
 
-    @torch.no_grad()
     def after(self) -> None:
         """Look at what the step has changed; if that is nothing, `end` looks again."""
         if not self._before:
             return
-        after = [_sample(p) for p in self._parameters.values()]
-        moved = _sizes([*torch._foreach_sub(after, self._before)])
-        if not any(moved):
-            return
-        sums: dict[str, list[float]] = {}
-        for (name, p), change, size, values in zip(
-            self._parameters.items(), moved, _sizes(self._before), after, strict=True
-        ):
-            of = sums.setdefault(name.rpartition(".")[0] or self._root, [0.0, 0.0])
-            of[0] += change * p.numel() / len(values)
-            of[1] += size * p.numel() / len(values)
-        self._found["ratios"] = {
-            layer: _short(change / size) if size else (None if change else 0.0)
-            for layer, (change, size) in sums.items()
-        }
-        self._before = []
+        with self._whatever_happens():
+            after = [_sample(p) for p in self._parameters.values()]
+            moved = _sizes([*torch._foreach_sub(after, self._before)])
+            if any(moved):
+                self._found["ratios"] = self._ratios(moved, _sizes(self._before))
+                self._before = []
 
     def end(self, step: int, observer: Observer) -> None:
         """After step number ``step``, with what the strategy made of it: report what was seen."""
@@ -115,6 +104,49 @@ class LayerLooks:
         if self._found:
             observer.layers(step + 1, self._found)
             self._found = {}
+
+    @contextlib.contextmanager
+    def _whatever_happens(self) -> Iterator[None]:
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            self._before, self._found, self._images = [], {}, 0
+            self._has_failed = True
+            logger.warning("reports have no more of the layers: %s", error, exc_info=True)
+
+    def _ratios(self, moved: list[float], sizes: list[float]) -> dict[str, float | None]:
+        """By layer, of the magnitudes of the sampled numbers."""
+        sums: dict[str, list[float]] = {}
+        for (name, p), now, size, values in zip(
+            self._parameters.items(), moved, sizes, self._before, strict=True
+        ):
+            layer = name.rpartition(".")[0] or type(self._module).__name__
+            of = sums.setdefault(layer, [0.0, 0.0])
+            of[0] += now * p.numel() / len(values)
+            of[1] += size * p.numel() / len(values)
+        return {
+            layer: _short(change / size) if size else (None if change else 0.0)
+            for layer, (change, size) in sums.items()
+        }
+
+    def _histograms(self) -> dict[str, Any]:
+        found = {}
+        for (name, parameter), values in zip(self._parameters.items(), self._before, strict=True):
+            found[f"weights/{name}"] = _histogram(values)
+            if parameter.grad is not None:
+                found[f"gradients/{name}"] = _histogram(_sample(parameter.grad))
+        return {name: of for name, of in found.items() if of is not None}
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to look at, by name."""
+    trained = [
+        (name, p)
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.is_floating_point() and p.numel()
+    ]
+    return dict(trained[:: math.ceil(len(trained) / _MOST_TENSORS) or 1])
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

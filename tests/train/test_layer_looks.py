@@ -21,13 +21,14 @@ from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError
 from sparkdl.sync.asynchronous.async_sgd import AsyncSGD
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
+from sparkdl.train import layer_looks
 from sparkdl.train.callbacks import NullObserver
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.round_replica import RoundReplica
 from tests.train.runs import NUM_FEATURES, but, make_data, plan_for, run, seeded, weights
 
 CONFIG = TrainConfig(epochs=3, batch_size=5, learning_rate=0.02)
-LOOKS = Looks(histograms=True, images=4)
+LOOKS = Looks(every=10, histograms=True, images=4)
 
 
 class Net(nn.Module):
@@ -103,7 +104,7 @@ def test_looks_change_no_bit() -> None:
 @pytest.mark.parametrize(
     ("rows", "epochs", "every", "steps"),
     [
-        (100, 3, None, [10, 20, 30, 40, 50, 60]),  # 20 steps an epoch: but not at each third
+        (100, 5, None, [25, 50, 75, 100]),  # 20 steps an epoch
         (500, 30, None, [*range(100, 3001, 100)]),
         (5000, 1, None, [*range(50, 1001, 50)]),  # twenty in a single epoch
         (35, 1, None, [7]),
@@ -132,7 +133,7 @@ def test_other_strategies_have_ratios_too(strategy: Any) -> None:
 def test_in_rounds_the_first_shard_is_looked_at() -> None:
     shards = make_data([50, 50], dtype=torch.float32)
     plan, net = plan_for(shards, CONFIG, world_size=2), seeded(Net)
-    replica = RoundReplica(net, CONFIG, plan, torch.device("cpu"), Looks())
+    replica = RoundReplica(net, CONFIG, plan, torch.device("cpu"), Looks(every=10))
     state = {"model": seeded(Net).state_dict()}
     found = []
     for shard in (0, 1):
@@ -186,6 +187,20 @@ def test_values_that_are_not_finite_or_nothing_do_no_harm() -> None:
     assert found["histograms"]["weights/bias"] == {
         "low": 0.0, "high": 0.0, "counts": [1], "sum": 0.0, "sum_squares": 0.0,
     }  # fmt: skip
+
+
+def test_what_only_shows_does_not_end_what_trains(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    unseen = looked(looks=None)[1]
+    monkeypatch.setattr(layer_looks, "_sample", broken)
+    kept, net = looked()
+    assert kept.found == {} and torch.equal(weights(net), weights(unseen))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning == "reports have no more of the layers: CUDA out of memory"
 
 
 def test_options_are_joined_and_checked() -> None:

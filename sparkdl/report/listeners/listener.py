@@ -130,6 +130,8 @@ _STEP_SECONDS = 0.5
 """Shortest time between two steps of which a listener is told."""
 _MOST_CALLS = 1000
 """Calls that may wait for a listener."""
+_MOST_LOOKS = 20
+"""Of these, when a look at the layers comes: beyond that it is left out."""
 _LATE_SECONDS = 30.0
 """After how long in one call a listener is said to be behind."""
 _QUIET_SECONDS, _END_SECONDS = 10.0, 300.0
@@ -173,6 +175,11 @@ class _Entry:
         if is_idle and time.monotonic() >= self._next_step_at:
             self.call(lambda listener: listener.step(step, values))
             self._next_step_at = time.monotonic() + _STEP_SECONDS
+
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        """Show it a look at the layers, which is large, unless many calls wait."""
+        if self._calls.qsize() < _MOST_LOOKS:
+            self.call(lambda listener: listener.layers(step, found))
 
     def end(self, what: Callable[[RunListener], None]) -> None:
         """Have it called once more, whatever has happened."""
@@ -236,6 +243,11 @@ class Listeners:
         """Tell of a step those whose time for it has come."""
         for entry in self._entries:
             entry.step(step, values)
+
+    def layers(self, step: int, found: Mapping[str, Any]) -> None:
+        """Show a look at the layers to those who keep up."""
+        for entry in self._entries:
+            entry.layers(step, found)
 
     def end(self, record: RunRecord, module: nn.Module | None) -> None:
         """Tell all that the run has ended, each once, and wait for them, but not for ever."""
