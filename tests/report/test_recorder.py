@@ -381,3 +381,21 @@ def test_events_that_nobody_takes_do_not_fill_the_hub(monkeypatch: pytest.Monkey
     kinds = [hub.events.get_nowait().body["kind"] for _ in range(hub.events.qsize())]
     assert kinds.count("epoch") == 30
     assert kinds.count("heartbeat") == kinds.count("log") == 4
+
+
+def test_steps_of_a_fit_that_goes_on_are_counted_from_where_it_began() -> None:
+    told: list[int] = []
+
+    class Ear(RunListener):
+        def epoch(self, step: int, record: Any) -> None:
+            told.append(step)
+
+    class Telling(Listener):
+        def start(self, run: RunStart) -> RunListener:
+            return Ear()
+
+    with start(listeners=[Telling()]) as recorder:
+        recorder.facts(world_size=1, steps_per_epoch=4, first_epoch=2, first_step=11)
+        recorder.epoch({"epoch": 3, "steps": 4})
+        recorder.epoch({"epoch": 4, "steps": 1})
+    assert told == [15, 16]
