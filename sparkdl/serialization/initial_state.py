@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparkdl.train.training_state import TrainingState
 
 STATE = "training"
-"""Folder of a saved model that holds its training state."""
+"""Folder beside that of a saved model's weights, which holds the training state."""
 _REMEDY = "fit it with keepTrainingState=True, or pass it as initialWeights"
 
 

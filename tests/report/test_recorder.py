@@ -387,3 +387,21 @@ def test_the_record_says_which_weights_the_model_has() -> None:
     with start() as recorder:
         recorder.succeeded([{"epoch": 1, "loss": 1.0}], weights="epoch 1, of 1 epoch")
     assert recorder.record().weights == "epoch 1, of 1 epoch"
+
+
+def test_steps_of_a_fit_that_goes_on_are_counted_from_where_it_began() -> None:
+    told: list[int] = []
+
+    class Ear(RunListener):
+        def epoch(self, step: int, record: Any) -> None:
+            told.append(step)
+
+    class Telling(Listener):
+        def start(self, run: RunStart) -> RunListener:
+            return Ear()
+
+    with start(listeners=[Telling()]) as recorder:
+        recorder.facts(world_size=1, steps_per_epoch=4, first_epoch=2, first_step=11)
+        recorder.epoch({"epoch": 3, "steps": 4})
+        recorder.epoch({"epoch": 4, "steps": 1})
+    assert told == [15, 16]

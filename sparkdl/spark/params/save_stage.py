@@ -132,7 +132,7 @@ class ParamsWriter(MLWriter):
                 if value.source is not None:
                     return self._without_passwords(name, value.source)
                 folders[_INITIAL] = prepare_weights(value.weights)
-                folders[f"{_INITIAL}/{STATE}"] = prepare_training_state(value.training)
+                folders[STATE] = prepare_training_state(value.training)
                 return {"folder": _INITIAL}
             return self._without_passwords(name, describe(value))
         except ConfigError as error:
@@ -273,7 +273,7 @@ class ParamsReader(MLReader[P]):
             state = open_module(storage, value["folder"]).weights()
             own = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.items()}
             if name == "initialState":
-                training = read_training_state(storage, f"{_INITIAL}/{_MODEL}")
+                training = read_training_state(storage, _INITIAL)
                 return InitialState(weights=own, training=training)
             names = value.get("names", {})  # not there in what earlier versions have written
             return InitialWeights(source=own, skip=tuple(value["skip"]), names=names)

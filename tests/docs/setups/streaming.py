@@ -18,21 +18,17 @@ make_net = partial(nn.Linear, 4, 3)
 def prepare(spark: SparkSession) -> dict[str, Any]:
     schema = "features array<float>, label int"
     rows = [([float(i % 7), 1.0, float(i % 3), 0.0], i % 3) for i in range(60)]
-    incoming = str(Path("incoming").absolute())
-    spark.createDataFrame(rows, schema).coalesce(1).write.parquet(incoming)
+    lake = str(Path("lake").absolute())
+    spark.createDataFrame(rows, schema).coalesce(1).write.parquet(f"{lake}/incoming")
     model = saved_model(make_net(), "features", (4,), factory=make_net, num_classes=3)
-    return {"make_net": make_net, "spark": spark, "model": model}
+    return {"make_net": make_net, "spark": spark, "model": model, "lake": lake}
 
 
 def check(names: dict[str, Any]) -> None:
-    assert names["spark"].read.parquet("scores").count() == 60
-    model = TorchClassifierModel.load("models/batch-00000000")
-    assert model.trainingState is not None and model.trainingState.epoch == 2
-    names["learn"](names["spark"].read.parquet("incoming"), 0)  # it is there already
-    names["learn"](names["spark"].read.parquet("incoming"), 7)
-    later = TorchClassifierModel.load("models/batch-00000007")
-    assert later.trainingState is not None and later.trainingState.epoch == 4
-    assert sorted(path.name for path in Path("models").iterdir()) == [
-        "batch-00000000",
-        "batch-00000007",
-    ]
+    read, models = names["spark"].read, Path(names["lake"], "models")
+    assert read.parquet(f"{names['lake']}/scores").count() == 60
+    for batch_id, expected in ((0, 2), (7, 4)):
+        names["learn"](read.parquet(f"{names['lake']}/incoming"), batch_id)
+        model = TorchClassifierModel.load(str(models / f"batch-{batch_id:08d}"))
+        assert model.trainingState is not None and model.trainingState.epoch == expected
+    assert len(list(models.iterdir())) == 2
