@@ -26,6 +26,7 @@ def summary() -> TrainingSummary:
         world_size=2,
         throughput_by_rank=[100.0, 98.5],
         seconds=12.5,
+        chosen={"numWorkers": {"value": 2, "reason": "an epoch takes <12 s"}},
     )
 
 
@@ -79,6 +80,7 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
         for fact in ("1,000 training, 100 validation", "2, 64 steps on 2 worker(s)", "12.5", "98"):
             assert fact in text
     assert "<table" in summary._repr_html_()
+    assert "2: an epoch takes <12 s" in repr(summary)
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))
 
 
@@ -86,5 +88,6 @@ def test_a_saved_model_has_a_page_of_its_curves(summary: TrainingSummary, tmp_pa
     path = summary.write_report(tmp_path / "deep" / "report.html")
     text = path.read_text(encoding="utf-8")
     assert "Learning curves" in text and "1,000" in text
+    assert "an epoch takes &lt;12 s" in text
     with pytest.raises(StorageError, match="choose another path"):
         summary.write_report(path / "below a file")

@@ -264,3 +264,12 @@ def test_what_is_commented_out_in_the_examples_works(file: Path, tmp_path: Path)
     full = file.read_text(encoding="utf-8").replace(section, uncommented)
     (tmp_path / "full.toml").write_text(full, encoding="utf-8")
     make_estimator(load_job(TrainJob, tmp_path / "full.toml"))
+
+
+def test_params_of_a_job_may_be_auto() -> None:
+    keys = ("num_workers", "batch_size", "sync_strategy", "learning_rate")
+    estimator = make_estimator(job(estimator=dict.fromkeys(keys, "auto")))
+    names = ("numWorkers", "batchSize", "syncStrategy", "learningRate")
+    assert {estimator.getOrDefault(name) for name in names} == {"auto"}
+    with pytest.raises(ConfigError, match=r"estimator.batch_size must be an integer or 'auto'"):
+        job(estimator={"batch_size": "many"})

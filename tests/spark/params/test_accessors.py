@@ -39,7 +39,7 @@ def lines(tables: list[ast.ClassDef]) -> Iterator[str]:
             assert isinstance(row.annotation.slice, ast.Tuple)
             hint, option = row.annotation.slice.elts
             assert isinstance(option, ast.Call)
-            param, given = ast.unparse(row.target), ast.unparse(hint)
+            param, given = ast.unparse(row.target), ast.unparse(hint).replace("'", '"')
             is_converted = any(word.arg == "convert" for word in option.keywords)
             kept = "Any" if is_converted else given
             suffix = param[0].upper() + param[1:]
