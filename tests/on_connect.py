@@ -40,6 +40,7 @@ AGAIN = frozenset(
             "test_arguments_of_any_size_arrive",
         ),
         "spark/fit/test_initial_state.py": ("test_two_fits_are_one",),
+        "spark/explain/test_choose_values.py": ("test_what_is_auto_is_chosen_before_the_fit",),
         "spark/inference/test_evaluate_model.py": (
             "test_a_classifier_is_evaluated_as_scikit_learn_does",
             "test_wrong_labels_are_named",

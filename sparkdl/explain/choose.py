@@ -29,6 +29,8 @@ LOWEST_RATE, HIGHEST_RATE = 1e-7, 10.0
 """Learning rates that are tried, as by fastai's ``lr_find``."""
 _AROUND = 5
 """Losses on each side of one over which the mean is taken."""
+_ERRORS = 4
+"""Standard errors by which the lowest mean must be below the first: lower ones come by chance."""
 _BELOW = 10
 """By which factor the chosen rate is below that of the lowest loss."""
 
@@ -82,9 +84,10 @@ def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
     option, reasons = first_good(ladder)
     best = option.best
     own = f"{option.name} spends {best.exchange_share:.0%} of a step on agreeing"
-    if best.workers == 1:
-        own = "one worker agrees with nobody"
-    reason = "; ".join([f"{own} with {workers_text(best)}", *reasons])
+    own = (
+        f"{own} with {workers_text(best)}" if best.workers > 1 else "one worker agrees with nobody"
+    )
+    reason = "; ".join([own, *reasons])
     return Choice(param="syncStrategy", value=option.strategy, reason=reason), option
 
 
@@ -236,7 +239,7 @@ def choose_rate(losses: Sequence[float]) -> Choice:
     first = losses[: 2 * _AROUND + 1]
     lowest = min(range(len(means)), key=means.__getitem__, default=0)
     error = statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else 0.0
-    if not means or means[lowest] >= statistics.fmean(first) - 2 * error:
+    if not means or means[lowest] >= statistics.fmean(first) - _ERRORS * error:
         reason = (
             f"no rate from {LOWEST_RATE:g} to {HIGHEST_RATE:g} lowered the loss, so the "
             "optimizer's own default is left"

@@ -35,6 +35,7 @@ def summary() -> TrainingSummary:
             last_epoch=4,
             stopped_early=True,
         ),
+        chosen={"numWorkers": {"value": 2, "reason": "an epoch takes <12 s"}},
     )
 
 
@@ -144,6 +145,7 @@ def test_repr_tells_the_facts(summary: TrainingSummary) -> None:
         ):
             assert fact in text
     assert "<table" in summary._repr_html_()
+    assert "2: an epoch takes <12 s" in repr(summary)
     assert "TrainingSummary" in repr(TrainingSummary(history=[]))
 
 
@@ -152,5 +154,6 @@ def test_a_saved_model_has_a_page_of_its_curves(summary: TrainingSummary, tmp_pa
     text = path.read_text(encoding="utf-8")
     assert "Learning curves" in text and "1,000" in text and "<h1>digits, wide</h1>" in text
     assert "has the weights of epoch 1 (best val_loss 1.5), of 10 epochs" in text
+    assert "an epoch takes &lt;12 s" in text
     with pytest.raises(StorageError, match="choose another path"):
         summary.write_report(path / "below a file")

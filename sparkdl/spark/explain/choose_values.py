@@ -45,8 +45,8 @@ from sparkdl.sync.strategy import SyncStrategy
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = ExplainOptions(count_seconds=86_400.0)
-"""A fit reads all rows anyway, however long that takes."""
+FIT_OPTIONS = ExplainOptions(count_seconds=86_400.0)
+"""How much a fit measures; it reads all rows anyway, however long that takes."""
 _ALL_NUMBERS = 16
 """Workers up to which every number is looked at, and not only powers of two."""
 _FOLDER = "chosen"
@@ -129,14 +129,14 @@ def choose(rows: UserData, request: FitRequest, spools: Spools | None) -> FitReq
     """
     began = time.perf_counter()
     with Cleanup() as stack:
-        looked = look(rows, start_of(rows, request), _PATIENCE, stack)
+        looked = look(rows, start_of(rows, request), FIT_OPTIONS, stack)
         kept = Kept.of(looked)
         choices = None if kept is None else kept.read()
         if choices is None:
             if spools is not None:
                 slots = looked.checked.slots
                 stack.enter_context(spools.queue.slots(num_ranks(looked.checked), slots.total))
-            choices, _ = chosen_values(looked, _PATIENCE, stack)
+            choices, _ = chosen_values(looked, FIT_OPTIONS, stack)
             if kept is not None:
                 kept.write(choices)
     for choice in choices:

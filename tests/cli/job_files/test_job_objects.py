@@ -341,3 +341,12 @@ def test_what_is_right_passes_the_check() -> None:
 def test_no_name_of_ours_is_in_a_message() -> None:
     found = in_file_words(f'column "{VALIDATION_COLUMN}" has nulls; see inputShape and batchSize')
     assert found == "the column that marks [validation] has nulls; see input_shape and batch_size"
+
+
+def test_params_of_a_job_may_be_auto() -> None:
+    keys = ("num_workers", "batch_size", "sync_strategy", "learning_rate")
+    estimator = make_estimator(job(estimator=dict.fromkeys(keys, "auto")))
+    names = ("numWorkers", "batchSize", "syncStrategy", "learningRate")
+    assert {estimator.getOrDefault(name) for name in names} == {"auto"}
+    with pytest.raises(ConfigError, match=r"estimator.batch_size must be an integer or 'auto'"):
+        job(estimator={"batch_size": "many"})

@@ -100,6 +100,15 @@ def test_whatever_is_missing_is_left_out(record_: RunRecord) -> None:
     Checker(page(record_))
 
 
+def test_what_was_chosen_stands_with_its_reason() -> None:
+    chosen = {"numWorkers": {"value": 3, "reason": "12 s with 3 workers, <17 s with 2"}}
+    shown = page(replace(record(), facts={"chosen": chosen}, laps={"choose": 21.0}))
+    assert "Chosen automatically" in shown
+    assert "12 s with 3 workers, &lt;17 s with 2" in shown
+    assert "That took 21" in shown
+    assert "Chosen automatically" not in page(record())
+
+
 def test_a_failed_run_shows_its_error_first() -> None:
     error = {"type": "WorkerError", "message": "ValueError on rank 1: no", "traceback": "line 3"}
     text = page(replace(record(), status="failed", error=error))
