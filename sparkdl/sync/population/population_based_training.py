@@ -9,68 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.sync.population.population import Competition, best_first, drawn, members_of
+from sparkdl.sync.population.ranges import Around, Mutation, Range
 
 if TYPE_CHECKING:
     import torch
 
 # Purposes of the draws, so that they differ from each other.
 _FIRST, _EXPLOIT, _EXPLORE = 2, 3, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Numbers from ``low`` to ``high``, drawn so that their logarithms are even, or they are."""
-
-    low: float
-    high: float
-    is_log: bool = True
-    """Whether small numbers are as likely as large ones of the same relative width."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ConfigError(f"a Range needs low < high; received {self.low} and {self.high}")
-        if self.is_log and self.low <= 0:
-            raise ConfigError(
-                f"a Range with is_log needs low > 0; received {self.low}: set is_log=False"
-            )
-
-    def sample(self, generator: np.random.Generator) -> float:
-        """A new value."""
-        if not self.is_log:
-            return float(generator.uniform(self.low, self.high))
-        exponent = generator.uniform(math.log(self.low), math.log(self.high))
-        return self._bounded(math.exp(exponent))
-
-    def perturbed(
-        self, value: float, factors: Sequence[float], generator: np.random.Generator
-    ) -> float:
-        """``value`` times one of ``factors``, within the bounds."""
-        return self._bounded(value * factors[int(generator.integers(len(factors)))])
-
-    def _bounded(self, value: float) -> float:
-        return min(max(value, self.low), self.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """Numbers around the user's own value, from a ``factor``-th of it to ``factor`` times it."""
-
-    factor: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 1):
-            raise ConfigError(f"factor must be more than 1; received {self.factor}")
-
-
-Mutation: TypeAlias = Range | Around | Sequence[float]
-"""Where values of a hyperparameter come from; a sequence lists all values, in their order."""
 
 
 def _around_learning_rate() -> dict[str, Mutation]:
@@ -95,7 +47,8 @@ class PopulationBasedTraining(Competition):
     Example::
 
         PopulationBasedTraining(
-            period=200, mutations={"learning_rate": Range(low=1e-4, high=1.0), "momentum": [0, 0.9]}
+            period=200,
+            mutations={"learning_rate": Range(1e-4, 1.0, log=True), "momentum": [0.0, 0.9]},
         )
 
     In the history, ``val_loss``, the metrics and ``learning_rate`` are those of the best member,
@@ -150,7 +103,7 @@ class PopulationBasedTraining(Competition):
                         f"mutations['{name}'] is Around the optimizer's own value, which is "
                         f"{own[name]:g}; give a Range or a list of values"
                     )
-                mutation = Range(low=own[name] / mutation.factor, high=own[name] * mutation.factor)
+                mutation = mutation.range_of(own[name])
             found[name] = mutation
         return found
 
