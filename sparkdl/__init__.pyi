@@ -76,6 +76,9 @@ from sparkdl.train.callbacks import CallbackState as CallbackState
 from sparkdl.train.optimizers.large_batch import LAMB as LAMB
 from sparkdl.train.optimizers.large_batch import LARS as LARS
 from sparkdl.train.optimizers.warmup import warmup as warmup
+from sparkdl.tuning.tune import TrialResult as TrialResult
+from sparkdl.tuning.tune import TuneResult as TuneResult
+from sparkdl.tuning.tune import tune as tune
 from sparkdl.worker.context import Context as Context
 from sparkdl.worker.context import context as context
 from sparkdl.worker.loader import Loader as Loader
