@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import measure
+from sparkdl.train.validation import record as evaluation_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +171,14 @@ class RoundReplica:
         with in_memory_format(replica.module, replica.config.memory_format):
             sums = measure(replica, sequential_batches(validation, replica.plan))
         return tuple(sums.tolist()), replica.metrics.states()
+
+    def record(self, sums: Sequence[float], metrics: bytes) -> dict[str, float]:
+        """The history's entries of what `evaluate` gave, as if there were no other shards."""
+        replica = self._replica
+        values = replica.metrics.compute_over([metrics])
+        return evaluation_record(torch.tensor(sums), values, replica.labels)
+
+    @property
+    def config(self) -> TrainConfig:
+        """What the user asked for."""
+        return self._replica.config

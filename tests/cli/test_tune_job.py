@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -133,7 +132,7 @@ def test_a_trial_counts_although_the_driver_hears_no_epoch(
 ) -> None:
     spark.conf.set("spark.sparkdl.channel", "workers")
     try:
-        run_tune(job(rows, tmp_path, trials=1), spark)
+        report = run_tune(job(rows, tmp_path, trials=1), spark)
     finally:
         spark.conf.unset("spark.sparkdl.channel")
     (found,) = trials(tmp_path)
@@ -241,7 +240,7 @@ def test_a_killed_search_goes_on(spark: SparkSession, rows: str, tmp_path: Path)
 def test_a_metric_that_is_not_measured_is_named(
     spark: SparkSession, rows: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SparkDLError, match="'val_f1'.*val_loss"):
+    with pytest.raises(SparkDLError, match=r"'val_f1'.*val_loss"):
         run_tune(job(rows, tmp_path, metric="val_f1", trials=1), spark)
 
 

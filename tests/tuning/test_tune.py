@@ -17,7 +17,7 @@ from sparkdl.spark.frames.shard_table import ShardTable
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(400)]
 
 
 class Line(nn.Sequential):
@@ -39,7 +39,7 @@ def rows(spark: SparkSession) -> DataFrame:
 @pytest.fixture(scope="module")
 def regressor() -> TorchRegressor:
     return TorchRegressor(
-        module=Line, epochs=4, batchSize=16, numWorkers=1, seed=2, optimizer="sgd",
+        module=Line, epochs=2, batchSize=16, numWorkers=1, seed=2, optimizer="sgd",
         validationIndicatorCol="held_out",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Searched:
 def searched(
     rows: DataFrame, regressor: TorchRegressor, tmp_path_factory: pytest.TempPathFactory
 ) -> Searched:
-    """Eight trials, two at a time; some widths fail, and some rates are worse than others."""
+    """Eight trials, two at a time; one width fails, and some rates are worse than others."""
     tables: set[int] = set()
     path = tmp_path_factory.mktemp("search")
     collect, lines = ShardTable.collect, []
@@ -76,7 +76,7 @@ def searched(
                 "module.width": [3, 5],
             },
             rows,
-            trials=10, parallel=2, seed=4, storage=path / "study.log",
+            trials=8, parallel=2, seed=4, storage=path / "study.log",
         )  # fmt: skip
     return Searched(result=result, tables=tables, path=path, printed="\n".join(lines))
 
@@ -87,7 +87,7 @@ def test_trials_share_a_spool_and_the_best_one_is_given(
     result = searched.result
     assert len(searched.tables) == 1
     table = result.trials
-    assert len(table) == 10
+    assert len(table) == 8
     assert set(table["state"]) >= {"complete", "pruned", "failed"}
     assert table["name"].tolist() == [f"tune-{number}" for number in table["number"]]
     complete = table[table["state"] == "complete"]
@@ -95,7 +95,7 @@ def test_trials_share_a_spool_and_the_best_one_is_given(
     assert result.best_params["module.width"] == 3
     failed = table[table["state"] == "failed"]
     assert all("cannot take the features" in error for error in failed["error"])
-    assert set(table[table["state"] == "pruned"]["epochs"]) <= {1, 4}
+    assert set(table[table["state"] == "pruned"]["epochs"]) <= {1}
     assert result.study.best_value == result.best_value
 
 
@@ -124,7 +124,7 @@ def test_a_search_goes_on_from_its_storage(
         "module.width": [3, 5],
     }
     storage = searched.path / "study.log"
-    again = tune(regressor, space, rows, trials=10, storage=storage)
+    again = tune(regressor, space, rows, trials=8, storage=storage)
     assert again.best_params == searched.result.best_params
     with pytest.raises(ConfigError, match=r"earlier process.*fit its estimator again"):
         _ = again.best_model

@@ -132,7 +132,7 @@ def _with_times(
         num_nodes=_num_nodes(checked, calibration),
         slots=slots.total,
         largest_rows=found.largest_rows,
-        check=partial(_check, checked),
+        check=partial(_check, checked, found.plan),
     )
     sizes = comparison.world_sizes(slots.total, num_ranks(checked), slots.num_workers, wanted)
     available = [one for one in sizes if slots.total is None or one <= slots.total]
@@ -163,10 +163,13 @@ def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
     return max(1, round(calibration.gang.num_nodes * executors / met))
 
 
-def _check(checked: CheckedRequest, strategy: SyncStrategy, world_size: int) -> None:
+def _check(
+    checked: CheckedRequest, plan: TrainPlan, strategy: SyncStrategy, world_size: int
+) -> None:
     """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
     config = replace(checked.config, sync_strategy=strategy)
-    checked.data.check_training(config, strategy, checked.request.validation_col)
+    checked.data.check_training(config, checked.request.validation_col)
+    checked.data.check_plan(plan, strategy)
     strategy.check(config, world_size)
     check_sync_batch_norm(checked.module, config, world_size)
 

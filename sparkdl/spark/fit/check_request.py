@@ -116,16 +116,16 @@ class CheckedRequest:
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
         """The plan of a run over these shards, without windows."""
-        return self.strategy.hold_out(
-            make_plan(
-                columns=columns,
-                shards=shards,
-                world_size=len(shards),
-                batch_size=self.config.batch_size,
-                epochs=self.config.epochs,
-                max_steps=self.config.max_steps,
-            )
+        plan = make_plan(
+            columns=columns,
+            shards=shards,
+            world_size=len(shards),
+            batch_size=self.config.batch_size,
+            epochs=self.config.epochs,
+            max_steps=self.config.max_steps,
         )
+        self.data.check_plan(plan, self.strategy)
+        return self.strategy.hold_out(plan)
 
 
 def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
@@ -156,7 +156,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     frozen = freeze(module, config.frozen_layers)
     objective = check_training(module, request)
     data.check_inputs((*request.specified, *request.labels))
-    data.check_training(config, strategy, request.validation_col)
+    data.check_training(config, request.validation_col)
     columns, validation = prepare_columns(data.frame, request, float_dtype)
     slots = plan_slots(
         data.spark,

@@ -22,7 +22,7 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.plan import SpoolColumn, TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
@@ -75,9 +75,7 @@ class UserData:
                 "must know before training; mend the images, or use a DataFrame"
             )
 
-    def check_training(
-        self, config: TrainConfig, strategy: SyncStrategy, validation_col: str | None
-    ) -> None:
+    def check_training(self, config: TrainConfig, validation_col: str | None) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
 
         Raises:
@@ -87,11 +85,6 @@ class UserData:
             check_monitored(config, has_validation=validation_col is not None)
             return
         name = type(self.source).__name__  # only its rows show whether some are for validation
-        if isinstance(strategy, Competition):
-            raise ConfigError(
-                f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "
-                "DataFrame"
-            )
         if config.group_by_length:
             raise ConfigError(
                 f"groupByLength needs the lengths of all rows, which {name} does not know; fit on "
@@ -100,6 +93,20 @@ class UserData:
         if config.shuffle_window_bytes is not None:
             raise ConfigError(
                 f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
+            )
+
+    def check_plan(self, plan: TrainPlan, strategy: SyncStrategy) -> None:
+        """Refuse a competition without validation rows in a source, which sets none aside.
+
+        Raises:
+            ConfigError: with the remedy.
+        """
+        is_blind = self.source is not None and not plan.num_validation_rows
+        if is_blind and isinstance(strategy, Competition):
+            raise ConfigError(
+                f"{type(strategy).__name__} measures models on rows that are not trained on, and "
+                f"{type(self.source).__name__} has none; give it a validation_fraction, mark rows "
+                "with validationIndicatorCol, or fit on a DataFrame"
             )
 
     def sample(self, spec: TableSpec, seconds: float) -> Sample | None:
