@@ -241,6 +241,8 @@ class _Watch:
         self._search = search
         self._trial = trial
         self._records: dict[float, Record] = {}
+        self._is_pruned = False
+        """True from when the fit shall end; epochs may come until it has."""
 
     def value(self, record: Record, name: str) -> float:
         """What a record has of a value that trials are judged by.
@@ -280,6 +282,8 @@ class _Watch:
         search = self._search
         if search._is_over:
             raise CutOff
+        if self._is_pruned:
+            raise import_optuna().TrialPruned
         epoch = int(record["epoch"])
         is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
         self._records[epoch] = dict(record)
@@ -290,4 +294,5 @@ class _Watch:
         if math.isfinite(best := self._best(monitor)):
             self._trial.report(best, step=epoch)
             if self._trial.should_prune():
+                self._is_pruned = True
                 raise import_optuna().TrialPruned

@@ -212,12 +212,15 @@ class TrialResult(Generic[E]):
     """One trial that came to its end."""
 
     number: int
+    """Its place in the study, from 0."""
     name: str
+    """What it is called, ``tune-7`` for example."""
     params: Mapping[str, Any]
     """Its values by Param."""
     values: Mapping[str, float]
     """What it was judged by, of the epoch whose weights its model has."""
     _result: TuneResult[E] = field(repr=False)
+    """What it belongs to."""
 
     @property
     def estimator(self) -> E:
@@ -265,12 +268,15 @@ class TuneResult(Generic[E]):
     study: Study
     """Optuna's own object, for its plots and its importances."""
     options: StudyOptions
+    """What was searched for, and how."""
     path: str | None
     """Where the trials are kept, if anywhere."""
     models: Mapping[int, Any]
     """Number of a trial -> model; of the best ones that were trained in this process."""
     make: Callable[[Mapping[str, Any]], E]
+    """Makes the estimator of a trial from its values."""
     chooser: Chooser
+    """Gives the values of a trial of the study."""
 
     @property
     def front(self) -> list[TrialResult[E]]:

@@ -27,7 +27,9 @@ class Range:
     """
 
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     _: KW_ONLY
     log: bool = False
     """Whether small numbers are as likely as large ones of the same relative width, as suits
@@ -76,6 +78,7 @@ class Around:
     """Numbers around the user's own value, from a ``factor``-th of it to ``factor`` times it."""
 
     factor: float = 10.0
+    """By how much values may be smaller or larger than the user's own."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.factor) and self.factor > 1):
