@@ -38,6 +38,10 @@ AGAIN = frozenset(
             "test_what_is_reported_is_shown",
             "test_arguments_of_any_size_arrive",
         ),
+        "tuning/test_tune.py": (
+            "test_trials_share_a_spool_and_the_best_one_is_given",
+            "test_the_best_model_has_the_weights_that_were_judged",
+        ),
         "spark/inference/test_evaluate_model.py": (
             "test_a_classifier_is_evaluated_as_scikit_learn_does",
             "test_wrong_labels_are_named",

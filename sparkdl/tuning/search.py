@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ERROR, SHOWN = "sparkdl: error", "sparkdl: values"
-"""Attributes of a trial: why it failed, and its values as text."""
+ERROR, SHOWN, EPOCHS = "sparkdl: error", "sparkdl: values", "sparkdl: epochs"
+"""Attributes of a trial: why it failed, its values as text, and how many epochs it trained."""
 _STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "diverged": "PRUNED", "failed": "FAIL"}
 """The ends of a trial, and what each is for Optuna, whose samplers learn from what is pruned."""
 _FIRST_FAILURES = 3
@@ -178,6 +178,7 @@ class Search:
             text = json.dumps(finite({"params": shown, **record}), indent=2, allow_nan=False)
             self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
         trial.set_user_attr(SHOWN, finite(shown))
+        trial.set_user_attr(EPOCHS, len(record["history"]))
         if "error" in record:
             trial.set_user_attr(ERROR, record["error"])
         is_complete = state == "complete"

@@ -152,7 +152,17 @@ def first_number(trial: optuna.Trial) -> int:
 
 
 def _sampler(given: Any, seed: int) -> Any:
+    """One of Optuna's, by its name, or the user's own.
+
+    Raises:
+        ConfigError: it ends `Study.optimize`, which a search does not use.
+    """
     samplers = import_optuna().samplers
+    if isinstance(given, samplers.GridSampler | samplers.BruteForceSampler):
+        raise ConfigError(
+            f"{type(given).__name__} ends a study by itself, which a search cannot follow; to try "
+            "all values use ParamGridBuilder and fitMultiple, or another sampler"
+        )
     known = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}
     return known[given](seed=seed) if isinstance(given, str) else given
 

@@ -21,6 +21,7 @@ from sparkdl.spark.session.failures import raise_if_ended
 from sparkdl.storage.hadoop_storage import open_on_driver
 from sparkdl.sync.population.population import Competition
 from sparkdl.tuning.search import (
+    EPOCHS,
     ERROR,
     SHOWN,
     Attempt,
@@ -345,7 +346,7 @@ class TuneResult(Generic[E]):
                 "state": _state(trial),
                 **dict(zip(self.options.monitors, trial.values or (), strict=False)),
                 **trial.user_attrs.get(SHOWN, {}),
-                "epochs": trial.last_step,
+                "epochs": trial.user_attrs.get(EPOCHS),
                 "seconds": None if (spent := trial.duration) is None else spent.total_seconds(),
                 "error": trial.user_attrs.get(ERROR, ""),
             }

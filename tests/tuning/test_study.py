@@ -89,6 +89,12 @@ def test_without_optuna_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
         study.import_optuna()
 
 
+def test_a_sampler_that_ends_a_study_is_refused() -> None:
+    sampler = optuna.samplers.GridSampler({"epochs": [1, 2]})
+    with pytest.raises(ConfigError, match=r"GridSampler ends a study by itself.*ParamGridBuilder"):
+        open_study(StudyOptions(sampler=sampler), SPACE, None)
+
+
 def test_pruners_begin_after_the_epochs_that_every_trial_has() -> None:
     assert isinstance(make_pruner("asha"), optuna.pruners.SuccessiveHalvingPruner)
     assert make_pruner("asha", warmup_epochs=3)._min_resource == 3

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from sparkdl.tuning.trial_table import TrialTable
+import pytest
+
+from sparkdl.tuning import trial_table
+from sparkdl.tuning.trial_table import TrialTable, make_table
 
 
 def test_each_trial_that_ends_is_a_line() -> None:
@@ -60,3 +64,24 @@ def test_several_values_have_no_best_trial() -> None:
     table.end(0, "complete", {"a": 1.0, "b": 2.0}, "")
     assert "a 1, b 2" in lines[0]
     assert "best" not in lines[0]
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_without_a_notebook_lines_go_to_the_console_unless_the_user_wants_none(
+    verbose: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_table(verbose=verbose, trials=1, monitors=["loss"], modes=["min"])
+    table.begin(0, {})
+    table.end(0, "pruned", {"loss": 1.0}, "")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("trial 0 pruned: loss 1; ") is bool(verbose)
+
+
+def test_a_notebook_has_the_table_in_place_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(trial_table, "in_notebook", lambda: True)
+    monkeypatch.setattr(trial_table, "CellOutputs", lambda: lambda *bundle: shown.append(bundle))
+    table = make_table(verbose=1, trials=1, monitors=["loss"], modes=["min"])
+    table.begin(0, {})
+    assert len(shown) == 1
