@@ -165,7 +165,7 @@ def _checked(key: str, domain: Any, estimator: _TorchEstimator | None) -> Range 
             f"received {domain!r}"
         )
     if len(set(_labels(domain))) < len(domain):
-        raise ConfigError(f"the values of {key!r} must differ; received {domain!r}")
+        raise ConfigError(f"the values of {key!r} must differ, also as text; received {domain!r}")
     return domain
 
 

@@ -142,6 +142,7 @@ def test_a_finished_trial_gives_its_values_again() -> None:
         ({"epochs": 3}, "must be a sparkdl.Range"),
         ({"optimizer": "adam"}, "must be a sparkdl.Range"),
         ({"epochs": [3, 3]}, "must differ"),
+        ({"module": [lambda: 1, lambda: 2]}, "must differ, also as text"),
         (3, "space must be a dict"),
     ],
 )
