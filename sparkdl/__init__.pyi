@@ -64,11 +64,11 @@ from sparkdl.sync.gradients.allreduce import AllReduce as AllReduce
 from sparkdl.sync.own_weights.elastic_averaging import ElasticAveraging as ElasticAveraging
 from sparkdl.sync.own_weights.gossip import Gossip as Gossip
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging as OneShotAveraging
-from sparkdl.sync.population.population_based_training import Around as Around
 from sparkdl.sync.population.population_based_training import (
     PopulationBasedTraining as PopulationBasedTraining,
 )
-from sparkdl.sync.population.population_based_training import Range as Range
+from sparkdl.sync.population.ranges import Around as Around
+from sparkdl.sync.population.ranges import Range as Range
 from sparkdl.sync.population.tournament import Tournament as Tournament
 from sparkdl.sync.strategy import Reduced as Reduced
 from sparkdl.sync.strategy import Synchronizer as Synchronizer
@@ -78,6 +78,9 @@ from sparkdl.train.callbacks import CallbackState as CallbackState
 from sparkdl.train.optimizers.large_batch import LAMB as LAMB
 from sparkdl.train.optimizers.large_batch import LARS as LARS
 from sparkdl.train.optimizers.warmup import warmup as warmup
+from sparkdl.tuning.tune import TrialResult as TrialResult
+from sparkdl.tuning.tune import TuneResult as TuneResult
+from sparkdl.tuning.tune import tune as tune
 from sparkdl.worker.context import Context as Context
 from sparkdl.worker.context import context as context
 from sparkdl.worker.loader import Loader as Loader

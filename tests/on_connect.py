@@ -41,6 +41,10 @@ AGAIN = frozenset(
         ),
         "spark/fit/test_initial_state.py": ("test_two_fits_are_one",),
         "spark/explain/test_choose_values.py": ("test_what_is_auto_is_chosen_before_the_fit",),
+        "tuning/test_tune.py": (
+            "test_trials_share_a_spool_and_the_best_one_is_given",
+            "test_the_best_model_has_the_weights_that_were_judged",
+        ),
         "spark/inference/test_evaluate_model.py": (
             "test_a_classifier_is_evaluated_as_scikit_learn_does",
             "test_wrong_labels_are_named",

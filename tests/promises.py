@@ -70,7 +70,7 @@ PROMISES = {
     "a LightningModule trains as it is":
         "tests/test_other_modules.py::test_a_lightning_module_trains_and_predicts",
     "a search finds hyperparameters":
-        "tests/cli/tune/test_search.py::test_parameters_history_and_model_of_each_trial_are_kept",
+        "tests/cli/test_tune_job.py::test_parameters_history_and_model_of_each_trial_are_kept",
     # Around a fit
     "a notebook runs from top to bottom and shows its fits":
         "tests/notebooks/test_notebooks.py::test_it_runs[01_quickstart]",

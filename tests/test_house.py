@@ -35,6 +35,7 @@ FLOORS = [
     "runner",
     "model",
     "estimator",
+    "tuning",
     "cli",
     "__main__",
 ]
@@ -53,14 +54,14 @@ SPARK_FLOORS = [
     "params",
 ]
 # Rooms whose files may import pyspark; all others work without a JVM.
-SPARK_SIDE = {"spark", "runner", "model", "estimator", "cli"}
+SPARK_SIDE = {"spark", "runner", "model", "estimator", "tuning", "cli"}
 # Rooms and files that are quick to import, also where torch is not installed.
 LIGHT = {
     *("errors", "inputs", "config", "report", "cli", "runtime"),
     *("plan", "shuffle_windows", "scores"),
 }
 # Files of these rooms that are imported only once a command runs.
-IMPORTED_LATE = {"images", "jobs", "spark_session", "read_rows", "search"}
+IMPORTED_LATE = {"images", "jobs", "spark_session", "read_rows"}
 HEAVY = {"torch", "pyspark", "pyarrow", "pandas", "torchmetrics", "matplotlib"}
 
 

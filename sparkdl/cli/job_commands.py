@@ -1,6 +1,6 @@
 """The commands that do what a job file says: ``sparkdl train`` and ``spark-submit jobs/train.py``.
 
-Each is a row: the job's class, the function of `jobs` or `tune.search` that does it, and a function
+Each is a row: the job's class, the function of `jobs` that does it, and a function
 that prints what came of it.
 """
 
@@ -33,7 +33,6 @@ from sparkdl.cli.job_files.job_file import (
 from sparkdl.cli.job_files.job_objects import in_file_words
 from sparkdl.cli.job_files.prepare_file import PrepareJob
 from sparkdl.cli.job_files.study_file import TuneJob
-from sparkdl.errors import TrainingFailed
 from sparkdl.runtime.console_log import log_to_console
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ if TYPE_CHECKING:
 
     from sparkdl.cli.images.ledger import Report
     from sparkdl.cli.jobs import TrainReport
-    from sparkdl.cli.tune.search import TuneReport
     from sparkdl.inference.scores import Evaluation
+    from sparkdl.tuning.tune import TuneResult
 
 
 T = TypeVar("T", bound=TrainJob | EvaluateJob | PredictJob | PrepareJob)
@@ -260,20 +259,17 @@ PREPARE = JobCommand(
 )
 
 
-def _show_search(job: TuneJob, report: TuneReport, form: Form) -> None:
-    """Print the best values and what to do with them; it is a failure if no trial has any."""
-    from sparkdl.cli.tune.search import folder_of
-
-    counts = ", ".join(f"{number} {state}" for state, number in report.states.items() if number)
-    print(f"\ntrials: {counts}")
-    if report.best is None:
-        raise TrainingFailed(f"no trial came to its end; see trial.json of each in {report.path}")
-    settings = " ".join(f"--set '{key}={value}'" for key, value in report.params.items())
-    path = f"{report.path.rstrip('/')}/{folder_of(report.best)}/model"
+def _show_search(job: TuneJob, found: TuneResult[Any], form: Form) -> None:
+    """Print the best values and what to do with them."""
+    states = found.to_dict()["states"]
+    best = found.best
+    settings = " ".join(f"--set '{key}={value}'" for key, value in best.params.items())
+    path = best.model_path
     rows = "--set data.path=ROWS" if form is Form.COMMAND else "--config conf/evaluate.toml"
     rows = " ".join([rows, *rows_settings(job.data)])
-    print(f"best: trial {report.best}, {job.study.metric} {report.value:.6g}")
-    for key, value in report.params.items():
+    print(f"\ntrials: {', '.join(f'{number} {state}' for state, number in states.items())}")
+    print(f"best: trial {best.number}, {job.study.metric} {found.best_value:.6g}")
+    for key, value in best.params.items():
         print(f"  {key} = {value}")
     print(f"\nmodel: {path}\nnext:")
     print(f"  {form.start_of('evaluate')} {rows} --set model.path={path}")
@@ -283,7 +279,7 @@ def _show_search(job: TuneJob, report: TuneReport, form: Form) -> None:
 TUNE = JobCommand(
     name="tune",
     kind=TuneJob,
-    work="sparkdl.cli.tune.search:run_tune",
+    work="sparkdl.cli.jobs:run_tune",
     show=_show_search,
     description="Search for the values of hyperparameters that train best, as a job file says.",
     settings=("--set study.trials=10",),

@@ -1,7 +1,7 @@
 """The work behind the commands that take a job file.
 
-`run_prepare`, `run_train`, `run_explain`, `run_evaluate` and `run_predict` take a job and a
-session, and give back what there is to report; `job_commands` reads arguments and prints.
+`run_prepare`, `run_train`, `run_tune`, `run_explain`, `run_evaluate` and `run_predict` take a job
+and a session, and give back what there is to report; `job_commands` reads arguments and prints.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
     from sparkdl.cli.images.ledger import Report
     from sparkdl.cli.job_files.prepare_file import PrepareJob
+    from sparkdl.cli.job_files.study_file import TuneJob
     from sparkdl.explain.explanation import Explanation
     from sparkdl.report.summary import TrainingSummary
+    from sparkdl.tuning.tune import TuneResult
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +130,41 @@ def run_explain(job: TrainJob, spark: SparkSession) -> Explanation:
         rows = read_training_data(spark, job)
         explanation: Explanation = estimator.explain(rows, **vars(job.explain))
     return explanation
+
+
+def run_tune(job: TuneJob, spark: SparkSession) -> TuneResult[Any]:
+    """Search as the job says, and keep all trials under ``output.path``; see `tune`.
+
+    Raises:
+        SparkDLError: what `tune` raises.
+    """
+    from sparkdl.tuning.space import Chooser
+    from sparkdl.tuning.study import StudyOptions, make_pruner
+    from sparkdl.tuning.tune import tune_made
+
+    section = job.study
+    options = StudyOptions(
+        name=section.name,
+        trials=section.trials,
+        parallel=section.parallel,
+        monitors=(section.metric,),
+        modes=("min" if section.direction == "minimize" else "max",),
+        sampler=section.sampler,
+        pruner=make_pruner(
+            section.pruner,
+            startup_trials=section.startup_trials,
+            warmup_epochs=section.warmup_epochs,
+        ),
+        seed=section.seed,
+        storage=section.storage,
+    )
+
+    def make(values: Mapping[str, Any]) -> Any:
+        return make_estimator(job.trial(values))
+
+    chooser = Chooser({key: space.domain for key, space in section.search.items()})
+    rows = read_training_data(spark, job)
+    return tune_made(make, chooser, rows, options, job.output.path)
 
 
 def run_evaluate(job: EvaluateJob, spark: SparkSession) -> Evaluation:

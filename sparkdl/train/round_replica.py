@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,13 +30,14 @@ from sparkdl.sync.population.hyperparameters import set_values
 from sparkdl.train.callbacks import IN_TASKS, CallbackState, Observer, Requests
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.modules.memory_format import in_memory_format
-from sparkdl.train.objective.logs import as_text
+from sparkdl.train.objective.logs import as_text, fill, from_text
 from sparkdl.train.optimizers.optimizers import require_steps
 from sparkdl.train.random_state import deterministic_algorithms, seed_everything
 from sparkdl.train.replica import make_replica
 from sparkdl.train.step import TrainStep
 from sparkdl.train.time_spent import Clock
 from sparkdl.train.validation import measure
+from sparkdl.train.validation import record as evaluation_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +203,16 @@ class RoundReplica:
             sums = measure(replica, sequential_batches(validation, replica.plan))
         text = None if lightning is None else as_text(lightning.packed(logs))
         return tuple(sums.tolist()), replica.metrics.states(), text
+
+    def record(self, sums: Sequence[float], metrics: bytes, logs: str | None) -> dict[str, float]:
+        """The history's entries of what `evaluate` gave, as if there were no other shards."""
+        replica = self._replica
+        values = replica.metrics.compute_over([metrics])
+        record = evaluation_record(torch.tensor(sums), values, replica.labels)
+        fill(record, [from_text(logs)] if logs else [], replica.module)
+        return record
+
+    @property
+    def config(self) -> TrainConfig:
+        """What the user asked for."""
+        return self._replica.config

@@ -23,7 +23,8 @@ MODEL, REST = "model", "rest"
 RIVAL_MODEL, RIVAL_REST = "rival model", "rival rest"
 """What another member has, where the two compete; without its ``rest`` a loser keeps its own."""
 OPTIONS = "options"
-"""JSON: ``hyperparameters`` to train with, and whether the member ``may_diverge``."""
+"""JSON: ``hyperparameters`` to train with, those of the ``rival``, and whether the member
+``may_diverge``."""
 
 
 def pack_parts(parts: Mapping[str, bytes]) -> bytes:
@@ -101,9 +102,10 @@ def _train(
         rival = {**state, **decoded(parts[RIVAL_MODEL]), **decoded(parts.get(RIVAL_REST, b""))}
         contest = _contest(warm, shard, state, rival)
         state = rival if contest["is_lost"] else state
+    values = options["rival" if contest is not None and contest["is_lost"] else "hyperparameters"]
     reporter.phase("train")
     try:
-        outcome, report = warm.train(shard, state, part, reporter, options["hyperparameters"])
+        outcome, report = warm.train(shard, state, part, reporter, values)
     except TrainingDiverged as error:
         if not options["may_diverge"]:
             raise
@@ -123,10 +125,13 @@ def _train(
 
 def _contest(warm: Warm, shard: Shard, own: Any, rival: Any) -> dict[str, Any]:
     """Measure both on this shard's tournament set."""
-    from sparkdl.sync.population.tournament import has_won
+    from sparkdl.sync.population.tournament import Tournament, has_won
 
-    losses = []
-    for state in (own, rival):
-        sums, _ = warm.measure(shard, state)
-        losses.append(sums["loss_sum"] / sums["weight"] if sums["weight"] > 0 else float("nan"))
-    return {"loss": losses[0], "rival_loss": losses[1], "is_lost": has_won(losses[1], losses[0])}
+    strategy = warm.replica.config.sync_strategy
+    assert isinstance(strategy, Tournament)
+    if not warm.open(shard, "validation").num_rows:
+        return {"value": float("nan"), "rival_value": float("nan"), "is_lost": False}
+    mine, other = warm.record(shard, own), warm.record(shard, rival)
+    is_lost = has_won(strategy.cost(other), strategy.cost(mine))
+    name = strategy.monitor
+    return {"value": mine[name], "rival_value": other[name], "is_lost": is_lost}

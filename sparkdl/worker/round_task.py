@@ -246,6 +246,10 @@ class Warm:
         sums = {"loss_sum": loss_sum, "weight": weight, "label_sums": label_sums}
         return {**sums, "logs": logs}, metrics
 
+    def record(self, shard: Shard, state: dict[str, Any]) -> dict[str, float]:
+        """What the history would say of ``state`` on a shard's validation rows alone."""
+        return self.replica.record(*self.replica.evaluate(state, self.open(shard, "validation")))
+
     def _rows(self, shard: Shard, planned: Shard, split: Split) -> ShardRows:
         """The shard's rows of one kind; what the plan sets aside are validation rows."""
         if planned.num_rows == shard.num_rows:

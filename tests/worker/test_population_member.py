@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 
 from sparkdl.config import TrainConfig
 from sparkdl.data.plan import TrainPlan
@@ -31,7 +32,7 @@ from tests.worker import test_training
 from tests.worker.test_round_task import PART, Net, order, place
 
 plan = test_training.plan
-CONFIG = dataclasses.replace(test_training.CONFIG, epochs=1)
+CONFIG = dataclasses.replace(test_training.CONFIG, epochs=1, sync_strategy=Tournament())
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def model(seed: int, scale: float = 1.0) -> bytes:
 
 
 def parts(may_diverge: bool = False, **values: float) -> dict[str, bytes]:
-    options = {"hyperparameters": values, "may_diverge": may_diverge}
+    options = {"hyperparameters": values, "rival": {}, "may_diverge": may_diverge}
     return {MODEL: model(3), REST: b"", OPTIONS: json.dumps(options).encode()}
 
 
@@ -101,12 +102,38 @@ def test_the_better_of_two_models_goes_on(plan: TrainPlan, with_rest: bool) -> N
     assert rival_loss < own_loss
     found = work(plan, {**parts(), MODEL: bad, **rival})
     assert json.loads(found["result"])["contest"] == {
-        "loss": own_loss, "rival_loss": rival_loss, "is_lost": True
+        "value": own_loss, "rival_value": rival_loss, "is_lost": True
     }  # fmt: skip
     steps = decoded(found[REST])["optimizer"]["state"][0]["step"]
     assert steps == (4 if with_rest else 2)
     alone = {MODEL: trained[MODEL], REST: trained[REST] if with_rest else b""}
     assert found[MODEL] == work(plan, {**parts(), **alone})[MODEL]
+
+
+def test_hyperparameters_travel_with_the_model_that_wins(plan: TrainPlan) -> None:
+    own, rivals = {"learning_rate": 0.2}, {"learning_rate": 0.01}
+    options = json.dumps({"hyperparameters": own, "rival": rivals, "may_diverge": False}).encode()
+    good, bad = model(3), model(3, scale=20.0)
+    for mine, other, rate in ((good, bad, 0.2), (bad, good, 0.01)):
+        found = work(plan, {MODEL: mine, REST: b"", OPTIONS: options, RIVAL_MODEL: other})
+        assert json.loads(found["result"])["learning_rate"] == rate
+
+
+def test_any_metric_may_judge(plan: TrainPlan) -> None:
+    metrics = {"right": torchmetrics.classification.MulticlassAccuracy(3, average="micro")}
+    contests = []
+    for mode in ("min", "max"):
+        strategy = Tournament(monitor="val_right", mode=mode)  # type: ignore[arg-type]
+        config = dataclasses.replace(CONFIG, sync_strategy=strategy, metrics=metrics)
+        KEPT.release()  # the process has kept the other configuration
+        found = work(plan, {**parts(), RIVAL_MODEL: model(4)}, config)
+        contests.append(json.loads(found["result"])["contest"])
+    smallest, largest = contests
+    assert (
+        smallest["value"] == largest["value"] != largest["rival_value"] == smallest["rival_value"]
+    )
+    assert smallest["is_lost"] is (smallest["rival_value"] < smallest["value"])
+    assert largest["is_lost"] is not smallest["is_lost"]
 
 
 def test_a_worse_rival_changes_nothing(plan: TrainPlan) -> None:
@@ -129,7 +156,7 @@ def test_without_rows_to_judge_by_a_member_keeps_its_own(plan: TrainPlan) -> Non
     found = dict(round_task.run(place(plan, num_validation_rows=0), wanted, state))
     report = json.loads(found["result"])
     assert report["contest"]["is_lost"] is False
-    assert math.isnan(report["contest"]["loss"])
+    assert math.isnan(report["contest"]["value"])
     assert found[MODEL] == work(plan, parts())[MODEL]
 
 

@@ -11,6 +11,7 @@ from sparkdl.cli.job_files.job_file import TrainJob
 from sparkdl.cli.job_files.toml_values import build, put, to_tables
 from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
+from sparkdl.sync.population.ranges import Range
 
 Value = str | int | float | bool
 
@@ -37,22 +38,16 @@ class Space:
             raise ConfigError("needs either 'low' and 'high', or 'choices'")
         if self.choices and (self.log or self.step is not None):
             raise ConfigError("'log' and 'step' are for ranges, not for 'choices'")
-        if self.low is not None and self.high is not None and self.low > self.high:
-            raise ConfigError(f"low is {self.low}, which is more than high, {self.high}")
-        if self.log and self.step is not None:
-            raise ConfigError("give 'log' or 'step', not both")
-        require(self.step is None or self.step > 0, "step must be above 0", self.step)
-        numbers = [
-            v for v in (self.low, self.high, self.step, *self.choices) if isinstance(v, int | float)
-        ]
+        numbers = [value for value in self.choices if isinstance(value, int | float)]
         require(all(map(math.isfinite, numbers)), "values must be finite numbers", numbers)
-        is_positive = self.low is None or self.low > 0
-        require(not self.log or is_positive, "a range with log must begin above 0", self.low)
+        _ = self.domain  # which checks itself
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the range is one of whole numbers."""
-        return all(isinstance(v, int) for v in (self.low, self.high, self.step) if v is not None)
+    def domain(self) -> Range | tuple[Value, ...]:
+        """The values as `tune` takes them."""
+        if self.low is None or self.high is None:
+            return self.choices
+        return Range(self.low, self.high, log=self.log, step=self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +59,21 @@ class StudySection:
     trials: int = 20
     """Trials in all, with those of earlier runs of the same study, less those cut off."""
     metric: str = "val_loss"
-    """Key of a trial's history; its best value over the epochs counts, whichever weights are kept:
-    those of the last epoch, unless ``estimator.early_stopping`` restores others."""
+    """Key of a trial's history. Unless there is ``estimator.early_stopping``, each trial ends with
+    the weights of its best epoch, whose value counts."""
     direction: Literal["minimize", "maximize"] = "minimize"
     parallel: int = 1
     """Trials at a time; each takes as many slots as ``estimator.num_workers``."""
     sampler: Literal["tpe", "random"] = "tpe"
     seed: int = 0
-    pruner: Literal["median", "none"] = "median"
-    """``median`` ends a trial whose best value so far is worse than the median of the others' at
-    that epoch."""
+    pruner: Literal["asha", "hyperband", "median", "none"] = "asha"
+    """``asha`` and ``hyperband`` let the best quarter or third of the trials go on after 1, 4, 16
+    or 1, 3, 9 epochs and so on. ``median`` ends a trial whose best value so far is worse than the
+    median of the others' at that epoch."""
     startup_trials: int = 5
-    """Trials before any is pruned."""
+    """Trials before ``median`` ends any."""
     warmup_epochs: int = 1
-    """Epochs of a trial before it is pruned."""
+    """Epochs of a trial before it may be ended."""
     storage: str | None = None
     """File or URL in which Optuna keeps the study; None: ``study.log`` in the folder of the trials,
     if that is on a local disk. The same study goes on where an earlier run ended or was killed."""
@@ -119,27 +115,12 @@ class TuneJob(TrainJob):
             value = space.choices[0] if space.choices else space.low
             try:
                 _check_varies(key)
-                self._with({key: value})
+                self.trial({key: value})
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
-    def trial(self, values: Mapping[str, Any], path: str, name: str) -> TrainJob:
-        """The training job of one trial.
-
-        Args:
-            values: key of the file -> value.
-            path: where the model goes.
-            name: of the folder for checkpoints in ``estimator.checkpoint_dir``; trials of equal
-                values, which may run at the same time, have different ones.
-        """
-        output = {"output.path": path, "output.overwrite": True}
-        base = self.estimator.checkpoint_dir
-        if base is not None:
-            output["estimator.checkpoint_dir"] = f"{base.rstrip('/')}/{name}"
-        return self._with({**values, **output})
-
-    def _with(self, values: Mapping[str, Any]) -> TrainJob:
-        """The file without its study and with other values, as ``--set`` would give them."""
+    def trial(self, values: Mapping[str, Any]) -> TrainJob:
+        """The job without its study and with other values, as ``--set`` would give them."""
         tables = to_tables(self)
         del tables["study"]
         for key, value in values.items():

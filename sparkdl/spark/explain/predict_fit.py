@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sparkdl.comm import compression
+from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError
 from sparkdl.explain.cost_model import Calibration, Gang
 from sparkdl.explain.predict_times import Predictor
@@ -41,7 +42,7 @@ def predictor_of(checked: CheckedRequest, found: Found, calibration: Calibration
         num_nodes=_num_nodes(checked, calibration),
         slots=checked.slots.total,
         largest_rows=found.largest_rows,
-        check=partial(_check, checked),
+        check=partial(_check, checked, found.plan),
     )
 
 
@@ -87,11 +88,12 @@ def _num_nodes(checked: CheckedRequest, calibration: Calibration) -> int:
     return max(1, round(calibration.gang.num_nodes * executors / met))
 
 
-def _check(checked: CheckedRequest, strategy: SyncStrategy, world_size: int) -> None:
+def _check(
+    checked: CheckedRequest, plan: TrainPlan, strategy: SyncStrategy, world_size: int
+) -> None:
     """Refuse a strategy as a fit with so many workers would; raises ConfigError."""
     config = replace(checked.config, sync_strategy=strategy)
-    checked.data.check_training(
-        config, strategy, checked.request.validation, has_logs=checked.has_logs
-    )
+    checked.data.check_training(config, checked.request.validation, has_logs=checked.has_logs)
+    checked.data.check_plan(plan, strategy)
     strategy.check(config, world_size)
     check_sync_batch_norm(checked.module, config, world_size)

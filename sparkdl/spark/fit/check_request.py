@@ -142,18 +142,18 @@ class CheckedRequest:
 
     def make_plan(self, columns: Items[Column], shards: Items[Shard]) -> TrainPlan:
         """The plan of a run over these shards, without windows."""
-        return self.strategy.hold_out(
-            make_plan(
-                columns=columns,
-                shards=shards,
-                world_size=len(shards),
-                batch_size=self.config.batch_size,
-                epochs=self.config.epochs,
-                max_steps=self.config.max_steps,
-                first_epoch=0 if self.begins_from is None else self.begins_from.epoch,
-                first_step=0 if self.begins_from is None else self.begins_from.step,
-            )
+        plan = make_plan(
+            columns=columns,
+            shards=shards,
+            world_size=len(shards),
+            batch_size=self.config.batch_size,
+            epochs=self.config.epochs,
+            max_steps=self.config.max_steps,
+            first_epoch=0 if self.begins_from is None else self.begins_from.epoch,
+            first_step=0 if self.begins_from is None else self.begins_from.step,
         )
+        self.data.check_plan(plan, self.strategy)
+        return self.strategy.hold_out(plan)
 
 
 def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
@@ -179,7 +179,7 @@ def check_request(data: UserData, request: FitRequest) -> CheckedRequest:
     config, strategy = request.config, values.strategy
     method, begins_from = check_initial_state(module, request, values.mode)
     data.check_inputs((*request.specified, *request.labels))
-    data.check_training(config, strategy, request.validation, has_logs=values.has_logs)
+    data.check_training(config, request.validation, has_logs=values.has_logs)
     columns, validation = prepare_columns(data.frame, request, values.float_dtype)
     slots = plan_slots(
         data.spark,

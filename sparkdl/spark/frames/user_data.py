@@ -22,7 +22,7 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.config import TrainConfig
-from sparkdl.data.plan import SpoolColumn
+from sparkdl.data.plan import SpoolColumn, TrainPlan
 from sparkdl.data.source import Source
 from sparkdl.errors import ClusterError, ConfigError, DataError
 from sparkdl.inputs import Named
@@ -76,18 +76,12 @@ class UserData:
             )
 
     def check_training(
-        self,
-        config: TrainConfig,
-        strategy: SyncStrategy,
-        validation: str | float | None,
-        *,
-        has_logs: bool,
+        self, config: TrainConfig, validation: str | float | None, *, has_logs: bool
     ) -> None:
         """Refuse what needs rows for validation that are not there, or what only spools can do.
 
         Args:
             config: how workers train.
-            strategy: how they agree.
             validation: the column that marks rows for validation, or their fraction.
             has_logs: True if the module may log values for the history.
 
@@ -103,11 +97,6 @@ class UserData:
                 f"validationFraction draws rows of a DataFrame; {name} has an option of its own, "
                 "such as ParquetSource(validation_fraction=...)"
             )
-        if isinstance(strategy, Competition):
-            raise ConfigError(
-                f"{type(strategy).__name__} sets rows aside, which {name} cannot; fit on a "
-                "DataFrame"
-            )
         if config.group_by_length:
             raise ConfigError(
                 f"groupByLength needs the lengths of all rows, which {name} does not know; fit on "
@@ -116,6 +105,20 @@ class UserData:
         if config.shuffle_window_bytes is not None:
             raise ConfigError(
                 f"shuffleWindowBytes is for DataFrames; {name} has options of its own"
+            )
+
+    def check_plan(self, plan: TrainPlan, strategy: SyncStrategy) -> None:
+        """Refuse a competition without validation rows in a source, which sets none aside.
+
+        Raises:
+            ConfigError: with the remedy.
+        """
+        is_blind = self.source is not None and not plan.num_validation_rows
+        if is_blind and isinstance(strategy, Competition):
+            raise ConfigError(
+                f"{type(strategy).__name__} measures models on rows that are not trained on, and "
+                f"{type(self.source).__name__} has none; give it a validation_fraction, mark rows "
+                "with validationIndicatorCol, or fit on a DataFrame"
             )
 
     def sample(self, spec: TableSpec, seconds: float) -> Sample | None:

@@ -32,7 +32,12 @@ from sparkdl.sync.averaging.merge import merge
 from sparkdl.sync.averaging.period import FixedPeriod, Period
 from sparkdl.sync.population.hyperparameters import first_values
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
-from sparkdl.sync.population.population import PopulationStrategy, best_first, members_of
+from sparkdl.sync.population.population import (
+    Competition,
+    PopulationStrategy,
+    best_first,
+    members_of,
+)
 from sparkdl.sync.population.population_based_training import PopulationBasedTraining
 from sparkdl.sync.population.tournament import Tournament
 from sparkdl.train.objective.divergence import LossWatch
@@ -92,6 +97,8 @@ class MemberTask:
     """Where it trains."""
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     """What it trains with where it is not what the user set."""
+    rivals: Mapping[str, float] = field(default_factory=dict)
+    """What it trains with if it loses to its rival."""
     may_diverge: bool = False
     """Whether it may, and goes on from where its round began."""
     rival: Parts = field(default_factory=dict)
@@ -259,12 +266,23 @@ class _OneShot:
 class _Competition(Stateful, ABC):
     """`Replicas` whose members are measured against each other; the best is the result."""
 
-    shared_state: ClassVar[tuple[str, ...]] = ("best_member",)
+    shared_state: ClassVar[tuple[str, ...]] = ("best_member", "values")
 
-    def __init__(self, run: Run, jobs: RoundJobs) -> None:
+    def __init__(self, run: Run, strategy: Competition, jobs: RoundJobs) -> None:
         self._run = run
+        self._judge = strategy
         self._population = Population(run, jobs)
         self._best_member = 0
+        module = copy.deepcopy(run.module)
+        optimizer = resolve_optimizer(run.config, module)(
+            [parameter for parameter in module.parameters() if parameter.requires_grad]
+        )
+        self._own = first_values(optimizer, strategy.mutations)
+        self._values = [
+            strategy.first(member, self._own, run.config.seed)
+            for member in range(len(self._population.members))
+        ]
+        """Hyperparameters of each member."""
         self._measured: tuple[int, list[Record]] | None = None
         """Steps, and what the members were worth after them."""
         self.notes = self._population.notes
@@ -281,7 +299,7 @@ class _Competition(Stateful, ABC):
 
     def describe(self, member: int, step: int) -> Record:
         """What else to note of ``member`` when it is measured after ``step`` steps."""
-        return {}
+        return self._values[member]
 
     def scores(self, step: int) -> list[Record]:
         """Every member's entries of the history after ``step`` steps, which are the present."""
@@ -299,12 +317,12 @@ class _Competition(Stateful, ABC):
 
     def evaluate(self, state: TrainState) -> Evaluation:
         records = self.scores(state.step)
-        losses = [record["val_loss"] for record in records]
-        order = best_first(losses)
+        costs = [self._judge.cost(record) for record in records]
+        order = best_first(costs)
         self._best_member = order[0]
         record = {
             **records[order[0]],
-            "val_loss_spread": losses[order[-1]] - losses[order[0]],
+            f"{self._judge.monitor}_spread": costs[order[-1]] - costs[order[0]],
             "best_member": order[0],
             "learning_rate": self.learning_rate,
         }
@@ -322,29 +340,34 @@ class _Tournament(_Competition):
     """`Replicas` for `Tournament`. Contests are part of the job that trains the winners."""
 
     def __init__(self, run: Run, strategy: Tournament, jobs: RoundJobs) -> None:
-        super().__init__(run, jobs)
+        super().__init__(run, strategy, jobs)
         self._strategy = strategy
 
     def train(self, part: RoundPart) -> RoundDone:
         run, population = self._run, self._population
         rivals = self._strategy.rivals(run.plan, run.config.seed, part.step)
-        tasks = [MemberTask(shard=shard) for shard in population.shards]
+        tasks = [
+            MemberTask(shard=shard, hyperparameters=values)
+            for shard, values in zip(population.shards, self._values, strict=True)
+        ]
         for member, rival in rivals.items():
             state = {RIVAL_MODEL: population.members[rival].model}
             if self._strategy.exchange == "all":
                 state[RIVAL_REST] = population.members[rival].rest
-            tasks[member] = replace(tasks[member], rival=state)
+            tasks[member] = replace(tasks[member], rival=state, rivals=self._values[rival])
         done = population.train(part, tasks)
+        name, before = self._strategy.monitor.removeprefix("val_"), list(self._values)
         for member, rival in rivals.items():
             contest = done.reports[tasks[member].shard]["contest"]
-            population.note(
-                part.step,
-                member,
-                rival=rival,
-                tournament_loss=contest["loss"],
-                rival_loss=contest["rival_loss"],
-                is_lost=float(contest["is_lost"]),
-            )
+            if contest["is_lost"]:
+                self._values[member] = before[rival]
+            values = {
+                "rival": rival,
+                f"tournament_{name}": contest["value"],
+                f"rival_{name}": contest["rival_value"],
+                "is_lost": float(contest["is_lost"]),
+            }
+            population.note(part.step, member, **values)
         return done
 
     def evaluate(self, state: TrainState) -> Evaluation:
@@ -360,18 +383,9 @@ class _PopulationBased(_Competition):
     shared_state: ClassVar = ("best_member", "values", "has_diverged")
 
     def __init__(self, run: Run, strategy: PopulationBasedTraining, jobs: RoundJobs) -> None:
-        super().__init__(run, jobs)
+        super().__init__(run, strategy, jobs)
         self._strategy = strategy
-        module = copy.deepcopy(run.module)
-        optimizer = resolve_optimizer(run.config, module)(
-            [parameter for parameter in module.parameters() if parameter.requires_grad]
-        )
-        self._own = first_values(optimizer, strategy.mutations)
-        num_members = len(self._population.members)
-        self._values = [
-            strategy.first(member, self._own, run.config.seed) for member in range(num_members)
-        ]
-        self._has_diverged = [False] * num_members
+        self._has_diverged = [False] * len(self._population.members)
 
     def train(self, part: RoundPart) -> RoundDone:
         """See `Replicas.train`; bad members first copy good ones."""
@@ -393,11 +407,11 @@ class _PopulationBased(_Competition):
     def _exploit(self, step: int) -> None:
         """Let bad members go on from good ones, with other hyperparameters."""
         strategy, seed, members = self._strategy, self._run.config.seed, self._population.members
-        losses = [
-            math.nan if diverged else record["val_loss"]
+        costs = [
+            math.nan if diverged else strategy.cost(record)
             for record, diverged in zip(self.scores(step), self._has_diverged, strict=True)
         ]
-        for member, donor in strategy.donors(losses, seed, step).items():
+        for member, donor in strategy.donors(costs, seed, step).items():
             self._population.note(step, member, donor=donor)
             members[member] = members[donor]
             self._values[member] = strategy.explored(
@@ -438,7 +452,11 @@ def grouped(sizes: Iterable[int], limit: int) -> list[list[int]]:
 
 def _parts(member: Member, task: MemberTask) -> Parts:
     """What a member's task gets."""
-    options = {"hyperparameters": dict(task.hyperparameters), "may_diverge": task.may_diverge}
+    options = {
+        "hyperparameters": dict(task.hyperparameters),
+        "rival": dict(task.rivals),
+        "may_diverge": task.may_diverge,
+    }
     return {
         MODEL: member.model,
         REST: member.rest,

@@ -8,22 +8,29 @@ all members between rounds, and each travels to its own task only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 
+from sparkdl.config import TrainConfig, require
 from sparkdl.data.plan import Shard, TrainPlan, steps_per_epoch
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.sync.averaging.period import check_period
 from sparkdl.sync.exchange_pattern import ModelSize, Pattern
+from sparkdl.sync.population.ranges import Around, Mutation, Range
 from sparkdl.sync.strategy import MakeOptimizer, SyncStrategy
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from sparkdl.comm.communicator import Communicator
+
+
+_FIRST = 2
+"""Purpose of the draws of first values, so that they differ from those for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +55,87 @@ class PopulationStrategy(SyncStrategy):
 class Competition(PopulationStrategy):
     """Base of populations whose members are measured against each other.
 
-    They are measured on the validation rows. Without ``validationIndicatorCol``, the last rows of
-    every shard are set aside for it; as rows lie in the order of their hashes, that is a random
-    part of them.
+    They are measured on the validation rows. If a DataFrame has none, the last rows of every shard
+    are set aside for it; as rows lie in the order of their hashes, that is a random part of them.
+    A source must have validation rows of its own.
     """
 
     period: int = 100
     """Steps that members train between two competitions; epochs do not matter for it."""
     holdout_fraction: float = 0.1
     """Part of each shard's rows that is set aside where no rows are marked for validation."""
+    monitor: str = "val_loss"
+    """Value of the history by which members are judged: ``val_loss``, or ``val_<metric name>``."""
+    mode: Literal["min", "max"] = "min"
+    """Whether members with smaller or with larger values are better."""
+    mutations: Mapping[str, Mutation] = field(default_factory=dict)
+    """Hyperparameter -> its values, of which each member draws its own when it begins; member 0
+    has the user's. ``learning_rate``, or a number in torch's parameter groups, such as
+    ``weight_decay``. A schedule keeps its shape; its height is the member's learning rate."""
 
     def __post_init__(self) -> None:
         check_period(self.period, name="period")
+        require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
+        for name, mutation in self.mutations.items():
+            _check_mutation(name, mutation)
         if not 0 < self.holdout_fraction <= 0.5:
             raise ConfigError(
                 f"holdout_fraction must be in (0, 0.5]; received {self.holdout_fraction}"
             )
+
+    def check(self, config: TrainConfig, world_size: int) -> None:
+        super().check(config, world_size)
+        default = ["accuracy"] if config.task == "classification" else []
+        names = default if config.metrics is None else config.metrics
+        known = ["val_loss", *(f"val_{name}" for name in names)]
+        if not any(f"{self.monitor}_".startswith(f"{name}_") for name in known):  # or of a label
+            raise ConfigError(
+                f"{type(self).__name__} judges by {self.monitor!r}, which is not measured on "
+                f"validation rows; known: {', '.join(known)}; others need metrics"
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        from sparkdl.sync.population.hyperparameters import first_values
+
+        self.domains(first_values(optimizer, self.mutations))
+
+    def cost(self, record: Mapping[str, float]) -> float:
+        """What is to be small, of what was measured of a member.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        if self.monitor not in record:
+            raise ConfigError(
+                f"{type(self).__name__} judges by {self.monitor!r}, which is not measured; "
+                f"measured are {', '.join(record)}"
+            )
+        return record[self.monitor] if self.mode == "min" else -record[self.monitor]
+
+    def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
+        """Hyperparameter -> its values, given the user's own.
+
+        Raises:
+            ConfigError: there is nothing around an own value of zero.
+        """
+        found: dict[str, Range | Sequence[float]] = {}
+        for name, mutation in self.mutations.items():
+            if isinstance(mutation, Around):
+                if not own[name] > 0:
+                    raise ConfigError(
+                        f"mutations['{name}'] is Around the optimizer's own value, which is "
+                        f"{own[name]:g}; give a Range or a list of values"
+                    )
+                mutation = mutation.range_of(own[name])
+            found[name] = mutation
+        return found
+
+    def first(self, member: int, own: Mapping[str, float], seed: int) -> dict[str, float]:
+        """What a member begins with."""
+        if member == 0:
+            return dict(own)
+        generator = drawn(seed, _FIRST, member)
+        return {name: sample(values, generator) for name, values in self.domains(own).items()}
 
     def why_not_gang(self) -> str | None:
         return (
@@ -108,12 +180,19 @@ def members_of(plan: TrainPlan) -> list[int]:
     return [shard.shard_id for shard in plan.shards if shard.num_rows]
 
 
-def best_first(losses: Sequence[float]) -> list[int]:
-    """Positions from the smallest loss to the largest; what is not finite comes last."""
+def best_first(costs: Sequence[float]) -> list[int]:
+    """Positions from the smallest cost to the largest; what is not finite comes last."""
     return sorted(
-        range(len(losses)),
-        key=lambda i: (not math.isfinite(losses[i]), losses[i] if math.isfinite(losses[i]) else 0),
+        range(len(costs)),
+        key=lambda i: (not math.isfinite(costs[i]), costs[i] if math.isfinite(costs[i]) else 0),
     )
+
+
+def sample(values: Range | Sequence[float], generator: np.random.Generator) -> float:
+    """One of the values of a hyperparameter."""
+    if isinstance(values, Range):
+        return values.sample(generator)
+    return float(values[int(generator.integers(len(values)))])
 
 
 def drawn(seed: int, purpose: int, *numbers: int) -> np.random.Generator:
@@ -126,3 +205,19 @@ def _without_last(shard: Shard, fraction: float) -> Shard:
         return shard
     held = min(max(1, round(fraction * shard.num_rows)), shard.num_rows - 1)
     return replace(shard, num_rows=shard.num_rows - held, num_validation_rows=held)
+
+
+def _check_mutation(name: str, mutation: Any) -> None:
+    if isinstance(mutation, Range | Around):
+        return
+    is_list = isinstance(mutation, Sequence) and not isinstance(mutation, str)
+    if not (is_list and mutation and all(is_number(value) for value in mutation)):
+        raise ConfigError(
+            f"mutations['{name}'] must be a Range, an Around or a list of numbers; received "
+            f"{mutation!r}"
+        )
+
+
+def is_number(value: Any) -> bool:
+    """True if it is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -9,68 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from sparkdl.data.plan import TrainPlan
 from sparkdl.errors import ConfigError
-from sparkdl.sync.population.population import Competition, best_first, drawn, members_of
-
-if TYPE_CHECKING:
-    import torch
+from sparkdl.sync.population.population import (
+    Competition,
+    best_first,
+    drawn,
+    is_number,
+    members_of,
+    sample,
+)
+from sparkdl.sync.population.ranges import Around, Mutation, Range
 
 # Purposes of the draws, so that they differ from each other.
-_FIRST, _EXPLOIT, _EXPLORE = 2, 3, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Numbers from ``low`` to ``high``, drawn so that their logarithms are even, or they are."""
-
-    low: float
-    high: float
-    is_log: bool = True
-    """Whether small numbers are as likely as large ones of the same relative width."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ConfigError(f"a Range needs low < high; received {self.low} and {self.high}")
-        if self.is_log and self.low <= 0:
-            raise ConfigError(
-                f"a Range with is_log needs low > 0; received {self.low}: set is_log=False"
-            )
-
-    def sample(self, generator: np.random.Generator) -> float:
-        """A new value."""
-        if not self.is_log:
-            return float(generator.uniform(self.low, self.high))
-        exponent = generator.uniform(math.log(self.low), math.log(self.high))
-        return self._bounded(math.exp(exponent))
-
-    def perturbed(
-        self, value: float, factors: Sequence[float], generator: np.random.Generator
-    ) -> float:
-        """``value`` times one of ``factors``, within the bounds."""
-        return self._bounded(value * factors[int(generator.integers(len(factors)))])
-
-    def _bounded(self, value: float) -> float:
-        return min(max(value, self.low), self.high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """Numbers around the user's own value, from a ``factor``-th of it to ``factor`` times it."""
-
-    factor: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 1):
-            raise ConfigError(f"factor must be more than 1; received {self.factor}")
-
-
-Mutation: TypeAlias = Range | Around | Sequence[float]
-"""Where values of a hyperparameter come from; a sequence lists all values, in their order."""
+_EXPLOIT, _EXPLORE = 3, 4
 
 
 def _around_learning_rate() -> dict[str, Mutation]:
@@ -95,7 +51,8 @@ class PopulationBasedTraining(Competition):
     Example::
 
         PopulationBasedTraining(
-            period=200, mutations={"learning_rate": Range(low=1e-4, high=1.0), "momentum": [0, 0.9]}
+            period=200,
+            mutations={"learning_rate": Range(1e-4, 1.0, log=True), "momentum": [0.0, 0.9]},
         )
 
     In the history, ``val_loss``, the metrics and ``learning_rate`` are those of the best member,
@@ -104,9 +61,7 @@ class PopulationBasedTraining(Competition):
     """
 
     mutations: Mapping[str, Mutation] = field(default_factory=_around_learning_rate)
-    """Hyperparameter -> its values: ``learning_rate``, or a number in torch's parameter groups,
-    such as ``weight_decay``. A schedule keeps its shape; its height is the member's learning rate.
-    """
+    """Hyperparameter -> its values; see `Competition.mutations`."""
     exploit_fraction: float = 0.25
     """Part of the members that copies, and part that is copied; at most half."""
     resample_probability: float = 0.25
@@ -128,45 +83,13 @@ class PopulationBasedTraining(Competition):
             raise ConfigError(f"factors must be positive numbers; received {self.factors!r}")
         if not self.mutations:
             raise ConfigError("mutations is empty; name at least one hyperparameter")
-        for name, mutation in self.mutations.items():
-            _check_mutation(name, mutation)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from sparkdl.sync.population.hyperparameters import first_values
-
-        self.domains(first_values(optimizer, self.mutations))
-
-    def domains(self, own: Mapping[str, float]) -> dict[str, Range | Sequence[float]]:
-        """Hyperparameter -> its values, given the user's own.
-
-        Raises:
-            ConfigError: there is nothing around an own value of zero.
-        """
-        found: dict[str, Range | Sequence[float]] = {}
-        for name, mutation in self.mutations.items():
-            if isinstance(mutation, Around):
-                if not own[name] > 0:
-                    raise ConfigError(
-                        f"mutations['{name}'] is Around the optimizer's own value, which is "
-                        f"{own[name]:g}; give a Range or a list of values"
-                    )
-                mutation = Range(low=own[name] / mutation.factor, high=own[name] * mutation.factor)
-            found[name] = mutation
-        return found
-
-    def first(self, member: int, own: Mapping[str, float], seed: int) -> dict[str, float]:
-        """What a member begins with."""
-        if member == 0:
-            return dict(own)
-        generator = drawn(seed, _FIRST, member)
-        return {name: _sample(values, generator) for name, values in self.domains(own).items()}
-
-    def donors(self, losses: Sequence[float], seed: int, step: int) -> dict[int, int]:
-        """Which member copies which other, given the losses of all; best ones copy nobody."""
-        order = best_first(losses)
-        count = min(math.ceil(self.exploit_fraction * len(losses)), len(losses) // 2)
-        best = [member for member in order[:count] if math.isfinite(losses[member])]
-        lost = {member for member in order if not math.isfinite(losses[member])}
+    def donors(self, costs: Sequence[float], seed: int, step: int) -> dict[int, int]:
+        """Which member copies which other, given the costs of all; best ones copy nobody."""
+        order = best_first(costs)
+        count = min(math.ceil(self.exploit_fraction * len(costs)), len(costs) // 2)
+        best = [member for member in order[:count] if math.isfinite(costs[member])]
+        lost = {member for member in order if not math.isfinite(costs[member])}
         if not best:
             return {}
         return {
@@ -188,7 +111,7 @@ class PopulationBasedTraining(Competition):
         changed = {}
         for name, domain in self.domains(own).items():
             if generator.random() < self.resample_probability:
-                changed[name] = _sample(domain, generator)
+                changed[name] = sample(domain, generator)
             elif isinstance(domain, Range):
                 changed[name] = domain.perturbed(values[name], self.factors, generator)
             else:
@@ -201,34 +124,13 @@ class PopulationBasedTraining(Competition):
         return shards[(member + step // self.period) % len(shards)]
 
 
-def _sample(values: Range | Sequence[float], generator: np.random.Generator) -> float:
-    if isinstance(values, Range):
-        return values.sample(generator)
-    return float(values[int(generator.integers(len(values)))])
-
-
 def _neighbour(value: float, values: Sequence[float], generator: np.random.Generator) -> float:
     """The value before or after in the list; any, if it is not there."""
     if value not in values:
-        return _sample(values, generator)
+        return sample(values, generator)
     position = list(values).index(value) + (1 if generator.random() < 0.5 else -1)
     return float(values[min(max(position, 0), len(values) - 1)])
 
 
-def _check_mutation(name: str, mutation: Any) -> None:
-    if isinstance(mutation, Range | Around):
-        return
-    is_list = isinstance(mutation, Sequence) and not isinstance(mutation, str)
-    if not (is_list and mutation and all(_is_number(value) for value in mutation)):
-        raise ConfigError(
-            f"mutations['{name}'] must be a Range, an Around or a list of numbers; received "
-            f"{mutation!r}"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+    return is_number(value) and value > 0

@@ -27,17 +27,20 @@ class Tournament(Competition):
 
     Trainers begin from the same weights and see their own shard only. In a contest each of the two
     measures both models on its own tournament set, which are its shard's validation rows, and goes
-    on with the one of smaller loss; two partners may decide differently. Who meets whom is drawn
-    from the run's seed and the step; an odd one out has no contest. A trainer whose shard has no
-    validation row cannot judge and keeps its own model. The result is the model with the smallest
-    loss on the validation rows of all shards, which all models are measured on at the end of
-    every epoch.
+    on with the better one, by ``monitor``; two partners may decide differently. Who meets whom is
+    drawn from the run's seed and the step; an odd one out has no contest. A trainer whose shard has
+    no validation row cannot judge and keeps its own model. The result is the model that is best on
+    the validation rows of all shards, which all models are measured on at the end of every epoch.
+
+    With ``mutations``, trainers have hyperparameters of their own. These travel with the model that
+    wins: who takes over a model goes on with its hyperparameters too.
 
     Nothing is averaged, so it also fits models that cannot be, such as those of adversaries.
 
     In the history, ``val_loss`` and the metrics are those of the best model, ``best_member`` is the
-    shard where it was trained, ``val_loss_spread`` how much worse the worst is, and ``takeovers``
-    the number of lost contests of the epoch; ``TrainingSummary.population`` has each contest.
+    shard where it was trained, ``val_loss_spread`` (or that of another ``monitor``) how much worse
+    the worst is, and ``takeovers`` the number of lost contests of the epoch;
+    ``TrainingSummary.population`` has each contest.
     """
 
     exchange: Literal["weights", "all"] = "all"
@@ -75,8 +78,8 @@ class Tournament(Competition):
         return dict(pairs) | {other: one for one, other in pairs}
 
 
-def has_won(rival_loss: float, own_loss: float) -> bool:
+def has_won(rival_cost: float, own_cost: float) -> bool:
     """Whether the rival's model is the better one; not if they are equal. NaN is never better."""
-    if math.isfinite(rival_loss) and not math.isfinite(own_loss):
+    if math.isfinite(rival_cost) and not math.isfinite(own_cost):
         return True
-    return rival_loss < own_loss
+    return rival_cost < own_cost

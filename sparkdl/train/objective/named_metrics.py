@@ -63,7 +63,7 @@ class NamedMetric:
         Raises:
             ConfigError: torchmetrics is not installed.
         """
-        remedy = f"metric {self.name!r} needs torchmetrics: pip install 'sparkdl-torch[metrics]'"
+        remedy = f"metric {self.name!r} needs torchmetrics: pip install torchmetrics"
         with import_or(ConfigError(remedy)):
             import torchmetrics
         made: Any

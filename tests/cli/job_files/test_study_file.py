@@ -12,6 +12,7 @@ from sparkdl.cli.job_files.job_file import load_job
 from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
 from sparkdl.config import ExplainOptions
 from sparkdl.errors import ConfigError
+from sparkdl.sync.population.ranges import Range
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,20 +32,13 @@ def test_the_file_of_the_project_is_right(job: TuneJob) -> None:
 
 def test_a_trial_is_the_job_with_other_values(job: TuneJob) -> None:
     values = {"estimator.learning_rate": 0.5, "estimator.batch_size": 64, "model.args.dropout": 0.1}
-    trial = job.trial(values, "models/one", "one")
+    trial = job.trial(values)
     assert type(trial).__name__ == "TrainJob"
     assert (trial.estimator.learning_rate, trial.estimator.batch_size) == (0.5, 64)
     assert trial.model.args == {"num_classes": 10, "dropout": 0.1}
-    assert trial.output.path == "models/one"
-    assert trial.output.overwrite
+    assert trial.output == job.output
     assert (trial.data, trial.validation) == (job.data, job.validation)
     assert job.estimator.learning_rate is None  # the job itself is as it was
-
-
-def test_each_trial_keeps_checkpoints_of_its_own(job: TuneJob) -> None:
-    assert job.trial({}, "models/one", "one").estimator.checkpoint_dir is None
-    kept = replace(job, estimator=replace(job.estimator, checkpoint_dir="runs/"))
-    assert kept.trial({}, "models/one", "one").estimator.checkpoint_dir == "runs/one"
 
 
 def test_what_a_search_does_not_do_is_refused(job: TuneJob) -> None:
@@ -91,12 +85,12 @@ def test_keys_that_cannot_be_varied_are_refused_before_anything_runs(
         ({"low": 1}, "either 'low' and 'high', or 'choices'"),
         ({"low": 1, "high": 2, "choices": (1,)}, "either 'low' and 'high', or 'choices'"),
         ({"choices": (1, 2), "log": True}, "not for 'choices'"),
-        ({"low": 3, "high": 2}, "more than high"),
-        ({"low": 1, "high": 2, "log": True, "step": 1}, "'log' or 'step'"),
-        ({"low": 0, "high": 2, "log": True}, "above 0"),
-        ({"low": 0, "high": 2, "step": 0}, "step must be above 0"),
-        ({"low": 0.0, "high": 2.0, "step": -0.5}, "step must be above 0"),
-        ({"low": 0.0, "high": float("inf")}, "finite"),
+        ({"low": 3, "high": 2}, "needs low < high; received 3 and 2"),
+        ({"low": 1, "high": 2, "log": True, "step": 1}, "either log=True or a step"),
+        ({"low": 0, "high": 2, "log": True}, "needs low > 0"),
+        ({"low": 0, "high": 2, "step": 0}, "must be a number above 0"),
+        ({"low": 0.0, "high": 2.0, "step": -0.5}, "must be a number above 0"),
+        ({"low": 0.0, "high": float("inf")}, "needs low < high"),
         ({"choices": (1.0, float("nan"))}, "finite"),
     ],
 )
@@ -105,11 +99,10 @@ def test_spaces_that_mean_nothing(options: dict[str, Any], message: str) -> None
         Space(**options)
 
 
-def test_whole_numbers_stay_whole() -> None:
-    assert Space(low=1, high=8).is_whole
-    assert Space(low=1, high=8, step=2).is_whole
-    assert not Space(low=1, high=8.0).is_whole
-    assert not Space(low=1, high=8, step=0.5).is_whole
+def test_a_space_is_what_a_search_takes() -> None:
+    assert Space(low=1, high=8, step=2).domain == Range(1, 8, step=2)
+    assert Space(low=1e-4, high=0.1, log=True).domain == Range(1e-4, 0.1, log=True)
+    assert Space(choices=(16, 32)).domain == (16, 32)
 
 
 @pytest.mark.parametrize(

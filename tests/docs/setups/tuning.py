@@ -25,3 +25,7 @@ def prepare(spark: SparkSession) -> dict[str, Any]:
 
 def check(names: dict[str, Any]) -> None:
     assert isinstance(names["best"], TorchClassifierModel)
+    assert names["found"].best_value == names["table"]["val_loss"].min()
+    assert len(names["table"]) == 5
+    assert names["predictions"].count() == 178
+    assert 1 <= len(names["choices"]) <= 2

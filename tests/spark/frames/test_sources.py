@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from sparkdl import (
     DatasetShard,
@@ -132,6 +134,27 @@ def test_rounds(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_populations_compete_on_the_validation_rows_of_a_source(folder: Path) -> None:
+    strategy = Tournament(
+        period=2, monitor="val_accuracy", mode="max", mutations={"learning_rate": [1e-4, 0.02]}
+    )
+    metrics = {"accuracy": partial(MulticlassAccuracy, 3, average="micro")}
+    config = replace(request().config, sync_strategy=strategy, metrics=metrics)
+    wanted = replace(request(execution_mode="rounds", validation_col="held"), config=config)
+    summary = fit(ParquetSource(folder), wanted).summary
+    assert (summary.rows, summary.validation_rows) == (135, 15)
+    last = [note for note in summary.population if note["step"] == summary.steps]
+    assert summary.history[-1]["val_accuracy"] == max(note["val_accuracy"] for note in last)
+    assert summary.history[-1]["val_accuracy_spread"] >= 0
+    contests = [note for note in summary.population if "rival" in note]
+    assert contests
+    for note in contests:
+        assert note["is_lost"] == float(note["rival_accuracy"] > note["tournament_accuracy"])
+    rates = {note["learning_rate"] for note in summary.population if "learning_rate" in note}
+    assert rates <= {config.learning_rate, 1e-4, 0.02}
+
+
+@pytest.mark.slow
 def test_one_shot_averaging_needs_no_rows_set_aside(folder: Path) -> None:
     config = replace(request().config, sync_strategy=OneShotAveraging())
     fitted = {}
@@ -184,7 +207,7 @@ def test_checkpoints_of_another_transform_are_not_continued(spark: SparkSession)
 
 def test_what_only_dataframes_can_do_is_refused(folder: Path) -> None:
     config = request().config
-    with pytest.raises(ConfigError, match="Tournament sets rows aside, which ParquetSource cannot"):
+    with pytest.raises(ConfigError, match="ParquetSource has none; give it a validation_fraction"):
         fit(ParquetSource(folder), replace(
             request(execution_mode="rounds"), config=replace(config, sync_strategy=Tournament())
         ))  # fmt: skip

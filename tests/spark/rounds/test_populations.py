@@ -19,7 +19,8 @@ from sparkdl.spark.fit.fit import fit
 from sparkdl.spark.run.run import FitRequest, FitResult
 from sparkdl.sync.population.one_shot_averaging import OneShotAveraging
 from sparkdl.sync.population.population import PopulationStrategy
-from sparkdl.sync.population.population_based_training import PopulationBasedTraining, Range
+from sparkdl.sync.population.population_based_training import PopulationBasedTraining
+from sparkdl.sync.population.ranges import Range
 from sparkdl.sync.population.tournament import Tournament
 from tests.spark.rounds import test_averaging_rounds
 from tests.spark.rounds.test_averaging_rounds import Note, assert_about_equal, equal, request
@@ -172,7 +173,7 @@ def regression(strategy: PopulationStrategy, **changes: Any) -> FitRequest:
 def test_the_learning_rate_moves_to_where_it_is_good(line: DataFrame) -> None:
     """From far too small on one end to far too large on the other."""
     strategy = PopulationBasedTraining(
-        period=3, mutations={"learning_rate": Range(low=1e-5, high=100.0)}
+        period=3, mutations={"learning_rate": Range(1e-5, 100.0, log=True)}
     )
     result = fit(line, regression(strategy, learning_rate=1e-4))
     notes = result.summary.population

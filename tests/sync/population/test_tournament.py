@@ -7,8 +7,11 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 
+from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError, DataError
+from sparkdl.sync.population.ranges import Around
 from sparkdl.sync.population.tournament import Tournament, has_won
 from tests.sync.population.test_population import plan_of
 
@@ -71,6 +74,35 @@ def test_a_tournament_needs_judges(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert Tournament().hold_out(plan) is plan
     assert "shard(s) [1] have no validation rows" in caplog.text
+
+
+def test_trainers_draw_hyperparameters_of_their_own() -> None:
+    plain = Tournament()
+    assert plain.first(3, {}, seed=1) == {}
+    strategy = Tournament(mutations={"learning_rate": Around(4), "momentum": [0.0, 0.9]})
+    own = {"learning_rate": 0.1, "momentum": 0.5}
+    assert strategy.first(0, own, seed=1) == own
+    drawn = [strategy.first(member, own, seed=1) for member in range(1, 9)]
+    assert len({values["learning_rate"] for values in drawn}) == 8
+    assert all(0.025 <= values["learning_rate"] <= 0.4 for values in drawn)
+    assert {values["momentum"] for values in drawn} == {0.0, 0.9}
+    with pytest.raises(ConfigError, match="has no number called 'momentm'"):
+        adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+        Tournament(mutations={"momentm": [0.1]}).check_optimizer(adam)
+
+
+def test_any_metric_may_judge_if_it_is_measured() -> None:
+    config = TrainConfig(task="classification", metrics={"accuracy": lambda: None})
+    strategy = Tournament(monitor="val_accuracy", mode="max")
+    strategy.check(config, 2)
+    assert strategy.cost({"val_accuracy": 0.75, "val_loss": 3.0}) == -0.75
+    Tournament(monitor="val_loss_first").check(config, 2)  # the loss of one label
+    with pytest.raises(ConfigError, match=r"'val_f1', which is not measured.*val_loss, val_accur"):
+        Tournament(monitor="val_f1").check(config, 2)
+    with pytest.raises(ConfigError, match="'val_f1', which is not measured; measured are val_loss"):
+        Tournament(monitor="val_f1").cost({"val_loss": 1.0})
+    with pytest.raises(ConfigError, match="mode must be 'min' or 'max'"):
+        Tournament(mode="best")  # type: ignore[arg-type]
 
 
 def test_wrong_exchange() -> None:

@@ -1,9 +1,8 @@
-"""A search from end to end: what is kept, what is pruned, what a failure and a kill leave."""
+"""The search of a job file from end to end: what is kept, what a failure and a kill leave."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import nn
 
+from sparkdl.cli.job_commands import TUNE, Form
 from sparkdl.cli.job_files.job_file import (
     DataSection,
     EstimatorSection,
@@ -26,11 +26,8 @@ from sparkdl.cli.job_files.job_file import (
     ValidationSection,
 )
 from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
-from sparkdl.cli.tune.search import _Watch, _write, run_tune
-from sparkdl.cli.tune.study_storage import open_study
-from sparkdl.errors import ConfigError, StorageError
-from sparkdl.spark.frames.shard_table import ShardTable
-from sparkdl.storage.storage import open_storage
+from sparkdl.cli.jobs import run_tune
+from sparkdl.errors import ConfigError, SparkDLError, StorageError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,7 +60,7 @@ def job(rows: str, place: Path, **changes: Any) -> TuneJob:
     }  # fmt: skip
     return TuneJob(
         data=DataSection(path=rows),
-        model=ObjectRef(factory="tests.cli.tune.test_search:Net"),
+        model=ObjectRef(factory="tests.cli.test_tune_job:Net"),
         output=TrainOutput(path=str(place)),
         validation=ValidationSection(fraction=0.3),
         estimator=EstimatorSection(
@@ -74,39 +71,42 @@ def job(rows: str, place: Path, **changes: Any) -> TuneJob:
     )  # fmt: skip
 
 
+def states(found: Any) -> dict[str, int]:
+    counts: dict[str, int] = found.to_dict()["states"]
+    return counts
+
+
 def trials(place: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(place.glob("trial-*/trial.json"))]
 
 
 def test_parameters_history_and_model_of_each_trial_are_kept(
-    spark: SparkSession, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sparkdl import TorchRegressorModel
 
-    made: list[int] = []
-    monkeypatch.setattr(ShardTable, "collect", _counted(ShardTable.collect, made))
-    report = run_tune(job(rows, tmp_path), spark)
-    assert len(set(made)) == 1  # one table, whichever trial asked
+    the_job = job(rows, tmp_path)
+    report = run_tune(the_job, spark)
     found = trials(tmp_path)
     assert [trial["state"] for trial in found] == ["complete"] * 4
     assert all(len(trial["history"]) == 3 for trial in found)
-    best = min(range(4), key=lambda number: found[number]["value"])
-    assert (report.best, report.value) == (best, found[best]["value"])
-    assert report.params == found[best]["params"]
-    assert report.states == {"complete": 4, "pruned": 0, "failed": 0}
-    assert found[best]["value"] == min(r["val_loss"] for r in found[best]["history"])
+    best = min(range(4), key=lambda number: found[number]["values"]["val_loss"])
+    assert (report.best.number, report.best_value) == (best, found[best]["values"]["val_loss"])
+    assert report.best_params == found[best]["params"]
+    assert report.best_value == min(r["val_loss"] for r in found[best]["history"])
     model = TorchRegressorModel.load(str(tmp_path / f"trial-{best:05d}" / "model"))
     assert model.transform(spark.read.parquet(rows)).count() == 120
-    assert json.loads((tmp_path / "study.json").read_text())["best"] == f"trial-{best:05d}"
+    kept = json.loads((tmp_path / "study.json").read_text())
+    assert (kept["best"][0]["trial"], kept["states"]) == (best, {"complete": 4})
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
-
-
-def _counted(collect: Any, made: list[int]) -> Any:
-    def counted(self: ShardTable) -> Any:
-        made.append(id(self))
-        return collect(self)
-
-    return counted
+    TUNE.show(the_job, report, Form.COMMAND)
+    printed = capsys.readouterr().out
+    assert "trials: 4 complete\n" in printed
+    assert f"model: {tmp_path}/trial-{best:05d}/model\n" in printed
+    assert (
+        f"--set 'estimator.learning_rate={report.best_params['estimator.learning_rate']}'"
+        in printed
+    )
 
 
 @pytest.mark.slow
@@ -115,10 +115,12 @@ def test_a_failed_trial_does_not_end_the_search(
 ) -> None:
     search = {"model.args.width": Space(choices=(3, 5, "wide"))}
     report = run_tune(job(rows, tmp_path, search=search, trials=7), spark)
-    assert report.params == {"model.args.width": 3}
-    assert report.states["complete"] >= 1
+    assert report.best_params == {"model.args.width": 3}
     failed = {t["params"]["model.args.width"]: t for t in trials(tmp_path) if "error" in t}
-    assert all(trial["state"] == "failed" and trial["value"] is None for trial in failed.values())
+    assert all(
+        trial["state"] == "failed" and trial["values"] == {"val_loss": None}
+        for trial in failed.values()
+    )
     assert "cannot take the features" in failed[5]["error"]  # ours
     assert "raised TypeError" in failed["wide"]["error"]  # of the user's code
     assert "failed: the module cannot take the features" in caplog.text
@@ -134,45 +136,9 @@ def test_a_trial_counts_although_the_driver_hears_no_epoch(
     finally:
         spark.conf.unset("spark.sparkdl.channel")
     (found,) = trials(tmp_path)
-    assert report.states == {"complete": 1, "pruned": 0, "failed": 0}
+    assert states(report) == {"complete": 1}
     assert len(found["history"]) == 3
-    assert found["value"] == min(record["val_loss"] for record in found["history"])
-    assert found["last"] == found["history"][-1]["val_loss"]
-
-
-@pytest.mark.slow
-def test_trials_that_promise_nothing_are_pruned(
-    spark: SparkSession, rows: str, tmp_path: Path
-) -> None:
-    found = job(rows, tmp_path, trials=8, pruner="median", startup_trials=2, warmup_epochs=0)
-    report = run_tune(replace(found, estimator=replace(found.estimator, epochs=4)), spark)
-    assert report.states["pruned"] >= 1
-    kept = trials(tmp_path)
-    pruned = [trial for trial in kept if trial["state"] == "pruned"]
-    assert len(pruned) == report.states["pruned"]
-    assert all(1 <= len(trial["history"]) < 4 for trial in pruned)
-    assert not any((tmp_path / f"trial-{kept.index(t):05d}" / "model").exists() for t in pruned)
-    assert report.value == min(t["value"] for t in kept)
-
-
-@pytest.mark.slow
-def test_trials_run_at_the_same_time(spark: SparkSession, rows: str, tmp_path: Path) -> None:
-    report = run_tune(job(rows, tmp_path, parallel=2), spark)
-    assert report.states == {"complete": 4, "pruned": 0, "failed": 0}
-    assert len(trials(tmp_path)) == 4
-
-
-@pytest.mark.slow
-def test_a_finished_search_goes_on_with_more_trials(
-    spark: SparkSession, rows: str, tmp_path: Path
-) -> None:
-    first = run_tune(job(rows, tmp_path, trials=2), spark)
-    before = (tmp_path / "trial-00000" / "trial.json").stat().st_mtime_ns
-    second = run_tune(job(rows, tmp_path, trials=3), spark)
-    assert (sum(first.states.values()), sum(second.states.values())) == (2, 3)
-    assert (tmp_path / "trial-00000" / "trial.json").stat().st_mtime_ns == before
-    rates = [trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)]
-    assert len(set(rates)) == 3
+    assert report.best_value == min(record["val_loss"] for record in found["history"])
 
 
 def interrupted(*_: Any) -> None:
@@ -193,10 +159,9 @@ def test_a_trial_that_was_cut_off_goes_on_from_its_checkpoint_with_its_whole_his
         run_tune(found, spark)
     assert trials(place) == []
     report = run_tune(found, spark)
-    assert report.states == {"complete": 2, "pruned": 0, "failed": 0}
+    assert states(report) == {"complete": 2}
     again, other = trials(place)
     assert len(again["history"]) == len(other["history"]) == 3
-    assert again["value"] == min(record["val_loss"] for record in again["history"])
     # Trial 1 is trial 0 again.
     assert sorted(path.name for path in kept.iterdir()) == ["trial-00000", "trial-00002"]
 
@@ -208,53 +173,18 @@ def test_ctrl_c_leaves_all_running_trials_to_the_next_search(
 ) -> None:
     found, pressed = job(rows, tmp_path, parallel=2), threading.Event()
 
-    def press(section: StudySection, history: Any) -> float:
+    def press(watch: Any, record: Any, name: str) -> float:
         if not pressed.is_set():
             pressed.set()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return 1.0
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("sparkdl.cli.tune.search.best_value", press)  # each epoch asks for it
+        patch.setattr("sparkdl.tuning.search._Watch.value", press)  # each epoch asks for it
         run_tune(replace(found, estimator=replace(found.estimator, epochs=20_000)), spark)
     assert trials(tmp_path) == []
     report = run_tune(found, spark)
-    assert report.states == {"complete": 4, "pruned": 0, "failed": 0}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"metric": "loss"},
-        {"direction": "maximize"},
-        {"search": {"estimator.learning_rate": Space(low=1e-5, high=1.0, log=True)}},
-        {"search": {"estimator.batch_size": Space(choices=(16, 32))}},
-    ],
-)
-def test_a_study_does_not_go_on_with_what_cannot_be_compared(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    place = open_storage(str(tmp_path))
-    open_study(job("rows", tmp_path).study, place)
-    open_study(job("rows", tmp_path, trials=9, sampler="tpe").study, place)
-    (name,) = change
-    with pytest.raises(ConfigError, match=rf"another study\.{name}.*set study\.name"):
-        open_study(job("rows", tmp_path, **change).study, place)
-
-
-def test_an_epoch_that_is_seen_twice_stands_once(tmp_path: Path) -> None:
-    section = job("rows", tmp_path).study
-    trial = open_study(section, open_storage(str(tmp_path))).ask()
-    watch = _Watch(section, trial, threading.Event())
-    for epoch, loss in ((1, 3.0), (2, 9.0), (2, 2.0), (3, math.nan)):
-        watch({"epoch": epoch, "val_loss": loss})
-    assert [record["epoch"] for record in watch.history] == [1, 2, 3]
-    assert watch.best == 2.0
-
-
-def test_what_is_written_is_json(tmp_path: Path) -> None:
-    _write(open_storage(str(tmp_path)), "x.json", {"history": [{"learning_rate": math.nan}]})
-    assert json.loads((tmp_path / "x.json").read_text()) == {"history": [{"learning_rate": None}]}
+    assert states(report) == {"complete": 4}
 
 
 def test_a_place_that_cannot_be_written_is_found_before_any_trial(
@@ -264,7 +194,7 @@ def test_a_place_that_cannot_be_written_is_found_before_any_trial(
     with pytest.raises(StorageError):
         run_tune(job(rows, tmp_path / "file" / "search"), spark)
     fine = job(rows, tmp_path / "search", storage=str(tmp_path / "file" / "study.log"))
-    with pytest.raises(StorageError, match=r"set study\.storage"):
+    with pytest.raises(StorageError, match=r"set storage"):
         run_tune(fine, spark)
 
 
@@ -273,8 +203,8 @@ import sys
 from pathlib import Path
 from sparkdl.cli.job_files.spark_session import make_session
 from sparkdl.cli.job_files.job_file import SparkSection
-from sparkdl.cli.tune.search import run_tune
-from tests.cli.tune.test_search import job
+from sparkdl.cli.jobs import run_tune
+from tests.cli.test_tune_job import job
 section = SparkSection(master="local[2]", conf={"spark.ui.enabled": False})
 run_tune(job(sys.argv[1], Path(sys.argv[2]), trials=40), make_session(section, "search"))
 """
@@ -303,33 +233,21 @@ def test_a_killed_search_goes_on(spark: SparkSession, rows: str, tmp_path: Path)
     known = {trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)}
     report = run_tune(job(rows, tmp_path, trials=done + 3), spark)
     # The one that was cut off does not count; it was tried again with its values.
-    assert report.states == {"complete": done + 3, "pruned": 0, "failed": 0}
+    assert states(report) == {"complete": done + 3}
     assert known <= {trial["params"]["estimator.learning_rate"] for trial in trials(tmp_path)}
 
 
 def test_a_metric_that_is_not_measured_is_named(
     spark: SparkSession, rows: str, tmp_path: Path
 ) -> None:
-    report = run_tune(job(rows, tmp_path, metric="val_f1", trials=1), spark)
-    assert report.best is None
-    (found,) = trials(tmp_path)
-    assert "'val_f1'" in found["error"]
-    assert "val_loss" in found["error"]
+    with pytest.raises(SparkDLError, match=r"'val_f1'.*val_loss"):
+        run_tune(job(rows, tmp_path, metric="val_f1", trials=1), spark)
 
 
 def test_a_study_on_a_distant_place_needs_a_storage(spark: SparkSession, rows: str) -> None:
     distant = replace(job(rows, Path("x")), output=TrainOutput(path="memory://search"))
-    with pytest.raises(ConfigError, match=r"study\.storage"):
+    with pytest.raises(ConfigError, match=r"set storage to a local file"):
         run_tune(distant, spark)
-
-
-@pytest.mark.slow
-def test_a_database_may_keep_the_study(spark: SparkSession, rows: str, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/study.db"
-    report = run_tune(job(rows, tmp_path / "out", storage=url, trials=1), spark)
-    assert report.states["complete"] == 1
-    assert (tmp_path / "study.db").exists()
-    assert not (tmp_path / "out" / "study.log").exists()
 
 
 def test_the_job_file_says_which_session() -> None:

@@ -1,1 +1,0 @@
-"""The search for hyperparameters of ``sparkdl tune``."""

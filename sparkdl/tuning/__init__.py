@@ -1,0 +1,1 @@
+"""The search for hyperparameters: Optuna chooses values, each trial is a fit over one spool."""

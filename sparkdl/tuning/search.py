@@ -1,0 +1,299 @@
+"""The loop of a search: it asks Optuna for values, has them tried, and keeps what came of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sparkdl.config import EarlyStopping
+from sparkdl.errors import ConfigError, SparkDLError, TrainingDiverged, TrainingFailed
+from sparkdl.runtime.json_values import finite, plain
+from sparkdl.spark.frames.shared_spools import SlotQueue
+from sparkdl.spark.session import interrupts, termination
+from sparkdl.storage.storage import Storage, without_password
+from sparkdl.train.state import TrainState
+from sparkdl.tuning.study import StudyOptions, finished, first_number, import_optuna
+from sparkdl.tuning.trial_table import TrialTable
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna import Study
+
+logger = logging.getLogger(__name__)
+
+ERROR, SHOWN, EPOCHS = "sparkdl: error", "sparkdl: values", "sparkdl: epochs"
+"""Attributes of a trial: why it failed, its values as text, and how many epochs it trained."""
+_STATES = {"complete": "COMPLETE", "pruned": "PRUNED", "diverged": "PRUNED", "failed": "FAIL"}
+"""The ends of a trial, and what each is for Optuna, whose samplers learn from what is pruned."""
+_FIRST_FAILURES = 3
+"""So many failed trials, and no other, end a search: the fault is not in the values."""
+
+Record: TypeAlias = Mapping[str, float]
+OnEpoch: TypeAlias = Callable[[Record], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What one trial shall train."""
+
+    number: int
+    name: str
+    folder: str
+    """For checkpoints; that of the trial that it repeats, if any."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What came of a trial that was trained to its end."""
+
+    model: Any
+    history: Sequence[Record]
+    kept: Record
+    """The record of the epoch whose weights the model has."""
+
+
+Fit: TypeAlias = Callable[[Attempt, OnEpoch], Fitted]
+
+
+class CutOff(Exception):
+    """The search is ending, so this trial has to end too."""
+
+
+class UnknownMonitor(ConfigError):
+    """No trial can be judged: the history does not have the value."""
+
+
+def folder_of(number: int) -> str:
+    """Folder of a trial."""
+    return f"trial-{number:05d}"
+
+
+def kept_record(history: Sequence[Record], stopping: EarlyStopping | None) -> Record:
+    """The record of the epoch whose weights a fit ends with."""
+    state, kept = TrainState(), history[-1]
+    if stopping is not None and stopping.restore_best:
+        for record in history:
+            if state.is_best(dict(record), stopping):
+                kept = record
+    return kept
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Tries one set of values after the other. Its trials run in several threads."""
+
+    options: StudyOptions
+    study: Study
+    choose: Callable[[Any], Mapping[str, Any]]
+    """Draws the values of a trial of Optuna's."""
+    fit: Fit
+    table: TrialTable
+    place: Storage | None = None
+    """Where the record of each trial is written."""
+    queue: SlotQueue = field(default_factory=SlotQueue)
+    """Of slots, for which the trials wait."""
+    check_alive: Callable[[Exception], None] = lambda error: None
+    """Raises if no trial can be tried any more after the error."""
+
+    def __post_init__(self) -> None:
+        self.models: dict[int, Any] = {}
+        """Number -> model, of the best trial, or of all that no other beats in all values."""
+        self._is_ending = threading.Event()
+        self._lock = threading.Lock()
+        self._errors = 0
+        self._has_other_ends = False
+
+    def run(self) -> None:
+        """Try as many values as are left to be tried, so many at a time as the options say.
+
+        What ends this, such as Ctrl-C, leaves the trials that run unfinished in the study, from
+        where the next search takes them. `Study.optimize` would count them as failed.
+
+        Raises:
+            TrainingFailed: the first trials have all failed.
+            UnknownMonitor: the history does not have what trials are judged by.
+        """
+        interrupts.listen()
+        termination.listen()
+        self._presses = interrupts.presses()
+        done = finished(self.study)
+        self._has_other_ends = any(trial.state.name != "FAIL" for trial in done)
+        left = self.options.trials - len(done)
+        if self.options.parallel == 1:
+            for _ in range(left):
+                self._next()
+            return
+        with ThreadPoolExecutor(self.options.parallel) as pool:
+            running = [pool.submit(self._next_or_end) for _ in range(left)]
+            try:
+                for trial in as_completed(running):
+                    trial.result()
+            except BaseException:
+                self._end()
+                pool.shutdown(wait=False, cancel_futures=True)  # the end of the block waits
+                raise
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ending.is_set() or interrupts.presses() > self._presses
+
+    def _end(self) -> None:
+        self._is_ending.set()
+        self.queue.end()
+
+    def _next_or_end(self) -> None:
+        """`_next` of one of several threads: what it raises ends the trials of the others too."""
+        try:
+            self._next()
+        except BaseException:
+            self._end()
+            raise
+
+    def _next(self) -> None:
+        """Ask for values, try them, and tell what came of it."""
+        from optuna.trial import TrialState
+
+        if self._is_over:
+            raise CutOff
+        trial = self.study.ask()
+        attempt = Attempt(
+            number=trial.number,
+            name=f"{self.options.name}-{trial.number}",
+            folder=folder_of(first_number(trial)),
+            values=self.choose(trial),
+        )
+        shown = plain(attempt.values)
+        self.table.begin(attempt.number, shown)
+        model, record = self._try(trial, attempt)
+        state = record["state"]
+        # Before Optuna knows, so that each trial that has ended has its record.
+        if self.place is not None:
+            text = json.dumps(finite({"params": shown, **record}), indent=2, allow_nan=False)
+            self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
+        trial.set_user_attr(SHOWN, finite(shown))
+        trial.set_user_attr(EPOCHS, len(record["history"]))
+        if "error" in record:
+            trial.set_user_attr(ERROR, record["error"])
+        is_complete = state == "complete"
+        values = [record["values"][name] for name in self.options.monitors] if is_complete else None
+        optunas = _STATES[state]
+        if optunas == "PRUNED" and self.options.monitor is None:
+            optunas = "FAIL"  # Optuna prunes by one value only
+        self.study.tell(trial, values, state=TrialState[optunas])
+        if is_complete:
+            with self._lock:
+                self.models[trial.number] = model
+                best = {trial.number for trial in self.study.best_trials}
+                self.models = {n: kept for n, kept in self.models.items() if n in best}
+        self.table.end(attempt.number, state, record["values"], record.get("error", ""))
+        self._end_if_all_fail(record)
+
+    def _end_if_all_fail(self, record: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._has_other_ends |= record["state"] != "failed"
+            self._errors += record["state"] == "failed"
+            is_hopeless = not self._has_other_ends and self._errors >= _FIRST_FAILURES
+        if is_hopeless:
+            raise TrainingFailed(
+                f"the first {self._errors} trials have all failed, so the search ends; the last "
+                f"one: {record['error']}"
+            )
+
+    def _try(self, trial: optuna.Trial, attempt: Attempt) -> tuple[Any, dict[str, Any]]:
+        """Train with the values of one trial; its model if it came to its end, and its record."""
+        watch = _Watch(self, trial)
+        try:
+            fitted = self.fit(attempt, watch)
+            values = {name: watch.value(fitted.kept, name) for name in self.options.monitors}
+            if not all(map(math.isfinite, values.values())):
+                raise TrainingDiverged(f"the trial has no finite {' and '.join(values)}")
+            return fitted.model, {
+                "state": "complete",
+                "values": values,
+                "history": list(fitted.history),
+            }
+        except import_optuna().TrialPruned:
+            return None, {"state": "pruned", **watch.seen()}
+        except (UnknownMonitor, CutOff):
+            raise
+        except Exception as error:  # whatever the user's code raises for some values
+            if self._is_over:
+                raise CutOff from error
+            self.check_alive(error)
+            # One that is not ours with its type, which says more.
+            of = "" if isinstance(error, SparkDLError) else f"{type(error).__name__}: "
+            said = without_password(f"{of}{error}")
+            state = "diverged" if isinstance(error, TrainingDiverged) else "failed"
+            logger.warning("trial %d %s: %s", trial.number, state, said.splitlines()[0])
+            return None, {"state": state, "error": said, **watch.seen()}
+
+
+class _Watch:
+    """Sees the epochs of a trial that the driver hears of, and ends it when it promises nothing."""
+
+    def __init__(self, search: Search, trial: optuna.Trial) -> None:
+        self._search = search
+        self._trial = trial
+        self._records: dict[float, Record] = {}
+        self._is_pruned = False
+        """True from when the fit shall end; epochs may come until it has."""
+
+    def value(self, record: Record, name: str) -> float:
+        """What a record has of a value that trials are judged by.
+
+        Raises:
+            UnknownMonitor: it is not there.
+        """
+        if name not in record:
+            raise UnknownMonitor(
+                f"trials are judged by {name!r}, which the history does not have; it has "
+                f"{', '.join(record)}; what begins with 'val_' needs validation rows"
+            )
+        return record[name]
+
+    def seen(self) -> dict[str, Any]:
+        """What is known of a trial that did not come to its end."""
+        history = list(self._records.values())
+        last = history[-1] if history else {}
+        values = {name: last.get(name, math.nan) for name in self._search.options.monitors}
+        if (monitor := self._search.options.monitor) is not None and history:
+            values[monitor] = self._best(monitor)
+        return {"values": values, "history": history}
+
+    def _best(self, monitor: str) -> float:
+        better = min if self._search.options.modes[0] == "min" else max
+        values = [self.value(record, monitor) for record in self._records.values()]
+        return better(filter(math.isfinite, values), default=math.nan)
+
+    def __call__(self, record: Record) -> None:
+        """Take note of an epoch, or of an evaluation within one, which prunes nothing.
+
+        Raises:
+            optuna.TrialPruned: the other trials are better.
+            UnknownMonitor: the history does not have what trials are judged by.
+            CutOff: the search is ending.
+        """
+        search = self._search
+        if search._is_over:
+            raise CutOff
+        if self._is_pruned:
+            raise import_optuna().TrialPruned
+        epoch = record["epoch"]
+        is_repeated = epoch in self._records  # the gang was started again, from a checkpoint
+        self._records[epoch] = dict(record)
+        values = {name: self.value(record, name) for name in search.options.monitors}
+        search.table.epoch(self._trial.number, epoch, values)
+        if (monitor := search.options.monitor) is None or is_repeated or epoch != int(epoch):
+            return
+        if math.isfinite(best := self._best(monitor)):
+            self._trial.report(best, step=int(epoch))
+            if self._trial.should_prune():
+                self._is_pruned = True
+                raise import_optuna().TrialPruned

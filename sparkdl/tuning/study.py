@@ -1,0 +1,224 @@
+"""A search is kept as a study of Optuna's, and goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from sparkdl.config import require
+from sparkdl.errors import ConfigError, StorageError, import_or
+from sparkdl.storage.storage import LocalStorage, Storage, without_password
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["min", "max"]
+SAMPLERS = ("tpe", "random")
+PRUNERS = ("asha", "hyperband", "median", "none")
+
+_REMEDY = "a search for hyperparameters needs Optuna; install it on the driver: pip install optuna"
+_BEGUN_WITH = "sparkdl: begun with"
+"""Attribute of a study: what makes its trials comparable."""
+_REPLACES = "sparkdl: replaces"
+"""Attribute of a trial: the numbers of those that were cut off and had its values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What a search looks for, and how; `tune` says what each field means."""
+
+    name: str = "tune"
+    trials: int = 20
+    parallel: int = 1
+    monitors: tuple[str, ...] = ("val_loss",)
+    modes: tuple[Mode, ...] = ("min",)
+    sampler: Any = "tpe"
+    pruner: Any = "asha"
+    seed: int = 0
+    storage: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "parallel"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
+        require(bool(self.monitors), "monitor must name a value of the history", self.monitors)
+        for mode in self.modes:
+            require(mode in get_args(Mode), "mode must be 'min' or 'max'", mode)
+        if len(self.modes) != len(self.monitors):
+            raise ConfigError(
+                f"monitor names {len(self.monitors)} values and mode {len(self.modes)} directions; "
+                "give one mode for all, or one for each"
+            )
+        for what, known in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
+            given = getattr(self, what)
+            if isinstance(given, str) and given not in known:
+                raise ConfigError(
+                    f"unknown {what} {given!r}; known: {', '.join(known)}, or pass one of Optuna's"
+                )
+
+    @property
+    def monitor(self) -> str | None:
+        """The only value that trials are judged by; None: there are several."""
+        return self.monitors[0] if len(self.monitors) == 1 else None
+
+
+def import_optuna() -> Any:
+    """Optuna, which logs warnings only.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    with import_or(ConfigError(_REMEDY)):
+        import optuna
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def make_pruner(given: Any, *, startup_trials: int = 5, warmup_epochs: int = 1) -> Any:
+    """One of Optuna's pruners, by its name; it sees the best value of a trial up to each epoch.
+
+    Args:
+        given: the name, or a pruner, which is returned as it is.
+        startup_trials: trials before the median counts.
+        warmup_epochs: epochs of a trial before it may be ended.
+    """
+    if not isinstance(given, str):
+        return given
+    pruners = import_optuna().pruners
+    least = max(1, warmup_epochs)
+    if given == "asha":
+        return pruners.SuccessiveHalvingPruner(min_resource=least)
+    if given == "hyperband":
+        return pruners.HyperbandPruner(min_resource=least)
+    if given == "median":
+        return pruners.MedianPruner(n_startup_trials=startup_trials, n_warmup_steps=warmup_epochs)
+    return pruners.NopPruner()
+
+
+def open_study(options: StudyOptions, space: Any, place: Storage | None) -> Study:
+    """The study, new, or as an earlier run left it with its unfinished trials in the queue.
+
+    Args:
+        options: how to search.
+        space: what is varied, as JSON holds it.
+        place: where the trials are kept, if anywhere.
+
+    Raises:
+        ConfigError: it was begun with another search, or there is no place to keep it.
+        StorageError: that place cannot be made or opened.
+    """
+    optuna = import_optuna()
+    storage = _storage(options.storage, place)
+    try:
+        study: Study = optuna.create_study(
+            study_name=options.name,
+            storage=storage,
+            pruner=make_pruner(options.pruner),
+            directions=[f"{mode}imize" for mode in options.modes],
+            load_if_exists=True,
+        )
+    except Exception as error:  # of the database's driver, or of SQLAlchemy
+        where = without_password(str(options.storage))
+        raise StorageError(
+            f"the study cannot be kept in {where}: {type(error).__name__}: "
+            f"{without_password(str(error))}; set storage to a file that can be written, or to the "
+            "URL of a database such as sqlite:///study.db"
+        ) from error
+    _check_same(study, options, space)
+    # With the seed alone, a search that goes on would draw its first values again.
+    study.sampler = _sampler(options.sampler, options.seed + len(study.trials))
+    _queue_cut_off(study)
+    return study
+
+
+def finished(study: Study) -> list[FrozenTrial]:
+    """The trials that have come to an end, whichever; not those that were cut off."""
+    trials = study.trials
+    cut_off = {number for trial in trials for number in trial.user_attrs.get(_REPLACES, ())}
+    return [t for t in trials if t.state.is_finished() and t.number not in cut_off]
+
+
+def first_number(trial: optuna.Trial) -> int:
+    """Number under which the values of a trial were tried for the first time."""
+    numbers = [*trial.user_attrs.get(_REPLACES, ()), trial.number]
+    return int(numbers[0])
+
+
+def _sampler(given: Any, seed: int) -> Any:
+    """One of Optuna's, by its name, or the user's own.
+
+    Raises:
+        ConfigError: it ends `Study.optimize`, which a search does not use.
+    """
+    samplers = import_optuna().samplers
+    if isinstance(given, samplers.GridSampler | samplers.BruteForceSampler):
+        raise ConfigError(
+            f"{type(given).__name__} ends a study by itself, which a search cannot follow; to try "
+            "all values use ParamGridBuilder and fitMultiple, or another sampler"
+        )
+    known = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}
+    return known[given](seed=seed) if isinstance(given, str) else given
+
+
+def _storage(given: Any, place: Storage | None) -> Any:
+    """Optuna's storage: a journal in a local file, or what a URL names; None: memory."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    where = None if given is None else str(given)
+    if where is not None and "://" in where:
+        return where
+    if where is None:
+        if place is None:
+            return None
+        if not isinstance(place, LocalStorage):
+            raise ConfigError(
+                f"{place} is not on a local disk, so the study needs a place of its own; set "
+                "storage to a local file, or to the URL of a database such as postgresql://..."
+            )
+        where = str(Path(str(place)) / "study.log")
+    try:
+        Path(where).parent.mkdir(parents=True, exist_ok=True)
+        return JournalStorage(JournalFileBackend(where))
+    except OSError as error:
+        raise StorageError(
+            f"the study cannot be kept in {where}: {error}; set storage to a file that can be "
+            "written"
+        ) from error
+
+
+def _check_same(study: Study, options: StudyOptions, space: Any) -> None:
+    """Refuse to mix trials that cannot be compared."""
+    values = {"monitor": options.monitors, "mode": options.modes, "space": space}
+    values = json.loads(json.dumps(values))  # as a storage gives them back
+    before: Mapping[str, Any] | None = study.user_attrs.get(_BEGUN_WITH)
+    if before is None:
+        study.set_user_attr(_BEGUN_WITH, values)
+        return
+    changed = [name for name, value in values.items() if before[name] != value]
+    if changed:
+        raise ConfigError(
+            f"the study {options.name!r} was begun with another {changed[0]}, so its trials cannot "
+            f"be compared with new ones; it was {before[changed[0]]}; choose another name or "
+            "place for this study, or what it was begun with"
+        )
+
+
+def _queue_cut_off(study: Study) -> None:
+    """Have trials tried again, with the same values, that an ended search has left unfinished."""
+    from optuna.trial import TrialState
+
+    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        replaced = [*trial.user_attrs.get(_REPLACES, ()), trial.number]
+        study.tell(trial.number, state=TrialState.FAIL)
+        study.enqueue_trial(trial.params, user_attrs={_REPLACES: replaced})
+        logger.warning("trial %d was cut off; its values are tried again", trial.number)
