@@ -222,8 +222,9 @@ class TrainerStandIn:
     def detach(self) -> None:
         """Leave the module as it was."""
         for part in self._parts:
-            vars(part)[_place(part)] = None
-            for name in self._methods:
+            if _place(part) == "_trainer":
+                vars(part)["_trainer"] = None
+            for name in ("trainer", *self._methods):
                 vars(part).pop(name, None)
 
     def join(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
