@@ -115,7 +115,12 @@ def train(
         if config.sync_batch_norm:
             stack.enter_context(synchronized(module, comm))
         replica = make_replica(
-            module, config, plan, device, lambda model, make: strategy.setup(model, make, comm)
+            module,
+            config,
+            plan,
+            device,
+            lambda model, make: strategy.setup(model, make, comm),
+            comm=None if strategy.trains_apart else comm,
         )
         stack.enter_context(contextlib.closing(replica.synchronizer))
         if replica.lightning is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.comm.communicator import Communicator, LocalCommunicator
 from sparkdl.config import TrainConfig
 from sparkdl.data.batches import Batch, Batches
 from sparkdl.data.plan import TrainPlan
@@ -116,6 +117,7 @@ def make_replica(
     plan: TrainPlan,
     device: torch.device,
     synchronize: Callable[[nn.Module, MakeOptimizer], Synchronizer],
+    comm: Communicator | None = None,
 ) -> Replica:
     """Build a replica around ``module``, which moves to ``device``.
 
@@ -125,6 +127,7 @@ def make_replica(
         plan: the numbers that follow from it.
         device: where to compute.
         synchronize: makes the synchronizer, which owns the optimizer; see `SyncStrategy.setup`.
+        comm: the gang in which replicas share gradients; None: replicas train apart.
 
     Raises:
         ConfigError: loss, metrics, optimizer or schedule cannot be used as they are.
@@ -158,4 +161,6 @@ def make_replica(
     )
     if replica.lightning is not None:
         replica.lightning.join(synchronizer.optimizer, replica.scheduler)
+        if replica.lightning.manual is not None:
+            replica.lightning.manual.join(synchronizer.optimizer, comm or LocalCommunicator())
     return replica

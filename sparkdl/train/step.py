@@ -24,6 +24,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.train.layer_looks import LayerLooks
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
+from sparkdl.train.objective.lightning import TrainerStandIn
+from sparkdl.train.objective.manual import ManualBackward
 from sparkdl.train.objective.training_step import run
 from sparkdl.train.replica import Replica
 from sparkdl.train.time_spent import Clock
@@ -117,10 +119,12 @@ class TrainStep:
             TrainingDiverged: the loss is not finite or has exploded; on all ranks alike, unless
                 they train apart.
         """
+        lightning = self._replica.lightning
+        if lightning is not None and lightning.manual is not None:
+            return self._train_manually(lightning, lightning.manual, batch, global_rows, step)
         self._synchronizer.zero_gradients()
         if self._synchronizer.is_late:
             batch = batch.rows(0, 0)
-        lightning = self._replica.lightning
         if lightning is not None:
             lightning.begin_step(step, batch)
         local = self._backward(batch, global_rows)
@@ -140,6 +144,42 @@ class TrainStep:
             lightning.end_step(batch)
         self._clock.lap("compute")
         return StepSums(local=local, shared=shared, ranks=ranks)
+
+    def _train_manually(
+        self,
+        lightning: TrainerStandIn,
+        manual: ManualBackward,
+        batch: Batch,
+        global_rows: int,
+        step: int,
+    ) -> StepSums:
+        """As `__call__`, where the training step of a LightningModule updates the weights."""
+        loss, synchronizer = self._replica.loss, self._synchronizer
+        local = no_sums(loss, self._replica.device)
+        if synchronizer.trains_apart:
+            kept = [parameter.grad for parameter in self._parameters]
+            synchronizer.zero_gradients()
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
+        if batch.num_rows > 0:
+            if self._config.augmentation is not None:
+                batch = augmented(batch, self._config.augmentation)
+            lightning.begin_step(step, batch)
+            manual.begin(batch.num_rows, global_rows)
+            with synchronizer.no_sync(), self._format.autocast():
+                value = run(loss, synchronizer.model, batch)
+            local += self._added(*sums_of(loss, value, batch.target, batch.weight))
+            lightning.end_step(batch)
+        self._clock.lap("compute")
+        shared = local[:2].clone()
+        if synchronizer.trains_apart:
+            synchronizer.reduce_gradients(shared.clone(), float(global_rows))
+        else:
+            manual.comm.all_reduce(shared)
+        self._clock.lap("communication")
+        if self._replica.device.type == "cpu" or step % READ_EVERY == 0:
+            self._read(shared, step)
+        return StepSums(local=local, shared=shared, ranks=None)
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""

@@ -464,13 +464,15 @@ def check_lightning(module: nn.Module, config: TrainConfig, *, in_rounds: bool) 
     Raises:
         ConfigError: with the remedy.
     """
-    from sparkdl.train.objective import lightning
+    from sparkdl.train.objective import lightning, manual
     from sparkdl.train.objective.training_step import logs
 
     if not logs(config, module):
         return False
     if in_rounds:
         lightning.check_in_rounds(module)
+    if manual.is_manual(module):
+        manual.check_manual(config, config.sync_strategy, type(module).__name__)
     if isinstance(config.sync_strategy, Competition) and lightning.is_overridden(
         module, "validation_step"
     ):

@@ -113,6 +113,8 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
     """
     check_monitored(checked.config, has_validation=has_validation, has_logs=checked.has_logs)
     check_empty_batches(checked.module, plan, checked.config)
+    if checked.has_logs:
+        check_manual_plan(checked.module, plan, apart=checked.strategy.trains_apart)
     module, slots = checked.module, checked.slots
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     check_memory(
@@ -124,6 +126,28 @@ def check_plan(checked: CheckedRequest, plan: TrainPlan, *, has_validation: bool
         spool_bytes=max(shard.num_bytes for shard in plan.shards),
         num_workers=slots.num_workers,
     )
+
+
+def check_manual_plan(module: nn.Module, plan: TrainPlan, *, apart: bool) -> None:
+    """Refuse rows on which a module that updates its weights itself cannot be trained.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    from sparkdl.train.objective.lightning import is_overridden
+    from sparkdl.train.objective.manual import is_manual
+
+    if not is_manual(module):
+        return
+    name = f"{type(module).__name__} sets automatic_optimization=False, so"
+    if plan.num_validation_rows and not is_overridden(module, "validation_step"):
+        raise ConfigError(f"{name} validation rows need a validation_step; write one")
+    fewest = min(plan.rows_of(rank) for rank in range(plan.world_size))
+    if fewest < plan.steps_per_epoch and plan.world_size > 1 and not apart:
+        raise ConfigError(
+            f"{name} each worker needs rows in each of the {plan.steps_per_epoch} steps of an "
+            f"epoch, and one has {fewest} rows only; raise batchSize, or use fewer workers"
+        )
 
 
 def replica_bytes(module: nn.Module) -> int:

@@ -21,6 +21,14 @@ from sparkdl.config import TrainConfig
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.logs import REDUCTIONS, Logs, fill, metrics_of
 from sparkdl.train.objective.loss import rows_of
+from sparkdl.train.objective.manual import (
+    ManualBackward,
+    SeveralOptimizers,
+    SeveralSchedules,
+    clip_gradients,
+    is_manual,
+    several_of,
+)
 from sparkdl.train.objective.metric_states import give, seen_by
 
 if TYPE_CHECKING:
@@ -93,12 +101,6 @@ def check_module(module: nn.Module) -> None:
         ConfigError: names it, and what to do instead.
     """
     name = type(module).__name__
-    if getattr(module, "automatic_optimization", True) is not True:
-        raise ConfigError(
-            f"{name} sets automatic_optimization=False, but the loop updates the weights once for "
-            "each batch, with one optimizer: give each part of the model a group of parameters of "
-            "its own (see gan_step in docs/training_steps.md), or write the loop for TorchRunner"
-        )
     found = [method for method in _REFUSED if is_overridden(module, method)]
     if found:
         reasons = "; ".join(f"{name}.{method}: {_REFUSED[method]}" for method in found)
@@ -138,9 +140,13 @@ class TrainerStandIn:
         self._methods: dict[str, Any] = {
             "log": self.log,
             "log_dict": self.log_dict,
-            "optimizers": lambda use_pl_optimizer=True: self.optimizers[0],
-            "lr_schedulers": lambda: self._scheduler,
+            "optimizers": lambda use_pl_optimizer=True: _alone_or_all(self.optimizers),
+            "lr_schedulers": lambda: _alone_or_all(self._schedulers),
         }
+        self.manual = ManualBackward(module, self.call) if is_manual(module) else None
+        """What its training step calls where it updates the weights itself; None: the loop does."""
+        if self.manual is not None:
+            self._methods |= {"manual_backward": self.manual, "clip_gradients": clip_gradients}
         self._validates = is_overridden(module, "validation_step")
         self._paths: dict[int, str] = {}
         self._logs = Logs()
@@ -149,7 +155,7 @@ class TrainerStandIn:
         self._first_step = 0
         self._batch_idx = 0
         self._outputs: Any = None
-        self._scheduler: Any = None
+        self._schedulers: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.current_epoch = self.global_step = self.global_rank = 0
         self.world_size = 1
@@ -216,13 +222,18 @@ class TrainerStandIn:
     def detach(self) -> None:
         """Leave the module as it was."""
         for part in self._parts:
-            vars(part)[_place(part)] = None
-            for name in self._methods:
+            if _place(part) == "_trainer":
+                vars(part)["_trainer"] = None
+            for name in ("trainer", *self._methods):
                 vars(part).pop(name, None)
 
     def join(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         """Show the module what updates its weights."""
-        self.optimizers, self._scheduler = [optimizer], scheduler
+        parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+        self.optimizers = list(parts)
+        if scheduler is not None:
+            is_one = not isinstance(scheduler, SeveralSchedules)
+            self._schedulers = [scheduler] if is_one else scheduler.parts
 
     def call(self, hook: str, *arguments: Any) -> Any:
         """Call a hook of the module's, if the user has written it.
@@ -339,6 +350,8 @@ class TrainerStandIn:
             if self._validation is not None and self._validates:
                 return self._validation_loss(module, batch)
             self._outputs = _called(module.training_step, batch, self._batch_idx)
+            if self.manual is not None:
+                return self.manual.loss_of_step()
             return _loss_of(self._outputs, f"{type(module).__name__}.training_step")
         finally:
             self._rows = 0
@@ -422,6 +435,11 @@ class TrainerStandIn:
         return self._paths[id(metric)]
 
 
+def _alone_or_all(values: list[Any]) -> Any:
+    """As Lightning gives optimizers and schedules: a list, but the only one alone, or None."""
+    return values if len(values) > 1 else next(iter(values), None)
+
+
 def _place(module: nn.Module) -> str:
     """Where a module keeps its trainer."""
     is_property = isinstance(getattr(type(module), "trainer", None), property)
@@ -476,7 +494,12 @@ class OwnOptimizer:
         """
         name = f"{type(self._module).__name__}.configure_optimizers"
         with self._trainer():
-            optimizer, schedule = _configured(name, self._module.configure_optimizers())  # type: ignore[operator]
+            given = self._module.configure_optimizers()  # type: ignore[operator]
+        optimizer: torch.optim.Optimizer
+        if is_manual(self._module):
+            optimizer, schedule = several_of(name, given)
+        else:
+            optimizer, schedule = _configured(name, given)
         wanted = {id(parameter) for parameter in parameters}
         groups = optimizer.param_groups
         has = {id(p) for group in groups for p in group["params"] if p.requires_grad}
@@ -514,8 +537,8 @@ def _configured(name: str, value: Any) -> tuple[torch.optim.Optimizer, tuple[Any
     schedulers = list(schedulers) if isinstance(schedulers, (list, tuple)) else [schedulers]
     if len(value) != 1 or len(schedulers) > 1 or not isinstance(value[0], torch.optim.Optimizer):
         raise ConfigError(
-            f"{name} must return one optimizer, with at most one schedule; for several optimizers "
-            "make one with a group for each part, or use TorchRunner for a loop of your own"
+            f"{name} must return one optimizer, with at most one schedule; with several set "
+            "automatic_optimization=False, and step them in the training step"
         )
     given = schedulers[0] if schedulers else None
     options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}

@@ -19,6 +19,7 @@ from sparkdl.runtime.name_patterns import check_fit, fits
 from sparkdl.sync.averaging.outer_step import NEEDS_ANOTHER_LOOP, TORCH_OPTIMIZERS
 from sparkdl.sync.strategy import MakeOptimizer
 from sparkdl.train.objective.lightning import OwnOptimizer, is_lightning
+from sparkdl.train.objective.manual import SeveralSchedules
 from sparkdl.train.optimizers.large_batch import LAMB, LARS
 
 Groups = list[dict[str, Any]]
@@ -278,12 +279,14 @@ def make_scheduler(
     return Schedule(check_scheduler(scheduler))
 
 
-def check_scheduler(scheduler: object) -> torch.optim.lr_scheduler.LRScheduler:
+def check_scheduler(scheduler: Any) -> torch.optim.lr_scheduler.LRScheduler:
     """Return ``scheduler`` if it can be stepped after every optimizer step.
 
     Raises:
         ConfigError: it cannot, or is no schedule.
     """
+    if isinstance(scheduler, SeveralSchedules):  # the loop keeps their state, and steps none
+        return scheduler  # type: ignore[return-value]
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError("ReduceLROnPlateau is stepped by evaluations; pass it as scheduler=")
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):

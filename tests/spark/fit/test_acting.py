@@ -178,6 +178,8 @@ def test_what_cannot_be_honoured_is_refused_before_any_job(df: DataFrame) -> Non
 
 def test_a_rank_that_asks_alone_ends_the_fit(df: DataFrame) -> None:
     class Alone(Callback):
+        acts_every = 1
+
         def on_step_end(self, state: CallbackState) -> None:
             if state.rank == 1 and state.step == 2:
                 state.stop()

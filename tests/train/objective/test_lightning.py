@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.optim import lr_scheduler
 
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.plan import RoundPart
@@ -208,11 +209,51 @@ def test_what_nobody_would_call_is_refused_by_name(name: str, remedy: str) -> No
         objective_of(CONFIG, with_method(name))
 
 
-def test_manual_optimization_is_refused() -> None:
-    lit = make_lit()
-    lit.automatic_optimization = False
-    with pytest.raises(ConfigError, match=r"automatic_optimization=False.*TorchRunner"):
-        objective_of(CONFIG, lit)
+class Manual(Lit):
+    """Two optimizers that take turns, as Lightning's pages show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = (self.scale * self(x) - y).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            assert sum(p.grad is not None for p in self.parameters()) <= 3
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        schedule = self.lr_schedulers()
+        schedule.step()
+        self.log("rate", schedule.get_last_lr()[0])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(type(optimizer).__name__)
+
+    def configure_optimizers(self) -> Any:
+        one = torch.optim.SGD(self.layer.parameters(), lr=0.02)
+        other = torch.optim.Adam([self.scale], lr=0.02)
+        return {"optimizer": one, "lr_scheduler": lr_scheduler.ExponentialLR(one, 0.5)}, {
+            "optimizer": other
+        }
+
+
+def test_optimizers_take_turns() -> None:
+    lit = make_lit(Manual)
+    before = {name: value.clone() for name, value in lit.named_parameters()}
+    history = run(lit, but(CONFIG, epochs=1), make_data([18]), validation=make_data([7])).history
+    assert lit.seen == ["SGD", "Adam"] * 4
+    assert all(p.requires_grad for p in lit.parameters())
+    assert not any(torch.equal(before[name], p) for name, p in lit.named_parameters())
+    assert history[0]["learning_rate"] == 0.02 * 0.5**4
+    assert history[0]["rate"] == pytest.approx(
+        sum(0.02 * 0.5 ** (n + 1) * rows for n, rows in enumerate((4, 5, 4, 5))) / 18
+    )
 
 
 def test_hooks_of_epochs_are_refused_in_rounds() -> None:
