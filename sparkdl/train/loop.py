@@ -113,6 +113,7 @@ def train(
             replica=replica,
             book=book,
             epoch_sums=no_sums(replica.loss, device),
+            gradient_norms=step.gradient_norms,
             watch=step.watch,
             shards=shards,
             validation=validation,
@@ -238,17 +239,20 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        sums = self.epoch_sums.clone()
-        self.comm.all_reduce(sums)
+        both = torch.cat([self.epoch_sums, self.gradient_norms])
+        self.comm.all_reduce(both)
+        sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
         # That of the first parameter group; optimizers of the user's own may have none.
         group = self.replica.synchronizer.optimizer.param_groups[0]
         record = self.book.record(
-            sums.tolist(),
+            sums,
             self.replica.labels,
             learning_rate=float(group.get("lr", math.nan)),
             seconds=time.perf_counter() - began,
         )
+        if num_norms > 0:
+            record["gradient_norm"] = norm_sum / num_norms
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
             batches = sequential_batches(self.validation, self.replica.plan)
@@ -262,6 +266,7 @@ class _Training(RankState):
         is_kept = book.enter(record, lambda: copy.deepcopy(replica.module.state_dict()))
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
+            self.gradient_norms.zero_()
         if replica.schedule is not None:
             replica.schedule.evaluated(record)
         self.observer.epoch(record)

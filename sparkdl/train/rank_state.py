@@ -44,6 +44,8 @@ class RankState:
     epoch_sums: torch.Tensor
     """This rank's weighted losses and weights of the present epoch, and the losses of each label
     where there are several, float64."""
+    gradient_norms: torch.Tensor
+    """See `TrainStep`."""
     watch: LossWatch
     """What the loss is compared with."""
 
@@ -66,6 +68,7 @@ class RankState:
                 "own": self._own_state(),
                 "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
+                "gradient_norms": self.gradient_norms,
             },
         )
 
@@ -94,6 +97,7 @@ class RankState:
         self.watch.load_state_dict(rank_state["watch"])
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
+        self.gradient_norms.copy_(rank_state["gradient_norms"])
         set_random_state(rank_state["rng"])
 
     def _own_state(self) -> dict[str, Any] | None:

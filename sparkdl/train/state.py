@@ -195,7 +195,9 @@ class EpochBook:
         """The entry of the present epoch, as far as it has come, without validation rows.
 
         Its ``epoch`` is the number of the epoch at its end, and within it that of the completed
-        ones with a fraction: 1.25 is a quarter of the second epoch.
+        ones with a fraction: 1.25 is a quarter of the second epoch. The record of an epoch that the
+        end of the run cuts short has the epoch's number, unless an evaluation is due there anyhow:
+        if the run is ever continued, that of the whole epoch takes its place.
 
         Args:
             sums: weighted losses and weights of the epoch's samples so far, then each label's
@@ -210,9 +212,11 @@ class EpochBook:
         losses = loss_record(list(sums), labels)
         if sums[1] > 0 and not math.isfinite(losses["loss"]):
             raise diverged(losses["loss"], f"in epoch {self.state.epoch + 1}")
-        state, part = self.state, self.state.step_in_epoch / self._plan.steps_per_epoch
+        state, num_steps = self.state, self._plan.steps_per_epoch
+        is_whole = state.step_in_epoch == num_steps
+        counts_as_whole = is_whole or (self.is_epoch_over and not self.is_evaluation_due)
         return {
-            "epoch": state.epoch + (1 if self.is_epoch_over else part),
+            "epoch": state.epoch + (1 if counts_as_whole else state.step_in_epoch / num_steps),
             "steps": state.step_in_epoch,
             **losses,
             "learning_rate": learning_rate,

@@ -57,6 +57,10 @@ READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
 
 
+NORM_EVERY = 16
+"""Steps of an epoch between two norms of the gradient: one costs up to a third of a small step."""
+
+
 @dataclass(frozen=True)
 class StepSums:
     """Sum of weighted losses and sum of weights of one step, float64."""
@@ -76,6 +80,8 @@ class TrainStep:
     Attributes:
         loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
         watch: what the loss is compared with.
+        gradient_norms: sum and number of the gradient's norms since the epoch began, float64; see
+            `NORM_EVERY`.
     """
 
     def __init__(self, replica: Replica, *, clock: Clock, talks_within: bool = False) -> None:
@@ -94,6 +100,7 @@ class TrainStep:
         self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
+        self.gradient_norms = torch.zeros(2, dtype=torch.float64, device=replica.device)
 
     def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
         """Train on ``batch``, which may be empty; every rank calls.
@@ -173,12 +180,28 @@ class TrainStep:
         optimizer = self._synchronizer.optimizer
         self._format.unscale(optimizer)
         self._divide_by_weights(shared, divisor)
+        norm = None
         if self._config.gradient_clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+        if self._takes_norm(step):
+            self._note_norm(norm)
         was_stepped = self._format.step(optimizer)
         if was_stepped:
             self._advance_schedule(step)
         return was_stepped
+
+    def _takes_norm(self, step: int) -> bool:
+        """True if all ranks step by one gradient, and it is the turn of this step."""
+        step_in_epoch = step % self._replica.plan.steps_per_epoch
+        return step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart
+
+    def _note_norm(self, norm: torch.Tensor | None) -> None:
+        """Take note of the gradient's norm, which clipping knows already, if it is finite."""
+        if norm is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        seen = torch.stack([norm.double(), torch.ones_like(norm, dtype=torch.float64)])
+        self.gradient_norms += torch.where(torch.isfinite(norm), seen, 0.0)
 
     def _advance_schedule(self, step: int) -> None:
         schedule = self._replica.schedule

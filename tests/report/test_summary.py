@@ -54,8 +54,8 @@ def test_pandas_has_a_row_per_epoch(summary: TrainingSummary) -> None:
 
 def test_curves_pair_training_and_validation(summary: TrainingSummary) -> None:
     assert summary.curves() == {
-        "loss": {"loss": ([0, 1], [2.0, 1.0]), "val_loss": ([0, 1], [2.5, 1.5])},
-        "accuracy": {"val_accuracy": ([0, 1], [0.5, 0.75])},
+        "loss": {"loss": ([1, 2], [2.0, 1.0]), "val_loss": ([1, 2], [2.5, 1.5])},
+        "accuracy": {"val_accuracy": ([1, 2], [0.5, 0.75])},
     }
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, TrainingDiverged
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
@@ -498,3 +499,32 @@ def test_cuda_equals_cpu_and_resumes() -> None:
     assert torch.equal(weights(device), weights(resumed))
     assert shown(again.history) == shown(got.history)
     assert got.history[-1]["val_loss"] == pytest.approx(expected.history[-1]["val_loss"], rel=1e-4)
+
+
+def test_the_history_has_the_norm_of_the_gradient_before_it_is_clipped() -> None:
+    plain, clipped, last = make_line(), make_line(), make_line()
+    config = TrainConfig(epochs=2, batch_size=20, learning_rate=0.1)
+    history = run(plain, config, data()).history
+    nn.functional.mse_loss(last(data()[0].columns["feature x"]).squeeze(1),
+                           data()[0].columns["label y"]).backward()  # fmt: skip
+    norm = torch.nn.utils.get_total_norm([p.grad for p in last.parameters() if p.grad is not None])
+    assert history[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert history[1]["gradient_norm"] < history[0]["gradient_norm"]
+    small = run(clipped, but(config, gradient_clip_norm=1e-6), data()).history
+    assert small[0]["gradient_norm"] == history[0]["gradient_norm"]
+    apart = but(config, sync_strategy=ParameterAveraging())
+    assert "gradient_norm" not in run(make_line(), apart, data()).history[0]
+
+
+def test_every_epoch_has_a_norm_and_some_steps_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    whole = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: taken.append(g) or whole(g))
+    config = TrainConfig(epochs=2, batch_size=1, learning_rate=0.01)
+    history = run(make_line(), config, data(20)).history
+    assert len(taken) == 4  # of the first and the seventeenth of twenty steps
+    assert all(math.isfinite(record["gradient_norm"]) for record in history)
+
+
+def make_line() -> nn.Module:
+    return seeded(lambda: nn.Linear(NUM_FEATURES, 1))
