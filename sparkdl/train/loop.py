@@ -253,6 +253,9 @@ class _Training(RankState):
         )
         if num_norms > 0:
             record["gradient_norm"] = norm_sum / num_norms
+        if self.replica.training_metrics is not None:
+            record.update(self.replica.training_metrics.compute(self.comm))
+            self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
             batches = sequential_batches(self.validation, self.replica.plan)
@@ -267,6 +270,8 @@ class _Training(RankState):
         if book.state.step_in_epoch == 0:
             self.epoch_sums.zero_()
             self.gradient_norms.zero_()
+            if replica.training_metrics is not None:
+                replica.training_metrics.reset()
         if replica.schedule is not None:
             replica.schedule.evaluated(record)
         self.observer.epoch(record)

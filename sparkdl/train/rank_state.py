@@ -51,7 +51,7 @@ class RankState:
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
-        synchronizer = self.replica.synchronizer
+        synchronizer, metrics = self.replica.synchronizer, self.replica.training_metrics
         buffers = self.replica.module.named_buffers()
         return ResumePoint(
             step=self.book.state.step,
@@ -69,6 +69,7 @@ class RankState:
                 "watch": self.watch.state_dict(),
                 "epoch_sums": self.epoch_sums,
                 "gradient_norms": self.gradient_norms,
+                "metrics": None if metrics is None else metrics.state_dict(),
             },
         )
 
@@ -98,6 +99,8 @@ class RankState:
         replica.synchronizer.load_rank_state_dict(rank_state["strategy"])
         self.epoch_sums.copy_(rank_state["epoch_sums"])
         self.gradient_norms.copy_(rank_state["gradient_norms"])
+        if replica.training_metrics is not None:
+            replica.training_metrics.load_state_dict(rank_state["metrics"])
         set_random_state(rank_state["rng"])
 
     def _own_state(self) -> dict[str, Any] | None:

@@ -32,6 +32,8 @@ class Replica:
     module: nn.Module
     loss: LossFunction
     metrics: Metrics
+    training_metrics: Metrics | None
+    """The same ones over training batches, if they are wanted."""
     number_format: NumberFormat
     synchronizer: Synchronizer
     schedule: Schedule | None
@@ -111,6 +113,7 @@ def make_replica(
     loss = objective_of(config, module)
     loss.to(device)
     metrics = Metrics.of(config, loss, device)
+    training_metrics = Metrics.of(config, loss, device) if config.training_metrics else None
     number_format = NumberFormat(config.precision, device)
     module.to(device)
     make_optimizer = resolve_optimizer(config, module)
@@ -129,6 +132,7 @@ def make_replica(
         module=module,
         loss=loss,
         metrics=metrics,
+        training_metrics=training_metrics,
         number_format=number_format,
         synchronizer=synchronizer,
         schedule=schedule,

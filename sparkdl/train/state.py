@@ -96,14 +96,15 @@ def check_monitored(config: TrainConfig, *, has_validation: bool) -> None:
     Raises:
         ConfigError: with the remedy.
     """
-    keys = ["loss", "learning_rate"]
+    keys, names = ["loss", "learning_rate"], metric_names(config.metrics, config.task)
+    if config.training_metrics:
+        keys += names
     if has_validation:
-        keys += ["val_loss"]
-        keys += [f"val_{name}" for name in metric_names(config.metrics, config.task)]
-    elif config.metrics:
+        keys += ["val_loss", *(f"val_{name}" for name in names)]
+    elif config.metrics and not config.training_metrics:
         raise ConfigError(
             f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
-            "none; name a validation column or fraction, or leave metrics out"
+            "none; name a validation column or fraction, set trainingMetrics, or leave metrics out"
         )
     if config.validation_interval is not None and not has_validation:
         raise ConfigError(

@@ -23,6 +23,7 @@ from sparkdl.data.plan import batch_bounds
 from sparkdl.errors import ConfigError
 from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
+from sparkdl.train.objective.metrics import detached
 from sparkdl.train.objective.training_step import run
 from sparkdl.train.replica import Replica
 from sparkdl.train.time_spent import Clock
@@ -135,7 +136,7 @@ class TrainStep:
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
-        loss = self._replica.loss
+        loss, metrics = self._replica.loss, self._replica.training_metrics
         sums = no_sums(loss, self._replica.device)
         if self._config.augmentation is not None and batch.num_rows > 0:
             batch = augmented(batch, self._config.augmentation)
@@ -155,6 +156,8 @@ class TrainStep:
                 )
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
                     sums += self._added(loss_sum, weight_sum, parts)
+                    if metrics is not None:
+                        metrics.update(detached(output), micro_batch.target)
                 if is_last:
                     self._synchronizer.start_sums(sums[:2].clone())
                 self._format.backward(loss_sum, global_rows)

@@ -17,6 +17,7 @@ from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
+from sparkdl.train.objective.named_metrics import NamedMetric
 from sparkdl.train.rank_state import ResumePoint
 from sparkdl.train.time_spent import SPENT_ON
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
@@ -528,3 +529,45 @@ def test_every_epoch_has_a_norm_and_some_steps_have_none(monkeypatch: pytest.Mon
 
 def make_line() -> nn.Module:
     return seeded(lambda: nn.Linear(NUM_FEATURES, 1))
+
+
+CLASSES: dict[str, Any] = {
+    "task": "classification", "loss": "cross_entropy", "training_metrics": True,
+    "metrics": {
+        "accuracy": NamedMetric(name="accuracy", num_classes=3),
+        "auroc": NamedMetric(name="auroc", num_classes=3),
+    },
+}  # fmt: skip
+
+
+def make_classes() -> nn.Module:
+    return seeded(lambda: nn.Linear(NUM_FEATURES, 3))
+
+
+def test_training_metrics_are_those_of_the_batches_of_the_epoch() -> None:
+    shards = make_data([20], task="classification", dtype=torch.float32)
+    config = TrainConfig(
+        epochs=2, batch_size=6, gradient_accumulation_steps=2, learning_rate=1e-30, **CLASSES
+    )
+    history = run(make_classes(), config, shards, validation=shards).history
+    for record in history:  # with weights that stay as they are, both are of equal rows
+        assert record["accuracy"] == pytest.approx(record["val_accuracy"])
+        assert record["auroc"] == pytest.approx(record["val_auroc"])
+    alone = run(make_classes(), config, shards).history
+    assert "val_accuracy" not in alone[0]
+    assert shown(alone)[0].items() <= shown(history)[0].items()
+    plain, watched = make_classes(), make_classes()
+    run(plain, but(config, learning_rate=0.1, training_metrics=False, metrics={}), shards)
+    run(watched, but(config, learning_rate=0.1), shards)
+    assert torch.equal(weights(plain), weights(watched))
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_training_metrics_resume(step: int) -> None:
+    shards = make_data([20], task="classification", dtype=torch.float32)
+    config = TrainConfig(epochs=2, batch_size=5, learning_rate=0.1, **CLASSES)
+    sink = Keeper(steps=tuple(range(1, 9)))
+    expected = run(make_classes(), config, shards, sink=sink).history
+    assert shown(run(make_classes(), config, shards, resume=sink.points[step]).history) == shown(
+        expected
+    )
