@@ -165,6 +165,7 @@ class TrainConfig:
     metrics: Mapping[str, Callable[[], Any] | Any] | None = None
     """Name -> torchmetrics.Metric, a callable without arguments that makes one, or a name of
     `train.objective.named_metrics`; None: a classifier's accuracy."""
+    training_metrics: bool = False
     validation_interval: int | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: tuple[Any, ...] = ()

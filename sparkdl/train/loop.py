@@ -135,6 +135,7 @@ def train(
             replica=replica,
             book=book,
             epoch_sums=no_sums(replica.loss, device),
+            gradient_norms=step.gradient_norms,
             watch=step.watch,
             shards=shards,
             validation=validation,
@@ -305,15 +306,21 @@ class _Training(RankState):
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""
-        sums = self.epoch_sums.clone()
-        self.comm.all_reduce(sums)
+        both = torch.cat([self.epoch_sums, self.gradient_norms])
+        self.comm.all_reduce(both)
+        sums, (norm_sum, num_norms) = both[:-2].tolist(), both[-2:].tolist()
         self.clock.lap("communication")
         record = self.book.record(
-            sums.tolist(),
+            sums,
             self.replica.labels,
             learning_rate=self.replica.learning_rate,
             seconds=time.perf_counter() - began,
         )
+        if num_norms > 0:
+            record["gradient_norm"] = norm_sum / num_norms
+        if self.replica.training_metrics is not None:
+            record.update(self.replica.training_metrics.compute(self.comm))
+            self.clock.lap("communication")
         if self.replica.plan.num_validation_rows:
             self.observer.phase("evaluate")
             batches = sequential_batches(self.validation, self.replica.plan)
@@ -331,6 +338,9 @@ class _Training(RankState):
             self.epoch_sums.zero_()
             if self.lightning is not None:
                 self.lightning.forget()
+            self.gradient_norms.zero_()
+            if replica.training_metrics is not None:
+                replica.training_metrics.reset()
         if replica.schedule is not None:
             replica.schedule.evaluated(record)
         self.observer.epoch(record)

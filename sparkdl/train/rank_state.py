@@ -45,6 +45,8 @@ class RankState:
     epoch_sums: torch.Tensor
     """This rank's weighted losses and weights of the present epoch, and the losses of each label
     where there are several, float64."""
+    gradient_norms: torch.Tensor
+    """See `TrainStep`."""
     watch: LossWatch
     """What the loss is compared with."""
     requests: Requests
@@ -52,7 +54,8 @@ class RankState:
 
     def snapshot(self) -> ResumePoint:
         """The present state; its tensors are the replica's own, not copies."""
-        synchronizer, lightning = self.replica.synchronizer, self.replica.lightning
+        synchronizer, metrics = self.replica.synchronizer, self.replica.training_metrics
+        lightning = self.replica.lightning
         buffers = self.replica.module.named_buffers()
         return ResumePoint(
             step=self.book.state.step,
@@ -72,6 +75,8 @@ class RankState:
                 "epoch_sums": self.epoch_sums,
                 "requests": self.requests.state_dict(),
                 "lightning": None if lightning is None else lightning.state_dict(),
+                "gradient_norms": self.gradient_norms,
+                "metrics": None if metrics is None else metrics.state_dict(),
             },
         )
 
@@ -106,6 +111,9 @@ class RankState:
         self.requests.load_state_dict(rank_state["requests"])
         if replica.lightning is not None and rank_state["lightning"] is not None:
             replica.lightning.load_state_dict(rank_state["lightning"])
+        self.gradient_norms.copy_(rank_state["gradient_norms"])
+        if replica.training_metrics is not None:
+            replica.training_metrics.load_state_dict(rank_state["metrics"])
         set_random_state(rank_state["rng"])
 
     def _own_state(self) -> dict[str, Any] | None:

@@ -36,6 +36,8 @@ class Replica:
     module: nn.Module
     loss: LossFunction
     metrics: Metrics
+    training_metrics: Metrics | None
+    """The same ones over training batches, if they are wanted."""
     number_format: NumberFormat
     synchronizer: Synchronizer
     schedule: Schedule | None
@@ -135,6 +137,7 @@ def make_replica(
     loss = objective_of(config, module)
     loss.to(device)
     metrics = Metrics.of(config, loss, device)
+    training_metrics = Metrics.of(config, loss, device) if config.training_metrics else None
     number_format = NumberFormat(config.precision, device)
     module.to(device)
     if isinstance(loss, StepLoss) and isinstance(loss.step, TrainerStandIn):
@@ -155,6 +158,7 @@ def make_replica(
         module=module,
         loss=loss,
         metrics=metrics,
+        training_metrics=training_metrics,
         number_format=number_format,
         synchronizer=synchronizer,
         schedule=schedule,

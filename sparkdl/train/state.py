@@ -101,14 +101,15 @@ def check_monitored(config: TrainConfig, *, has_validation: bool, has_logs: bool
     Raises:
         ConfigError: with the remedy.
     """
-    keys = ["loss", "learning_rate"]
+    keys, names = ["loss", "learning_rate"], metric_names(config.metrics, config.task)
+    if config.training_metrics:
+        keys += names
     if has_validation:
-        keys += ["val_loss"]
-        keys += [f"val_{name}" for name in metric_names(config.metrics, config.task)]
-    elif config.metrics:
+        keys += ["val_loss", *(f"val_{name}" for name in names)]
+    elif config.metrics and not config.training_metrics:
         raise ConfigError(
             f"metrics {sorted(config.metrics)} are computed on validation rows, and there are "
-            "none; name a validation column or fraction, or leave metrics out"
+            "none; name a validation column or fraction, set trainingMetrics, or leave metrics out"
         )
     if config.validation_interval is not None and not has_validation:
         raise ConfigError(
@@ -238,7 +239,9 @@ class EpochBook:
         """The entry of the present epoch, as far as it has come, without validation rows.
 
         Its ``epoch`` is the number of the epoch at its end, and within it that of the completed
-        ones with a fraction: 1.25 is a quarter of the second epoch.
+        ones with a fraction: 1.25 is a quarter of the second epoch. The record of an epoch that the
+        end of the run cuts short has the epoch's number, unless an evaluation is due there anyhow:
+        if the run is ever continued, that of the whole epoch takes its place.
 
         Args:
             sums: weighted losses and weights of the epoch's samples so far, then each label's
@@ -253,9 +256,11 @@ class EpochBook:
         losses = loss_record(list(sums), labels)
         if sums[1] > 0 and not math.isfinite(losses["loss"]):
             raise diverged(losses["loss"], f"in epoch {self.state.epoch + 1}")
-        state, part = self.state, self.state.step_in_epoch / self._plan.steps_per_epoch
+        state, num_steps = self.state, self._plan.steps_per_epoch
+        is_whole = state.step_in_epoch == num_steps
+        counts_as_whole = is_whole or (self.is_epoch_over and not self.is_evaluation_due)
         return {
-            "epoch": state.epoch + (1 if self.is_epoch_over else part),
+            "epoch": state.epoch + (1 if counts_as_whole else state.step_in_epoch / num_steps),
             "steps": state.step_in_epoch,
             **losses,
             "learning_rate": learning_rate,

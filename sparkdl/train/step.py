@@ -26,6 +26,7 @@ from sparkdl.train.objective.divergence import LossWatch
 from sparkdl.train.objective.label_losses import no_sums, sums_of
 from sparkdl.train.objective.lightning import TrainerStandIn
 from sparkdl.train.objective.manual import ManualBackward
+from sparkdl.train.objective.metrics import detached
 from sparkdl.train.objective.training_step import run
 from sparkdl.train.replica import Replica
 from sparkdl.train.time_spent import Clock
@@ -60,6 +61,10 @@ READ_EVERY = 16
 """Steps between two looks at the loss on CUDA, where every look waits for the device."""
 
 
+NORM_EVERY = 16
+"""Steps of an epoch between two norms of the gradient: one costs up to a third of a small step."""
+
+
 @dataclass(frozen=True)
 class StepSums:
     """Sum of weighted losses and sum of weights of one step, float64."""
@@ -79,6 +84,8 @@ class TrainStep:
     Attributes:
         loss: the newest loss that was read; on CUDA up to `READ_EVERY` steps old.
         watch: what the loss is compared with.
+        gradient_norms: sum and number of the gradient's norms since the epoch began, float64; see
+            `NORM_EVERY`.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class TrainStep:
         self._clock = clock
         self.loss = math.nan
         self.watch = LossWatch(self._config.divergence_factor)
+        self.gradient_norms = torch.zeros(2, dtype=torch.float64, device=replica.device)
 
     def __call__(self, batch: Batch, global_rows: int, step: int) -> StepSums:
         """Train on ``batch``, which may be empty; every rank calls.
@@ -183,7 +191,7 @@ class TrainStep:
 
     def _backward(self, batch: Batch, global_rows: int) -> torch.Tensor:
         """Add up the gradients of ``loss / global_rows``; return `StepSums.local`."""
-        loss = self._replica.loss
+        loss, metrics = self._replica.loss, self._replica.training_metrics
         sums = no_sums(loss, self._replica.device)
         if self._config.augmentation is not None and batch.num_rows > 0:
             batch = augmented(batch, self._config.augmentation)
@@ -205,6 +213,8 @@ class TrainStep:
                 )
                 if micro_batch.num_rows > 0:  # the mean of no losses is not a number
                     sums += self._added(loss_sum, weight_sum, parts)
+                    if metrics is not None:
+                        metrics.update(detached(output), micro_batch.target)
                 if is_last:
                     self._synchronizer.start_sums(sums[:2].clone())
                 self._format.backward(loss_sum, global_rows)
@@ -232,8 +242,11 @@ class TrainStep:
         self._divide_by_weights(shared, divisor)
         if self._replica.lightning is not None:
             self._replica.lightning.call("on_before_optimizer_step", optimizer)
+        norm = None
         if self._config.gradient_clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clip_norm)
+        if self._takes_norm(step):
+            self._note_norm(norm)
         if self._looks is not None:
             self._looks.before(step)
         was_stepped = self._format.step(optimizer)
@@ -242,6 +255,19 @@ class TrainStep:
                 self._looks.after()
             self._advance_schedule(step)
         return was_stepped
+
+    def _takes_norm(self, step: int) -> bool:
+        """True if all ranks step by one gradient, and it is the turn of this step."""
+        step_in_epoch = step % self._replica.plan.steps_per_epoch
+        return step_in_epoch % NORM_EVERY == 0 and not self._synchronizer.trains_apart
+
+    def _note_norm(self, norm: torch.Tensor | None) -> None:
+        """Take note of the gradient's norm, which clipping knows already, if it is finite."""
+        if norm is None:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        seen = torch.stack([norm.double(), torch.ones_like(norm, dtype=torch.float64)])
+        self.gradient_norms += torch.where(torch.isfinite(norm), seen, 0.0)
 
     def _advance_schedule(self, step: int) -> None:
         schedule = self._replica.schedule

@@ -13,9 +13,11 @@ from torch import nn
 from sparkdl.config import EarlyStopping, TrainConfig
 from sparkdl.data.spool.mapped import MappedRows
 from sparkdl.errors import ConfigError, TrainingDiverged
+from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.gradients.gradient_sums import AllReduceSynchronizer
 from sparkdl.train.callbacks import Callback, CallbackState, NullObserver
+from sparkdl.train.objective.named_metrics import NamedMetric
 from sparkdl.train.rank_state import ResumePoint
 from sparkdl.train.time_spent import SPENT_ON
 from tests.train.runs import NUM_FEATURES, Keeper, but, make_data, plan_for, run, seeded, weights
@@ -498,3 +500,74 @@ def test_cuda_equals_cpu_and_resumes() -> None:
     assert torch.equal(weights(device), weights(resumed))
     assert shown(again.history) == shown(got.history)
     assert got.history[-1]["val_loss"] == pytest.approx(expected.history[-1]["val_loss"], rel=1e-4)
+
+
+def test_the_history_has_the_norm_of_the_gradient_before_it_is_clipped() -> None:
+    plain, clipped, last = make_line(), make_line(), make_line()
+    config = TrainConfig(epochs=2, batch_size=20, learning_rate=0.1)
+    history = run(plain, config, data()).history
+    nn.functional.mse_loss(last(data()[0].columns["feature x"]).squeeze(1),
+                           data()[0].columns["label y"]).backward()  # fmt: skip
+    norm = torch.nn.utils.get_total_norm([p.grad for p in last.parameters() if p.grad is not None])
+    assert history[0]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert history[1]["gradient_norm"] < history[0]["gradient_norm"]
+    small = run(clipped, but(config, gradient_clip_norm=1e-6), data()).history
+    assert small[0]["gradient_norm"] == history[0]["gradient_norm"]
+    apart = but(config, sync_strategy=ParameterAveraging())
+    assert "gradient_norm" not in run(make_line(), apart, data()).history[0]
+
+
+def test_every_epoch_has_a_norm_and_some_steps_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    whole = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: taken.append(g) or whole(g))
+    config = TrainConfig(epochs=2, batch_size=1, learning_rate=0.01)
+    history = run(make_line(), config, data(20)).history
+    assert len(taken) == 4  # of the first and the seventeenth of twenty steps
+    assert all(math.isfinite(record["gradient_norm"]) for record in history)
+
+
+def make_line() -> nn.Module:
+    return seeded(lambda: nn.Linear(NUM_FEATURES, 1))
+
+
+CLASSES: dict[str, Any] = {
+    "task": "classification", "loss": "cross_entropy", "training_metrics": True,
+    "metrics": {
+        "accuracy": NamedMetric(name="accuracy", num_classes=3),
+        "auroc": NamedMetric(name="auroc", num_classes=3),
+    },
+}  # fmt: skip
+
+
+def make_classes() -> nn.Module:
+    return seeded(lambda: nn.Linear(NUM_FEATURES, 3))
+
+
+def test_training_metrics_are_those_of_the_batches_of_the_epoch() -> None:
+    shards = make_data([20], task="classification", dtype=torch.float32)
+    config = TrainConfig(
+        epochs=2, batch_size=6, gradient_accumulation_steps=2, learning_rate=1e-30, **CLASSES
+    )
+    history = run(make_classes(), config, shards, validation=shards).history
+    for record in history:  # with weights that stay as they are, both are of equal rows
+        assert record["accuracy"] == pytest.approx(record["val_accuracy"])
+        assert record["auroc"] == pytest.approx(record["val_auroc"])
+    alone = run(make_classes(), config, shards).history
+    assert "val_accuracy" not in alone[0]
+    assert shown(alone)[0].items() <= shown(history)[0].items()
+    plain, watched = make_classes(), make_classes()
+    run(plain, but(config, learning_rate=0.1, training_metrics=False, metrics={}), shards)
+    run(watched, but(config, learning_rate=0.1), shards)
+    assert torch.equal(weights(plain), weights(watched))
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_training_metrics_resume(step: int) -> None:
+    shards = make_data([20], task="classification", dtype=torch.float32)
+    config = TrainConfig(epochs=2, batch_size=5, learning_rate=0.1, **CLASSES)
+    sink = Keeper(steps=tuple(range(1, 9)))
+    expected = run(make_classes(), config, shards, sink=sink).history
+    assert shown(run(make_classes(), config, shards, resume=sink.points[step]).history) == shown(
+        expected
+    )

@@ -118,6 +118,17 @@ def test_an_evaluation_is_due_until_it_is_made() -> None:
     assert not late.is_evaluation_due
 
 
+def test_what_the_end_of_a_run_cuts_short_is_replaced_unless_it_was_due() -> None:
+    epochs = []
+    for interval in (None, 3):
+        cut = book(max_steps=3, validation_interval=interval)
+        for steps in (2, 1):
+            cut.count(steps, 5, None)
+            cut.enter(epoch_of(cut, 1.0), dict)
+        epochs.append([record["epoch"] for record in cut.state.history])
+    assert epochs == [[1, 2], [1, 1.5]]
+
+
 def test_a_record_replaces_what_a_longer_run_had_after_it() -> None:
     state = TrainState()
     for epoch in (1, 2, 1.5, 2):

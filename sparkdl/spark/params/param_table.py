@@ -277,6 +277,9 @@ class EstimatorArguments(InputArguments, total=False):
         "one of these (or a callable that makes one); with several labels a dict of these by "
         "label. None: the accuracy of a classifier; an empty list: nothing.",
         convert=converters.to_metrics)]
+    trainingMetrics: Annotated[bool, Option(
+        "whether metrics are computed on the training batches of each epoch as well, in the same "
+        "pass; small steps take up to half as long again.")]
     listeners: Annotated[list[Listener], Option(
         "observers on the driver (list), such as sparkdl.TensorBoard(...) and "
         "sparkdl.MLflow(...).",

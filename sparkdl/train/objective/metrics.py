@@ -137,6 +137,7 @@ class Metrics:
             if not (self._counts_classes and name in self._named and metric.name == ACCURACY)
         }
         self._task = task
+        self._device = device
         self._predictions = predictions
         self._double = frozenset(
             name
@@ -195,6 +196,22 @@ class Metrics:
     def seen(self) -> dict[str, State]:
         """The metrics' states on the CPU, by their names."""
         return {name: seen_by(metric) for name, metric in self._metrics.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of samples that were seen."""
+        seen = {name: list(state) for name, state in self.seen().items()}
+        return {"seen": seen, "counts": None if self._counts is None else list(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        for name, (count, states) in state["seen"].items():
+            metric = self._metrics[name]
+            metric._update_count = count
+            for key, value in states.items():
+                setattr(metric, key, _each_tensor(value, lambda t: t.to(self._device)))
+        if state["counts"] is not None:
+            hits, places = _each_tensor(state["counts"], lambda t: t.to(self._device))
+            self._counts = hits, places
 
     def listed_bytes(self) -> dict[str, int]:
         """Size of the states that grow by the sample, by metric."""
@@ -260,6 +277,11 @@ class Metrics:
         return _matched(output, target)
 
 
+def detached(output: Any) -> Any:
+    """What a module returned in training, as metrics may keep it."""
+    return _each_tensor(output, torch.Tensor.detach)
+
+
 def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
     """Refuse what cannot be the metrics of a run, without knowing what its module returns.
 
@@ -267,6 +289,11 @@ def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
         ConfigError: a name is unknown, or something is not a single metric.
     """
     check_names(config.metrics, config.task, loss)
+    if config.training_metrics and isinstance(loss, StepLoss):
+        raise ConfigError(
+            "trainingMetrics see what the module returns, and a training step gives the loss "
+            "alone; leave them out"
+        )
     made = {name: m for name, _, m in flat(config.metrics or {}) if not isinstance(m, str)}
     Metrics(made, config.task, loss.predictions, torch.device("cpu"))
 

@@ -69,6 +69,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "validationIndicatorCol": ("v", "v"),
     "validationFraction": (0.1, 0.1),
     "validationInterval": (50, 50),
+    "trainingMetrics": (True, True),
     "epochs": (3, 3),
     "maxSteps": (7, 7),
     "batchSize": (5, 5),
