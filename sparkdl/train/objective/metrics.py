@@ -208,9 +208,9 @@ class Metrics:
             metric = self._metrics[name]
             metric._update_count = count
             for key, value in states.items():
-                setattr(metric, key, _each_tensor(value, lambda t: t.to(self._device)))
+                setattr(metric, key, each_tensor(value, lambda t: t.to(self._device)))
         if state["counts"] is not None:
-            hits, places = _each_tensor(state["counts"], lambda t: t.to(self._device))
+            hits, places = each_tensor(state["counts"], lambda t: t.to(self._device))
             self._counts = hits, places
 
     def listed_bytes(self) -> dict[str, int]:
@@ -279,7 +279,7 @@ class Metrics:
 
 def detached(output: Any) -> Any:
     """What a module returned in training, as metrics may keep it."""
-    return _each_tensor(output, torch.Tensor.detach)
+    return each_tensor(output, torch.Tensor.detach)
 
 
 def check_metrics(config: TrainConfig, loss: LossFunction) -> None:
