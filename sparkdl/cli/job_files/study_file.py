@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.job_objects import check_training
 from sparkdl.cli.job_files.toml_values import build, put, to_tables
 from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
@@ -48,6 +49,13 @@ class Space:
         require(all(map(math.isfinite, numbers)), "values must be finite numbers", numbers)
         is_positive = self.low is None or self.low > 0
         require(not self.log or is_positive, "a range with log must begin above 0", self.low)
+
+    @property
+    def first(self) -> Value:
+        """A value that a trial may have."""
+        if self.low is None:
+            return self.choices[0]
+        return self.low
 
     @property
     def is_whole(self) -> bool:
@@ -116,10 +124,9 @@ class TuneJob(TrainJob):
                 "to begin anew choose another output.path"
             )
         for key, space in self.study.search.items():
-            value = space.choices[0] if space.choices else space.low
             try:
                 _check_varies(key)
-                self._with({key: value})
+                self._with({key: space.first})
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
@@ -145,6 +152,15 @@ class TuneJob(TrainJob):
         for key, value in values.items():
             put(tables, key.split("."), value)
         return build(TrainJob, tables)
+
+
+def check_search(job: TuneJob) -> None:
+    """Find mistakes in the values of a trial without Spark, as `check_training` does of a job's.
+
+    Raises:
+        ConfigError: a value is wrong, in the words of the file.
+    """
+    check_training(job._with({key: space.first for key, space in job.study.search.items()}))
 
 
 def _check_varies(key: str) -> None:
