@@ -283,7 +283,7 @@ TUNE = JobCommand(
     show=_show_search,
     description="Search for the values of hyperparameters that train best, as a job file says.",
     settings=("--set study.trials=10",),
-    check=_CHECK,
+    check="sparkdl.cli.job_files.study_file:check_search",
 )
 
 

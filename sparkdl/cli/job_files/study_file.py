@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from sparkdl.cli.job_files.job_file import TrainJob
+from sparkdl.cli.job_files.job_objects import check_training
 from sparkdl.cli.job_files.toml_values import build, put, to_tables
 from sparkdl.config import ExplainOptions, require
 from sparkdl.errors import ConfigError
@@ -48,6 +49,11 @@ class Space:
         if self.low is None or self.high is None:
             return self.choices
         return Range(self.low, self.high, log=self.log, step=self.step)
+
+    @property
+    def first(self) -> Value:
+        """A value that a trial may have."""
+        return self.choices[0] if self.low is None else self.low
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +118,9 @@ class TuneJob(TrainJob):
                 "to begin anew choose another output.path"
             )
         for key, space in self.study.search.items():
-            value = space.choices[0] if space.choices else space.low
             try:
                 _check_varies(key)
-                self.trial({key: value})
+                self.trial({key: space.first})
             except ConfigError as error:
                 raise ConfigError(f"study.search, {key!r}: {error}") from error
 
@@ -126,6 +131,15 @@ class TuneJob(TrainJob):
         for key, value in values.items():
             put(tables, key.split("."), value)
         return build(TrainJob, tables)
+
+
+def check_search(job: TuneJob) -> None:
+    """Find mistakes in the values of a trial without Spark, as `check_training` does of a job's.
+
+    Raises:
+        ConfigError: a value is wrong, in the words of the file.
+    """
+    check_training(job.trial({key: space.first for key, space in job.study.search.items()}))
 
 
 def _check_varies(key: str) -> None:

@@ -260,7 +260,9 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ConfigError: the shapes differ otherwise, or one of the two is not a tensor.
     """
     _check_tensors(output, target)
-    shapes = [("batch", *value.shape[1:]) for value in (output, target)]
+    shapes = [tuple(output.shape), tuple(target.shape)]
+    if shapes[0][:1] == shapes[1][:1]:  # the number of rows says nothing
+        shapes = [("batch", *shape[1:]) for shape in shapes]
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkdl.cli.job_files.job_file import load_job
-from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob
+from sparkdl.cli.job_files.study_file import Space, StudySection, TuneJob, check_search
 from sparkdl.config import ExplainOptions
 from sparkdl.errors import ConfigError
 from sparkdl.sync.population.ranges import Range
@@ -112,3 +112,14 @@ def test_a_space_is_what_a_search_takes() -> None:
 def test_numbers_that_mean_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         StudySection(**{"search": {"estimator.seed": Space(low=1, high=2)}, **options})
+
+
+def test_the_values_of_a_trial_are_checked_without_spark() -> None:
+    """What only trials have may be left out elsewhere."""
+    search = 'study.search={"model.args.out_features" = {choices = [10]}}'
+    settings = ["model={factory='torch.nn:Linear',args={in_features=64}}", search]
+    file = ROOT / "conf" / "tune.toml"
+    assert load_job(TuneJob, file, settings, check_search).study.trials == 12
+    wrong = 'study.search={"estimator.learning_rate" = {low = -1.0, high = 1.0}}'
+    with pytest.raises(ConfigError, match=r"learning_rate must be positive; received -1\.0"):
+        load_job(TuneJob, file, [wrong], check_search)

@@ -130,7 +130,7 @@ def test_a_job_that_somebody_cancelled_is_not_started_again(condition: str) -> N
 @pytest.mark.parametrize("detail", ["FILE_NOT_EXIST", "CANNOT_READ_FILE_FOOTER"])
 def test_a_source_that_cannot_be_read_is_an_error_of_the_data(detail: str) -> None:
     error = PySparkException("no such file", errorClass=f"FAILED_READ_FILE.{detail}")
-    with pytest.raises(DataError, match=r"cannot be read \(.* no such file\); restore its"):
+    with pytest.raises(DataError, match=r"cannot be read \(.* no such file\); see that its files"):
         raise_unless_loss(error)
 
 

@@ -145,7 +145,10 @@ def test_shapes() -> None:
     assert [value.shape for value in match_shapes(column, flat)] == [(5,), (5,)]
     assert [value.shape for value in match_shapes(flat, column)] == [(5,), (5,)]
     assert [value.shape for value in match_shapes(column, column)] == [(5, 1), (5, 1)]
-    for wrong in (torch.zeros(5, 2), torch.zeros(1, 5), torch.zeros(4)):
+    told = r"output has shape \('batch', 1\) but the target has shape \('batch', 2\)"
+    with pytest.raises(ConfigError, match=told):
+        match_shapes(column, torch.zeros(5, 2))
+    for wrong in (torch.zeros(1, 5), torch.zeros(4)):
         with pytest.raises(ConfigError, match=r"output has shape \(5, 1\).*target has shape"):
             match_shapes(column, wrong)
     with pytest.raises(ConfigError, match="one tensor"):
