@@ -14,9 +14,12 @@ from pyspark.ml.tuning import CrossValidator
 from torch import nn
 
 from sparkdl import ConfigError, StorageError, TorchClassifier, TorchRegressor
+from sparkdl.explain.choose import Choice
 from sparkdl.spark.cluster import cluster_info
 from sparkdl.spark.explain import choose_values
+from sparkdl.spark.explain.choose_values import Kept
 from sparkdl.spark.frames.user_data import user_data
+from sparkdl.storage.storage import LocalStorage
 from sparkdl.sync.averaging.parameter_averaging import ParameterAveraging
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.sync.strategy import SyncStrategy
@@ -111,28 +114,28 @@ def test_an_equal_fit_takes_the_choice_and_goes_on(
     assert any("learningRate=" in message for message in caplog.messages)
 
 
-@pytest.mark.slow
-def test_a_choice_that_is_damaged_or_too_large_for_the_cluster(
-    fitted: TorchModel, df: DataFrame, folder: Path, spark: SparkSession
-) -> None:
-    asked = classifier(checkpointDir=str(folder))._request()
-    rows = user_data(df)
-    file = next((folder / "chosen").glob("*.json"))
-    kept = file.read_text(encoding="utf-8")
-    try:
-        choices = json.loads(kept)
-        for choice in choices:
-            if choice["param"] == "numWorkers":
-                choice["value"] = 64
-        file.write_text(json.dumps(choices), encoding="utf-8")
-        found = choose_values.choose(rows, asked, None)
-        assert found.num_workers == 2
-        assert "had 64, but the cluster has room for 2" in found.chosen["numWorkers"]["reason"]
-        file.write_text("{", encoding="utf-8")
-        with pytest.raises(StorageError, match=r"damaged.*remove it"):
-            choose_values.choose(rows, asked, None)
-    finally:
-        file.write_text(kept, encoding="utf-8")
+def test_a_choice_comes_back_as_it_was_kept(tmp_path: Path) -> None:
+    kept = Kept(storage=LocalStorage(tmp_path), path="chosen/a.json", most_workers=2)
+    assert kept.read() is None
+    strategies = (AllReduce(compression="bf16"), ParameterAveraging(averaging_period="auto"))
+    for strategy in strategies:
+        choices = [
+            Choice(param="numWorkers", value=64, reason="shortest"),
+            Choice(param="syncStrategy", value=strategy, reason="quick"),
+            Choice(param="learningRate", value=None, reason="nothing was learnt"),
+            Choice(param="batchSize", value=128, reason="faster"),
+        ]
+        kept.write(choices)
+        workers, *others = kept.read() or []
+        assert (workers.value, workers.reason) == (
+            2,
+            "an earlier fit had 64, but the cluster has room for 2",
+        )
+        assert [choice.value for choice in others] == [strategy, None, 128]
+        assert others[0].reason == "quick; kept in checkpointDir by an earlier fit"
+    (tmp_path / "chosen" / "a.json").write_text("{", encoding="utf-8")
+    with pytest.raises(StorageError, match=r"damaged.*remove it"):
+        kept.read()
 
 
 @pytest.mark.slow
