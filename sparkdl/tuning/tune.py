@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,7 +165,7 @@ def tune_made(
     spools = Spools()
 
     def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
-        estimator = _for_trial(make(attempt.values), attempt, options)
+        estimator = trial_estimator(make(attempt.values), attempt, options)
         model = estimator.fit_sharing(dataset, spools, on_epoch)
         if path is not None:
             model.write().overwrite().save(_model_path(path, attempt.number))
@@ -419,7 +420,7 @@ def _check_validation(estimator: _TorchEstimator, options: StudyOptions) -> None
         )
 
 
-def _for_trial(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
+def trial_estimator(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
     """The estimator with what belongs to the trial rather than to its values."""
     own: dict[str, Any] = {}
     if estimator.value("verbose") == 1:
@@ -433,7 +434,8 @@ def _for_trial(estimator: E, attempt: Attempt, options: StudyOptions) -> E:
     if isinstance(estimator.value("syncStrategy"), Competition):
         is_restorable = False  # its result is the best member at the end
     if estimator.value("earlyStopping") is None and is_restorable:
+        # The weights of the best epoch, of all epochs.
         own["earlyStopping"] = EarlyStopping(
-            monitor=monitor, mode=options.modes[0], patience=estimator.value("epochs")
+            monitor=monitor, mode=options.modes[0], patience=sys.maxsize
         )
     return estimator._set(**own)
