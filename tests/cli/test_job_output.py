@@ -7,6 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def test_training_says_which_weights_the_model_has(capsys: pytest.CaptureFixture
         stopped_early=True,
     )
     summary = TrainingSummary(history=[{"epoch": 7}], weights_of=weights)
-    job: Any = None
+    job: Any = SimpleNamespace(data=PLAIN)
     TRAIN.show(job, TrainReport(path="m", summary=summary, scores=None), Form.COMMAND)
     assert (
         "weights of epoch 7 (best val_loss 0.123), of 40 epochs; stopped early after epoch 10\n"

@@ -263,13 +263,14 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = [tuple(output.shape), tuple(target.shape)]
     if shapes[0][:1] == shapes[1][:1]:  # the number of rows says nothing
         shapes = [("batch", *shape[1:]) for shape in shapes]
+    first, second = (f"({', '.join(map(str, shape))})" for shape in shapes)
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:
         target = target.squeeze(-1)
     if output.shape != target.shape:
         raise ConfigError(
-            f"the module's output has shape {shapes[0]} but the target has shape {shapes[1]}; "
+            f"the module's output has shape {first} but the target has shape {second}; "
             "change the module, or the loss, so that they are equal"
         )
     return output, target

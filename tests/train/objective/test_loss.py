@@ -145,7 +145,7 @@ def test_shapes() -> None:
     assert [value.shape for value in match_shapes(column, flat)] == [(5,), (5,)]
     assert [value.shape for value in match_shapes(flat, column)] == [(5,), (5,)]
     assert [value.shape for value in match_shapes(column, column)] == [(5, 1), (5, 1)]
-    told = r"output has shape \('batch', 1\) but the target has shape \('batch', 2\)"
+    told = r"output has shape \(batch, 1\) but the target has shape \(batch, 2\)"
     with pytest.raises(ConfigError, match=told):
         match_shapes(column, torch.zeros(5, 2))
     for wrong in (torch.zeros(1, 5), torch.zeros(4)):
