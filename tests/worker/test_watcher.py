@@ -268,3 +268,23 @@ def test_where_a_worker_has_crashed_is_told(
     soon(crash, 60)
     assert told[0].startswith("Fatal Python error: Aborted")
     assert "in crashes" in told[0]
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_killed_is_told_by_its_rank(
+    hub: Hub, server: ChannelServer, started: Callable[..., BaseProcess]
+) -> None:
+    worker = started(reports, pickle.dumps(server.address.of_rank(1)), False, 60.0)
+    soon(lambda: not hub.events.empty())
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    told: list[tuple[int, str]] = []
+
+    def lost() -> bool:
+        while not hub.events.empty():
+            event = hub.events.get()
+            if event.body["kind"] == "crash":
+                told.append((event.rank, event.body["text"]))
+        return bool(told)
+
+    soon(lost, 60)
+    assert told == [(1, "")]

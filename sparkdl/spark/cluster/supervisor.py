@@ -189,9 +189,14 @@ def _run(run: Launch, work: Callable[[], Rows], attempt: Attempt, name: str) -> 
 
 
 def _await_crash(run: Launch, attempt: Attempt) -> None:
-    """Give the process beside a worker that has crashed a moment to say where."""
+    """Give the process beside a worker that has crashed a moment to say where.
+
+    Those of workers that Spark has ended since say nothing of the cause.
+    """
     deadline = time.monotonic() + _GRACE_SECONDS
-    while run.link.channel is not None and not attempt.crashes and time.monotonic() < deadline:
+    while run.link.channel is not None and time.monotonic() < deadline:
+        if any(attempt.crashes.values()):
+            return
         raise_if_asked()
         time.sleep(_TICK_SECONDS)
         _receive(run, attempt)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import datetime
 import decimal
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType
+from pyspark.sql.types import ArrayType, NumericType
 
 from sparkdl.data.arrow_arrays import Findings
+from sparkdl.data.column_stats import ColumnStats
+from sparkdl.data.plan import SpoolColumn
 from sparkdl.spark.frames.columns import resolve
 from sparkdl.spark.session.compat import described, is_case_sensitive
 
@@ -54,12 +58,33 @@ def with_example(findings: Findings, df: DataFrame, name: str) -> None:
         bad = F.size(column) != usual
     else:
         return
-    with described(df.sparkSession, f"sparkdl: look for a row that {name} has no use for"):
-        row = df.where(bad).first()
-    words = "" if row is None else in_words(row)
-    if words:
-        findings.first_null = f"the row with {words}"
+    if example := _first(df, bad, name):
+        findings.first_null = example
         findings.first_of_shape = dict.fromkeys(findings.first_of_shape, findings.first_null)
+
+
+def with_bad_value(stats: ColumnStats, df: DataFrame, column: SpoolColumn) -> None:
+    """Name a row with a bad label or weight by its values; see `column_rules.bad_values`."""
+    field, value = resolve(
+        df.schema, column.name, is_case_sensitive=is_case_sensitive(df.sparkSession)
+    )
+    if not isinstance(field.dataType, NumericType):
+        return
+    value = value.cast("double")
+    bad = F.isnan(value) | (F.abs(value) == math.inf)
+    if column.as_classes or column.role == "weight":
+        bad |= value < 0
+    if column.as_classes:
+        bad |= F.floor(value) != value
+    stats.first_bad = _first(df, bad, column.name) or stats.first_bad
+
+
+def _first(df: DataFrame, bad: SparkColumn, name: str) -> str:
+    """The first row for which ``bad`` is true, in words; empty if it has no plain values."""
+    with described(df.sparkSession, f"sparkdl: look for a row that cannot be used, by {name}"):
+        row = df.where(bad).first()
+    words = "" if row is None else in_words(row, name)
+    return f"the row with {words}" * bool(words)
 
 
 def _usual_length(shapes: Mapping[str, Any]) -> int | None:

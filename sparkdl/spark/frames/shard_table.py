@@ -23,8 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import errors
-from sparkdl.data.arrow_arrays import Findings
-from sparkdl.data.column_stats import SpooledShard, merge_stats, no_rows, skipped_rows
+from sparkdl.data.column_stats import ColumnStats, SpooledShard, merge_stats, no_rows, skipped_rows
 from sparkdl.data.plan import Column, SpoolColumn, TrainPlan
 from sparkdl.data.shuffle_windows import Windows
 from sparkdl.data.spool.local_disk import remove_spool
@@ -34,7 +33,7 @@ from sparkdl.errors import DataError
 from sparkdl.spark.cluster.cluster_info import ClusterInfo
 from sparkdl.spark.frames.choose_windows import windows_of_spool
 from sparkdl.spark.frames.columns import quoted
-from sparkdl.spark.frames.example_rows import in_words, with_example
+from sparkdl.spark.frames.example_rows import in_words, with_bad_value, with_example
 from sparkdl.spark.frames.row_table import TableSpec, require_same, spool_columns
 from sparkdl.spark.frames.spool_task import TABLE_SCHEMA, CleanTask, SpoolTask
 from sparkdl.spark.session.background_job import BackgroundJob
@@ -245,20 +244,22 @@ class SpooledRows:
         found = [merge_stats(stats) for stats in zip(*(s.columns for s in shards), strict=True)]
         for indicator in found[len(prepared) :]:
             if indicator.nulls_and_shapes.nulls:
-                self.exemplify(indicator.nulls_and_shapes, str(self._spec.validation_col))
+                column = SpoolColumn(
+                    name=str(self._spec.validation_col), role="label", dtype="bool"
+                )
+                self.exemplify(indicator, column)
                 raise DataError(indicator.nulls_and_shapes.message(str(self._spec.validation_col)))
         pairs = list(zip(prepared, found, strict=False))
         for column, stats in pairs:
-            if stats.nulls_and_shapes:
-                self.exemplify(stats.nulls_and_shapes, column.name)
+            self.exemplify(stats, column)
         each = [stats.problem(column) for column, stats in pairs]
         problems = [problem for problem in each if problem is not None]
         if problems:
             raise DataError("; ".join(problems))
         return tuple(p.found(s.shape or (), s.dtype, s.longest) for p, s in pairs)
 
-    def exemplify(self, findings: Findings, name: str) -> None:
-        """Have findings name a row of column ``name`` by its values, where the rows are at hand."""
+    def exemplify(self, stats: ColumnStats, column: SpoolColumn) -> None:
+        """Have a bad row of a column named by its values, where the rows are at hand."""
 
     def skipped(self, shards: Sequence[SpooledShard]) -> tuple[int, str]:
         """How many rows were left out because an input asked for it, and why, in words."""
@@ -314,9 +315,12 @@ class ShardTable(SpoolTable, SpooledRows):
             row, number = outside.first(), outside.count()
         return number, "" if row is None else f"such as the row with {in_words(row, label_col)}"
 
-    def exemplify(self, findings: Findings, name: str) -> None:
-        """Name a row by its values; see `example_rows.with_example`."""
-        with_example(findings, self._shown, name)
+    def exemplify(self, stats: ColumnStats, column: SpoolColumn) -> None:
+        """Name a bad row by its values; see `example_rows`."""
+        if stats.nulls_and_shapes:
+            with_example(stats.nulls_and_shapes, self._shown, column.name)
+        elif stats.bad_values:
+            with_bad_value(stats, self._shown, column)
 
     def windows(
         self,

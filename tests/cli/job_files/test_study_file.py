@@ -117,7 +117,7 @@ def test_numbers_that_mean_nothing(options: dict[str, Any]) -> None:
 def test_the_values_of_a_trial_are_checked_without_spark() -> None:
     """What only trials have may be left out elsewhere."""
     search = 'study.search={"model.args.out_features" = {choices = [10]}}'
-    settings = ["model={factory='torch.nn:Linear',args={in_features=64}}", search]
+    settings = ["model.factory=torch.nn:Linear", "model.args={in_features=64}", search]
     file = ROOT / "conf" / "tune.toml"
     assert load_job(TuneJob, file, settings, check_search).study.trials == 12
     wrong = 'study.search={"estimator.learning_rate" = {low = -1.0, high = 1.0}}'

@@ -416,6 +416,7 @@ def test_another_crash_is_told_and_may_be_healed(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     def job() -> Rows:
+        stage.say(0, "crash", text="")  # Spark has ended this one
         later = threading.Timer(0.1, lambda: stage.say(1, "crash", text=f"{SEGFAULT}\nThread 1:"))
         later.start()  # it comes after Spark's own word
         raise PySparkException(CRASH)

@@ -300,5 +300,5 @@ def test_labels_outside_the_classes(spark: SparkSession) -> None:
     message = str(caught.value)
     assert message.startswith(
         'column "the label" has 8 label(s) outside the 3 classes of the module\'s output, 0 to 2 '
-        "(example row: Row(id=3, the label=3.0))"
+        "(such as the row with the label=3.0, id=3)"
     )

@@ -236,8 +236,11 @@ def test_validation_rows_go_apart(good: DataFrame, tables: Tables) -> None:
 def test_bad_rows_are_counted_with_an_example(spark: SparkSession, tables: Tables) -> None:
     table = tables(frame(spark, [*GOOD, ([1.0, None], math.inf, 1.0, True)]))
     told = r"\(first: the row with y=inf, w=1.0, v=True\); drop or fill them"
-    with pytest.raises(DataError, match=f'column "x" has 1 null row {told}; column "y" must hold'):
+    with pytest.raises(
+        DataError, match=f'column "x" has 1 null row {told}; column "y" must hold'
+    ) as caught:
         table.columns(table.collect())
+    assert "(first: the row with y=inf, w=1.0, v=True); drop or mend" in str(caught.value)
 
 
 def test_ragged_rows_in_different_shards_are_seen_too(spark: SparkSession, tables: Tables) -> None:
