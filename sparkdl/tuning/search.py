@@ -80,7 +80,7 @@ def kept_record(history: Sequence[Record], stopping: EarlyStopping | None) -> Re
     state, kept = TrainState(), history[-1]
     if stopping is not None and stopping.restore_best:
         for record in history:
-            if state.is_best(dict(record), stopping):
+            if stopping.monitor in record and state.is_best(dict(record), stopping):
                 kept = record
     return kept
 

@@ -226,6 +226,7 @@ def test_the_kept_record_is_that_of_the_weights() -> None:
     assert kept_record(history, EarlyStopping())["epoch"] == 3
     assert kept_record(history, EarlyStopping(min_delta=0.01))["epoch"] == 2
     assert kept_record(history, EarlyStopping(mode="max"))["epoch"] == 1
+    assert kept_record([*history, {"epoch": 5}], EarlyStopping())["epoch"] == 3
 
 
 def test_samplers_and_pruners_of_optunas_may_be_given() -> None:
