@@ -85,7 +85,9 @@ def choose_strategy(ladder: Sequence[Option]) -> tuple[Choice, Option]:
     best = option.best
     own = f"{option.name} spends {best.exchange_share:.0%} of a step on agreeing"
     own = (
-        f"{own} with {workers_text(best)}" if best.workers > 1 else "one worker agrees with nobody"
+        f"{own} with {workers_text(best)}"
+        if best.workers > 1
+        else "1 worker has nobody to agree with"
     )
     reason = "; ".join([own, *reasons])
     return Choice(param="syncStrategy", value=option.strategy, reason=reason), option
