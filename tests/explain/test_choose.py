@@ -70,7 +70,7 @@ def test_all_reduce_unless_agreeing_takes_too_long() -> None:
     alone = choose_strategy(ladder(slow, [1]))[0]
     assert (alone.value, alone.reason) == (
         AllReduce(),
-        "one worker agrees with nobody",
+        "1 worker has nobody to agree with",
     )
     assert isinstance(
         choose_strategy(ladder(predictor(can_gang=False), [8]))[0].value, ParameterAveraging
