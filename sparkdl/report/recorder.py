@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _IN_WORDS = {
     "preflight": ("checking what is asked for", True),
+    "choose": ("choosing the values that are automatic", True),
     "wait": ("waiting for other fits to leave slots", False),
     "spool": ("writing the rows for the workers", True),
     "train": ("starting workers", False),
