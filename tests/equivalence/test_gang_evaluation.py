@@ -26,7 +26,9 @@ def linear(outputs: int) -> nn.Module:
 def history_on_rank(
     comm: Any, options: dict[str, Any], rows: list[int], validation_rows: list[int], task: str
 ) -> list[dict[str, float]]:
-    config = TrainConfig(**options, task=task, metrics=metrics_for(task))  # type: ignore[arg-type]
+    config = TrainConfig(  # type: ignore[arg-type]
+        **options, task=task, metrics=metrics_for(task), training_metrics=True
+    )
     outcome = run(
         linear(3 if task == "classification" else 1),
         config,
@@ -86,6 +88,7 @@ def test_metrics_are_exact(gang: Gang, task: str, validation_rows: list[int]) ->
         if task == "classification"
         else nn.functional.mse_loss(output.squeeze(1), y)
     )
+    assert set(metrics_for(task)) < set(ranks[0][-1])  # those of training batches
     assert ranks[0][-1]["val_loss"] == pytest.approx(expected.item(), abs=1e-12)
 
 
@@ -179,11 +182,14 @@ def resume_on_rank(comm: Any) -> bool:
     def make() -> nn.Module:
         return seeded(lambda: nn.Sequential(nn.Dropout(0.3), Normed()))
 
-    config = TrainConfig(**FINE, optimizer="adam")  # type: ignore[arg-type]
-    sink = Keeper(steps=(2,))
+    # Evaluations at every step, before and after the checkpoint, also make buffers equal.
+    config = TrainConfig(**FINE, optimizer="adam", validation_interval=1)  # type: ignore[arg-type]
+    sink, validation = Keeper(steps=(2,)), make_data([0, 6])
     whole, resumed = make(), make()
-    expected = run(whole, config, make_data([13, 8]), comm=comm, sink=sink)
-    got = run(resumed, config, make_data([13, 8]), comm=comm, resume=sink.points[2])
+    rows: dict[str, Any] = {"validation": validation, "comm": comm}
+    expected = run(whole, config, make_data([13, 8]), **rows, sink=sink)
+    got = run(resumed, config, make_data([13, 8]), **rows, resume=sink.points[2])
+    assert any(record["epoch"] % 1 for record in expected.history)
     buffers = zip(whole.buffers(), resumed.buffers(), strict=True)
     return (
         torch.equal(weights(whole), weights(resumed))

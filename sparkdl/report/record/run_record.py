@@ -158,7 +158,7 @@ def thin(entries: list[Any], most: int = _MOST_ENTRIES) -> None:
 
 
 _COUNTS = ("epoch", "report", "steps")
-_COSTS = ("learning_rate", "seconds")
+_COSTS = ("gradient_norm", "learning_rate", "seconds")
 
 
 def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False) -> list[str]:
@@ -166,7 +166,7 @@ def curve_names(history: Iterable[Mapping[str, Any]], *, has_costs: bool = False
 
     Args:
         history: the records.
-        has_costs: whether learning rate and seconds come as well, at the end.
+        has_costs: whether the gradient's norm, learning rate and seconds come too, at the end.
     """
     names = dict.fromkeys(name for record in history for name in record if name not in _COUNTS)
     own = [name for name in names if name not in _COSTS]
