@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sparkdl.model import TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.timeout(600)]
 
 ALL = ("batchSize", "learningRate", "numWorkers", "syncStrategy")
 
