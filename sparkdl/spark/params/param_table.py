@@ -279,7 +279,7 @@ class EstimatorArguments(InputArguments, total=False):
         convert=converters.to_metrics)]
     trainingMetrics: Annotated[bool, Option(
         "whether metrics are computed on the training batches of each epoch as well, in the same "
-        "pass; small steps take up to half as long again.")]
+        "pass; a step of 1 ms takes up to three quarters longer, one of 5 ms about a tenth.")]
     listeners: Annotated[list[Listener], Option(
         "observers on the driver (list), such as sparkdl.TensorBoard(...) and "
         "sparkdl.MLflow(...).",
