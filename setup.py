@@ -89,7 +89,11 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["sparkdl", "sparkdl.*"]),
-    package_data={"": ["*.pyi"], "sparkdl": ["py.typed"], "sparkdl.cli": ["starters/*.toml", "job_files/*.properties"]},
+    package_data={
+        "": ["*.pyi"],
+        "sparkdl": ["py.typed"],
+        "sparkdl.cli": ["starters/*.toml", "job_files/*.properties"],
+    },
     entry_points={"console_scripts": ["sparkdl = sparkdl.cli.main:main"]},
     python_requires=">=3.11",
     install_requires=CORE,
