@@ -232,10 +232,10 @@ def _exporting() -> Iterator[None]:
         ):
             warnings.simplefilter("ignore")
             yield
-    except GuardOnDataDependentSymNode as error:
+    except GuardOnDataDependentSymNode:  # whose message is a page
         raise ConfigError(
             "torch.export cannot export it (forward branches on values of its tensors)"
-        ) from error
+        ) from None
     except Exception as error:  # whatever the module's forward or torch's tracer raise
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
