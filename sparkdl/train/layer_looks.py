@@ -51,7 +51,7 @@ class LayerLooks:
         self._looks = looks
         usual = min(plan.steps_per_epoch, plan.total_steps // _LOOKS_PER_RUN)
         self._every = looks.every or max(usual, _FEWEST_STEPS)
-        self._last_step = plan.total_steps
+        self._last_step = plan.first_step + plan.total_steps
         self._images = looks.images
         self._histograms_at = -math.inf
         self._has_failed = False

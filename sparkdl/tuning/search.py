@@ -11,13 +11,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError, SparkDLError, TrainingDiverged, TrainingFailed
 from sparkdl.runtime.json_values import finite, plain
 from sparkdl.spark.frames.shared_spools import SlotQueue
 from sparkdl.spark.session import interrupts, termination
 from sparkdl.storage.storage import Storage, without_password
-from sparkdl.train.state import TrainState
 from sparkdl.tuning.study import StudyOptions, finished, first_number, import_optuna
 from sparkdl.tuning.trial_table import TrialTable
 
@@ -73,16 +71,6 @@ class UnknownMonitor(ConfigError):
 def folder_of(number: int) -> str:
     """Folder of a trial."""
     return f"trial-{number:05d}"
-
-
-def kept_record(history: Sequence[Record], stopping: EarlyStopping | None) -> Record:
-    """The record of the epoch whose weights a fit ends with."""
-    state, kept = TrainState(), history[-1]
-    if stopping is not None and stopping.restore_best:
-        for record in history:
-            if stopping.monitor in record and state.is_best(dict(record), stopping):
-                kept = record
-    return kept
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,6 @@ from sparkdl.tuning.search import (
     OnEpoch,
     Search,
     folder_of,
-    kept_record,
 )
 from sparkdl.tuning.space import Chooser, Space, with_values
 from sparkdl.tuning.study import Mode, StudyOptions, finished, import_optuna, open_study
@@ -169,9 +168,9 @@ def tune_made(
         model = estimator.fit_sharing(dataset, spools, on_epoch)
         if path is not None:
             model.write().overwrite().save(_model_path(path, attempt.number))
-        history = model.summary.history
-        kept = kept_record(history, estimator.value("earlyStopping"))
-        return Fitted(model=model, history=history, kept=kept)
+        summary = model.summary
+        assert summary.weights_of is not None  # the run has at least one epoch
+        return Fitted(model=model, history=summary.history, kept=summary.weights_of.values)
 
     table = make_table(
         verbose=sample.value("verbose"),

@@ -13,7 +13,6 @@ from typing import Any
 import optuna
 import pytest
 
-from sparkdl.config import EarlyStopping
 from sparkdl.errors import ConfigError, TrainingDiverged, TrainingFailed, WorkerError
 from sparkdl.storage.storage import open_storage
 from sparkdl.sync.population.ranges import Range
@@ -24,7 +23,6 @@ from sparkdl.tuning.search import (
     OnEpoch,
     Search,
     UnknownMonitor,
-    kept_record,
 )
 from sparkdl.tuning.space import Chooser
 from sparkdl.tuning.study import StudyOptions, finished, open_study
@@ -216,17 +214,6 @@ def test_a_trial_without_a_finite_value_has_diverged() -> None:
     found.run()
     assert states(found) == ["PRUNED"]
     assert "no finite val_loss" in found.study.trials[0].user_attrs[ERROR]
-
-
-def test_the_kept_record_is_that_of_the_weights() -> None:
-    losses = [3.0, 1.0, 0.995, 2.0]
-    history = [{"epoch": n, "val_loss": loss} for n, loss in enumerate(losses, 1)]
-    assert kept_record(history, None)["epoch"] == 4
-    assert kept_record(history, EarlyStopping(restore_best=False))["epoch"] == 4
-    assert kept_record(history, EarlyStopping())["epoch"] == 3
-    assert kept_record(history, EarlyStopping(min_delta=0.01))["epoch"] == 2
-    assert kept_record(history, EarlyStopping(mode="max"))["epoch"] == 1
-    assert kept_record([*history, {"epoch": 5}], EarlyStopping())["epoch"] == 3
 
 
 def test_samplers_and_pruners_of_optunas_may_be_given() -> None:
