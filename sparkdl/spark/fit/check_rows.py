@@ -260,12 +260,12 @@ def _try_loss(loss: LossFunction, output: Any, columns: Items[Column]) -> None:
 def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column) -> None:
     import torch
 
-    from sparkdl.train.objective.loss import ClassLoss
+    from sparkdl.train.objective.loss import ClassLoss, shape_text
 
     shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
     if isinstance(loss, ClassLoss) and shape in ((), (1,)):
         raise ConfigError(
-            f"the module has one output, {('batch', *shape)}, but the loss compares one for each "
+            f"the module has one output, {shape_text(('batch', *shape))}, but the loss compares one for each "
             "class; give the module two, or use loss='bce_with_logits'"
         )
     try:
@@ -276,7 +276,7 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     except Exception as error:
         raise ConfigError(
             f'the loss cannot compare the module\'s output with "{label.name}" {label.dtype} '
-            f"{('batch', *label.shape)}: {type(error).__name__}: {error}; adapt module or loss"
+            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt module or loss"
         ) from error
 
 

@@ -56,12 +56,14 @@ def failed_layer(error: BaseException, module: nn.Module) -> FailedLayer | None:
 def _shown_tensor(value: object) -> str:
     import torch
 
+    from sparkdl.train.objective.loss import shape_text
+
     if not isinstance(value, torch.Tensor):
         return ""
     shape: list[object] = list(value.shape)
     if shape and value.shape[0] == ROWS:
         shape[0] = "batch"
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(shape)}"
+    return f"{str(value.dtype).removeprefix('torch.')} {shape_text(shape)}"
 
 
 def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str:
@@ -84,7 +86,9 @@ def refusal(error: Exception, module: nn.Module, features: Items[Column]) -> str
 
 
 def _shown_input(column: Column) -> str:
+    from sparkdl.train.objective.loss import shape_text
+
     is_sequence = isinstance(column.kind, Sequence)
     shape = ("batch", *(("length",) * is_sequence), *column.shape)
     name = "" if column.argument is None else f"{column.argument}="
-    return f'{name}"{column.name}" {column.dtype} {shape}'
+    return f'{name}"{column.name}" {column.dtype} {shape_text(shape)}'

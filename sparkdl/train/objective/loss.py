@@ -7,7 +7,7 @@ micro-batches and ranks. So every loss is asked for the losses of the single sam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -253,6 +253,11 @@ def rows_of(target: Any) -> int:
     return len(target if isinstance(target, torch.Tensor) else target[0])
 
 
+def shape_text(shape: Iterable[object]) -> str:
+    """A shape in a message, such as ``(batch, 3)``."""
+    return str(tuple(shape)).replace("'", "")
+
+
 def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Make ``(batch, 1)`` and ``(batch,)`` equal, and refuse whatever else would broadcast.
 
@@ -263,7 +268,7 @@ def match_shapes(output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shapes = [tuple(output.shape), tuple(target.shape)]
     if shapes[0][:1] == shapes[1][:1]:  # the number of rows says nothing
         shapes = [("batch", *shape[1:]) for shape in shapes]
-    first, second = (f"({', '.join(map(str, shape))})" for shape in shapes)
+    first, second = map(shape_text, shapes)
     if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
         output = output.squeeze(-1)
     elif target.dim() == output.dim() + 1 and target.shape[-1] == 1:

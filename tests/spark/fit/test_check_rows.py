@@ -82,12 +82,12 @@ def test_one_output_is_no_output_for_each_class(module: nn.Module) -> None:
     [
         (
             {"loss": "bce_with_logits"},
-            r"output has shape \('batch', 3\) but the target has shape \('batch',\)",
+            r"output has shape \(batch, 3\) but the target has shape \(batch,\)",
         ),
         ({"task": "regression", "loss": "mse"}, "so that they are equal"),
         (
             {"task": "regression", "loss": nn.GaussianNLLLoss()},
-            r"cannot compare the module's output with \"y\" int64 \('batch',\): TypeError: ",
+            r"cannot compare the module's output with \"y\" int64 \(batch,\): TypeError: ",
         ),
     ],
 )
@@ -157,8 +157,8 @@ def test_a_module_that_does_not_take_the_features() -> None:
         num_classes(module, [X, Y], request())
     message = str(caught.value)
     assert message == (
-        "the module cannot take the features (\"x\" float32 ('batch', 4)): Linear(in_features=5, "
-        "out_features=3, bias=True), got float32 ('batch', 4): mat1 and mat2 shapes cannot be "
+        'the module cannot take the features ("x" float32 (batch, 4)): Linear(in_features=5, '
+        "out_features=3, bias=True), got float32 (batch, 4): mat1 and mat2 shapes cannot be "
         "multiplied (batchx4 and 5x3); adapt the module, or set inputShape"
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -198,7 +198,7 @@ def test_the_rows_of_zeros_are_not_told() -> None:
     assert "layer 0, Conv2d(1, 2, " in str(caught.value)
     assert "got input of size: [batch, 16]" in str(caught.value)
     pair = nn.Linear(4, 2)
-    with pytest.raises(ConfigError, match=r"has shape \('batch', 2\) but the target has shape"):
+    with pytest.raises(ConfigError, match=r"has shape \(batch, 2\) but the target has shape"):
         num_classes(pair, [X, Y], request(task="regression", loss="mse"))
 
 
