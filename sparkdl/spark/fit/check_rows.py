@@ -265,8 +265,8 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     shape = tuple(output.shape[1:]) if isinstance(output, torch.Tensor) else None
     if isinstance(loss, ClassLoss) and shape in ((), (1,)):
         raise ConfigError(
-            f"the module has one output, {shape_text(('batch', *shape))}, but the loss compares one for each "
-            "class; give the module two, or use loss='bce_with_logits'"
+            f"the module has one output, {shape_text(('batch', *shape))}, but the loss compares "
+            "one for each class; give the module two, or use loss='bce_with_logits'"
         )
     try:
         with torch.no_grad():
@@ -276,7 +276,8 @@ def _try_one(loss: ModuleLoss, output: Any, target: torch.Tensor, label: Column)
     except Exception as error:
         raise ConfigError(
             f'the loss cannot compare the module\'s output with "{label.name}" {label.dtype} '
-            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt module or loss"
+            f"{shape_text(('batch', *label.shape))}: {type(error).__name__}: {error}; adapt "
+            "module or loss"
         ) from error
 
 
