@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -56,6 +57,11 @@ class EarlyStopping:
         require(self.patience >= 1, "patience must be at least 1", self.patience)
         require(self.min_delta >= 0, "min_delta must not be negative", self.min_delta)
         require(self.mode in ("min", "max"), "mode must be 'min' or 'max'", self.mode)
+
+    @property
+    def may_stop(self) -> bool:
+        """False if it chooses the best weights only, as in the trials of a search."""
+        return self.patience < sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)

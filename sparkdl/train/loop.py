@@ -20,7 +20,7 @@ from sparkdl.data.batches import Batch, sequential_batches
 from sparkdl.data.plan import TrainPlan
 from sparkdl.data.source import ShardRows
 from sparkdl.sync.collective import CollectiveStrategy
-from sparkdl.sync.frozen_layers import training_mode
+from sparkdl.sync.frozen_layers import moving_buffers, training_mode
 from sparkdl.train.callbacks import (
     NO_PLACE,
     OUTSIDE,
@@ -291,18 +291,28 @@ class _Training(RankState):
         self.replica.synchronizer.close_round()
         self.clock.lap("communication")
 
-    def _average_buffers(self) -> None:
-        """Make buffers equal on all ranks where the strategy does not."""
-        if not self.replica.synchronizer.buffers_agree:
-            with_rows = [rank for rank, rows in enumerate(self.rows_by_rank) if rows]
-            sync_buffers(self.replica.module, self.comm, with_rows)
-            self.clock.lap("communication")
+    def _average_buffers(self) -> list[torch.Tensor]:
+        """Make buffers equal on all ranks where the strategy does not; return this rank's own."""
+        if self.replica.synchronizer.buffers_agree:
+            return []
+        own = [buffer.clone() for buffer in moving_buffers(self.replica.module)]
+        with_rows = [rank for rank, rows in enumerate(self.rows_by_rank) if rows]
+        sync_buffers(self.replica.module, self.comm, with_rows)
+        self.clock.lap("communication")
+        return own
 
     def _evaluate(self, began: float) -> None:
-        """Close the round, measure the model, and do what follows from that."""
+        """Close the round, measure the model, and do what follows from that.
+
+        Within an epoch each rank then goes on with its own buffers, as if nobody had looked.
+        """
         self._close_round()
-        self._average_buffers()
+        is_epoch_over = self.book.is_epoch_over
+        own = self._average_buffers()
         self._enter(self._record(began))
+        if not is_epoch_over and not self.book.is_complete:
+            for buffer, value in zip(moving_buffers(self.replica.module), own, strict=False):
+                buffer.detach().copy_(value)
 
     def _record(self, began: float) -> Record:
         """The epoch's entry in the history so far, over all ranks, with validation rows."""

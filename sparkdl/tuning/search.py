@@ -166,7 +166,8 @@ class Search:
             text = json.dumps(finite({"params": shown, **record}), indent=2, allow_nan=False)
             self.place.write(f"{folder_of(trial.number)}/trial.json", text.encode())
         trial.set_user_attr(SHOWN, finite(shown))
-        trial.set_user_attr(EPOCHS, len(record["history"]))
+        epochs = [float(entry["epoch"]) for entry in record["history"]]
+        trial.set_user_attr(EPOCHS, sum(map(float.is_integer, epochs)))
         if "error" in record:
             trial.set_user_attr(ERROR, record["error"])
         is_complete = state == "complete"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -169,6 +170,9 @@ def test_the_rate_falls_when_evaluations_get_no_better() -> None:
     wanted = EarlyStopping(monitor="val_loss", mode="max")
     with pytest.raises(ConfigError, match="give it mode='max' too"):
         run(make_net(), but(config, early_stopping=wanted), data(), validation=validation)
+    only_best = EarlyStopping(monitor="val_loss", mode="max", patience=sys.maxsize)  # of a search
+    found = run(make_net(), but(config, early_stopping=only_best), data(), validation=validation)
+    assert shown(found.history) == shown(history)
 
 
 def test_a_run_stops_within_an_epoch_with_the_best_weights() -> None:

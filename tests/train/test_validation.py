@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from sparkdl.sync.frozen_layers import evaluation_mode
 from sparkdl.sync.gradients.allreduce import AllReduce
 from sparkdl.train.replica import make_replica
 from sparkdl.train.validation import evaluate
-from tests.train.runs import NUM_FEATURES, make_data, plan_for, seeded
+from tests.gang import Gang
+from tests.train.runs import NUM_FEATURES, make_data, plan_for, run, seeded
 
 CPU = torch.device("cpu")
 
@@ -68,3 +70,35 @@ def test_modes_come_back_also_after_a_failure() -> None:
         assert not any(part.training for part in net.modules())
         raise ZeroDivisionError
     assert [part.training for part in net.modules()] == [True, True, False]
+
+
+class Centred(nn.Module):
+    """Trains with what its buffer has seen, which is each rank's own until the epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(NUM_FEATURES, 1)
+        self.register_buffer("mean", torch.zeros(NUM_FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.line(x - self.mean)
+
+
+def in_gang(comm: Any, interval: int | None) -> dict[str, torch.Tensor]:
+    net = seeded(Centred)
+    validation = make_data([4, 3], dtype=torch.float32)
+    config = TrainConfig(
+        epochs=2, batch_size=5, optimizer="adam", learning_rate=0.02, validation_interval=interval
+    )
+    run(net, config, make_data([17, 12], dtype=torch.float32), validation=validation, comm=comm)
+    return net.state_dict()
+
+
+@pytest.mark.slow
+def test_evaluations_within_epochs_leave_ranks_their_buffers(gang: Gang) -> None:
+    seldom, often = gang.run(in_gang, None), gang.run(in_gang, 1)
+    for name, value in seldom[0].items():
+        assert torch.equal(value, often[0][name])
+        assert torch.equal(value, often[1][name])

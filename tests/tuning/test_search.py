@@ -17,6 +17,7 @@ from sparkdl.errors import ConfigError, TrainingDiverged, TrainingFailed, Worker
 from sparkdl.storage.storage import open_storage
 from sparkdl.sync.population.ranges import Range
 from sparkdl.tuning.search import (
+    EPOCHS,
     ERROR,
     Attempt,
     Fitted,
@@ -195,7 +196,7 @@ def test_trials_run_at_the_same_time_and_an_end_ends_them_all(tmp_path: Path) ->
 
 def test_an_epoch_that_is_seen_twice_is_reported_once() -> None:
     def fit(attempt: Attempt, on_epoch: OnEpoch) -> Fitted:
-        for epoch, loss in ((1, 3.0), (2, 9.0), (2, 2.0), (3, math.nan)):
+        for epoch, loss in ((1, 3.0), (2, 9.0), (2, 2.0), (2.5, 4.0), (3, math.nan)):
             on_epoch({"epoch": epoch, "val_loss": loss})
         raise TrainingDiverged("at last")
 
@@ -203,6 +204,7 @@ def test_an_epoch_that_is_seen_twice_is_reported_once() -> None:
     found.run()
     (trial,) = found.study.trials
     assert trial.intermediate_values == {1: 3.0, 2: 3.0, 3: 2.0}
+    assert trial.user_attrs[EPOCHS] == 3
 
 
 def test_a_trial_without_a_finite_value_has_diverged() -> None:

@@ -237,7 +237,7 @@ class Metrics:
                     f"metric {name!r} ({type(metric).__name__}) takes means over ranks of its "
                     f"state {key!r}, which depend on the partitions; use a metric that sums"
                 )
-        return _plain(merged(metric, parts).compute())
+        return _plain(self._computed(name, parts))
 
     def compute_over(self, gathered: Sequence[bytes]) -> dict[str, float]:
         """The values over the samples of several ranks, given their `states` in rank order."""
@@ -247,10 +247,15 @@ class Metrics:
         right, num_rows = (0, 0) if counts is None else counts[0].tolist()
         accuracy = right / num_rows if num_rows else math.nan
         values = {
-            name: scalar(name, merged(metric, [seen[name] for seen, _ in by_rank]).compute())
-            for name, metric in self._metrics.items()
+            name: scalar(name, self._computed(name, [seen[name] for seen, _ in by_rank]))
+            for name in self._metrics
         }
         return {name: values.get(name, accuracy) for name in self._names}
+
+    def _computed(self, name: str, parts: Sequence[State]) -> Any:
+        metric, named = merged(self._metrics[name], parts), self._named.get(name)
+        is_defined = named is None or named.is_defined(metric)
+        return metric.compute() if is_defined else torch.tensor(math.nan)
 
     def _for_metric(self, name: str, output: Any, target: Any) -> tuple[Any, Any]:
         """What one metric sees: all, or a label and its output."""

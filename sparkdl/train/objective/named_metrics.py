@@ -37,6 +37,9 @@ _OF_CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Name -> class of torchmetrics without Binary or Multiclass, and options for many classes."""
 
+_OF_SCORES = ("auroc", "average_precision")
+"""Those that keep the scores of all rows."""
+
 _OF_NUMBERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "explained_variance": ("ExplainedVariance", {}),
     "mae": ("MeanAbsoluteError", {}),
@@ -86,6 +89,17 @@ class NamedMetric:
         if is_pair and probabilities.dim() > 1 and probabilities.shape[1] == 2:
             probabilities = probabilities[:, 1]
         return probabilities, target.long()
+
+    def is_defined(self, metric: Any) -> bool:
+        """False if a metric has no value: it has seen no row that counts, or R² only one.
+
+        torchmetrics raises an error for some of these, which would end the run.
+        """
+        if self.name == "r2":
+            return int(metric.total) > 1
+        if self.name in _OF_SCORES:
+            return any(len(target) for target in metric.target)
+        return int(metric.update_count) > 0
 
 
 def flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Any]]:

@@ -268,6 +268,8 @@ def make_scheduler(
     scheduler = config.scheduler(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         stopping = config.early_stopping
+        if stopping is not None and not stopping.may_stop:
+            stopping = None  # a search's own: the schedule is that of a fit outside of it
         if stopping is not None and stopping.mode != scheduler.mode:
             raise ConfigError(
                 f"ReduceLROnPlateau gets {stopping.monitor!r}, which early stopping monitors with "

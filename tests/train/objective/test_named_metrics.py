@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -174,3 +175,14 @@ def test_an_output_of_several_tensors_is_refused() -> None:
     loss = loss_of(lambda output, target: output["a"].sum(), "custom", {})
     with pytest.raises(ConfigError, match="needs one tensor, and the module returns dict"):
         resolved({"f1": "f1"}, loss, {"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_what_no_row_tells_is_not_a_number(num_classes: int) -> None:
+    logits, target = drawn(num_classes)
+    none = torch.full_like(target, -100)
+    got = values(["auroc", "average_precision"], "classification", "cross_entropy", logits, none)
+    assert all(map(math.isnan, got.values()))
+    one = values(["r2", "mae"], "regression", "mse", torch.ones(1), torch.zeros(1))
+    assert math.isnan(one["r2"])
+    assert one["mae"] == 1
