@@ -306,7 +306,7 @@ class ConsoleView(View):
             return self._prefix() + status.state
         seconds = status.seconds_in_phase()
         time_text = f" {clock_text(seconds)}" if seconds >= _SHORT_SECONDS else ""
-        width = (terminal_columns() or _USUAL_COLUMNS) - 1
+        width = (terminal_columns() or _USUAL_COLUMNS) - 2  # tqdm cuts off all but columns - 1
         text = (self._prefix() + status.phase_text)[: width - len(time_text)] + time_text
         # What others print then begins where the line does; of one width tqdm fills nothing up.
         return f"{text:<{width}}\r"

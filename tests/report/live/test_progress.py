@@ -216,6 +216,13 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(
 
 
 DRIVER = "from sparkdl.report.live import progress; print(progress.terminal_columns() or 0)"
+LINE_IN_PLACE = """
+from sparkdl.report.live.progress import ConsoleView
+ConsoleView(has_bar=True, shows_logs=False).activity("starting Spark", "")
+import os
+os.write(2, b"WARNING of the JVM")
+os._exit(0)
+"""
 LAUNCHER = f"""
 import subprocess, sys
 done = subprocess.run([sys.executable, "-c", {DRIVER!r}], stdout=-1, stderr=-1, text=True)
@@ -248,6 +255,19 @@ def test_a_terminal_is_known_behind_spark_submit_too(tmp_path: Path) -> None:
         os.close(theirs)
     with (tmp_path / "log").open("w") as file:
         assert statuses(file.fileno()) == (0, 0)
+
+
+def test_what_others_print_begins_where_the_line_in_place_does() -> None:
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 61, 0, 0))
+        subprocess.run([sys.executable, "-c", LINE_IN_PLACE], stderr=theirs, check=True)
+        shown = os.read(ours, 1000).decode().split("\r")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert [part.strip() for part in shown][-2:] == ["", "WARNING of the JVM"]
+    assert "starting Spark" in shown[1]
 
 
 def test_a_pipe_is_no_terminal() -> None:
